@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
@@ -143,6 +143,17 @@ LONGEST_LEASE_SECONDS: Final = 3600.0
 _FORMAT: Final = "ckptcore hold"
 _MAX_BYTES: Final = 4096
 _MAX_CHARACTERS: Final = 256
+_MAX_TIME_CHARACTERS: Final = 32
+_MAX_EARLIER: Final = 16
+"""Earlier owners in a record, which has to stay below `_MAX_BYTES`."""
+
+
+class EarlierOwner(NamedTuple):
+    """An earlier owner of a directory: see `Holder`. `released` is False if its process was killed."""
+
+    number: int
+    since: str
+    released: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +171,7 @@ class Holder:
         released: True if the lease was released or broken.
         number: for the owner of a directory, a number above those of all owners before it; otherwise 0.
         process: a random id of the process. A restarted container has the same host and pid, and another process.
+        earlier: for the owner of a directory, the owners before it, the last ones, ascending.
     """
 
     hold_id: str
@@ -171,6 +183,14 @@ class Holder:
     released: bool = False
     number: int = 0
     process: str = ""
+    earlier: tuple[EarlierOwner, ...] = ()
+
+    def after(self, before: Holder | None) -> Holder:
+        """Return this record with the last owner of the directory among the earlier ones."""
+        if before is None:
+            return self
+        last = EarlierOwner(before.number, before.since[:_MAX_TIME_CHARACTERS], before.released)
+        return replace(self, earlier=(*before.earlier, last)[-_MAX_EARLIER:])
 
     def encode(self) -> bytes:
         """Return the record as JSON."""
@@ -219,6 +239,7 @@ def decode_holder(data: bytes) -> Holder | None:
         return None
     try:
         document = {"number": 0, "process": "", **document}  # other software has neither
+        document["earlier"] = _decode_earlier(document.get("earlier"))
         holder = Holder(**{field.name: document[field.name] for field in fields(Holder)})
     except KeyError:
         return None
@@ -231,6 +252,16 @@ def decode_holder(data: bytes) -> Holder | None:
         and type(holder.released) is bool
     )
     return holder if is_possible else None
+
+
+def _decode_earlier(column: object) -> tuple[EarlierOwner, ...]:
+    """Return the earlier owners in a record; none if they are invalid, because nothing depends on them."""
+    if not isinstance(column, list) or len(column) > _MAX_EARLIER:
+        return ()
+    for row in column:
+        if not isinstance(row, list) or [type(value) for value in row] != [int, str, bool] or not _is_text(row[1]):
+            return ()
+    return tuple([EarlierOwner(*row) for row in column])
 
 
 def _is_text(value: object) -> bool:
@@ -517,14 +548,15 @@ def take_lease(
     clock: Clock,
     *,
     number: int = 0,
+    before: Holder | None = None,
     is_absent: Callable[[], bool] = bool,
 ) -> Lease | None:
-    """Write a lease. Return None if `condition` is not met. See `Lease` for the arguments.
+    """Write a lease. Return None if `condition` is not met. See `Lease` and `Holder.after` for the arguments.
 
     Raises:
         StorageError: the storage failed. If the lease was written, it expires.
     """
-    holder = new_holder(lease_seconds, number=number)
+    holder = new_holder(lease_seconds, number=number).after(before)
     began = clock.now()
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)

@@ -743,6 +743,7 @@ class LeasedLocks(Locks):
                 self._lease_seconds,
                 self._clock,
                 number=number,
+                before=None if seen is None else seen.holder,
                 is_absent=partial(is_absent, self._store),
             )
             if lease is not None:

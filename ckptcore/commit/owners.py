@@ -82,8 +82,9 @@ class LockedOwner:
             StorageFullError: there is no room; the first `check` that finds room writes it.
             SaveLostError, StorageError: see `check`.
         """
-        self._holder = replace(self._holder, number=number)
-        self._before, self._record = _read_record(self._store), self._holder.encode()
+        self._before = _read_record(self._store)
+        self._holder = replace(self._holder, number=number).after(decode_holder(self._before))
+        self._record = self._holder.encode()
         self.check()
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes and its name, if no layout reads it: for errors."""
+"""Kinds of files and directories of other software, by first bytes and names, for errors."""
 
 from __future__ import annotations
 

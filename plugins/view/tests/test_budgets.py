@@ -21,6 +21,7 @@ from ckptcore_view.notebook import to_html
 from ckptcore_view.report import write_report
 from ckptcore_view.shardings import sharding_of
 from ckptcore_view.viewed import Viewed
+from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.context import default_context
@@ -329,6 +330,18 @@ def test_steps(tmp_path: Path) -> None:
         return lambda: document_of(viewed, "run", Request({"last": "999999999999", "policy": "latest_n=1"}))
 
     assert_linear(make, (5, 10, 20))
+
+
+def test_rows_of_a_log(tmp_path: Path) -> None:
+    def make(rows: int) -> Callable[[], object]:
+        step = tmp_path / str(rows) / "checkpoint-1"
+        step.mkdir(parents=True)
+        save_file({"w": np.ones(1)}, step / "model.safetensors")
+        history = [{"step": row, "loss": 1.0, f"m{row}": 1.0} for row in range(rows)]
+        (step / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+        return lambda: document_of(Viewed(str(step.parent), default_context()), "run", Request())
+
+    assert_linear(make, (2_000, 4_000, 8_000))
 
 
 @pytest.mark.slow

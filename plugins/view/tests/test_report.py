@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import gzip
 import json
+import platform
 import re
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,32 @@ def test_a_report_of_a_run(run: Path, tmp_path: Path) -> None:
     assert documents["checkpoint\nat=30"]["layout"] == "safetensors"
     assert documents["statistics\nat=10\nleaf=0\nof=30"]["norm"] > 0
     assert documents["difference\nat=30\nother=20\nleaf=0"]["differing"] == 64 * 48 - 1
+
+
+def test_a_report_names_its_host_time_and_version(run: Path, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", run)
+    made = documents_of(tmp_path / "report.html")["view"]["report"]
+    assert (made["host"], made["version"]) == (platform.node(), ckptcore.__version__)
+    assert datetime.datetime.fromisoformat(made["time"]).tzinfo is not None
+
+
+def test_older_steps_are_in_a_report_of_a_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(tmp_path / "report.html", run)
+    documents = documents_of(tmp_path / "report.html")
+    assert {"tree\nat=10", "array\nat=10\nleaf=0", "tree\nat=20"} <= documents.keys()
+    assert documents["statistics\nat=10\nleaf=0"] == {"same": "statistics\nat=10\nleaf=0\nof=30"}
+    monkeypatch.setattr("ckptcore_view.report._MAX_ROWS", 0)
+    write_report(tmp_path / "report.html", run)
+    assert "checkpoint\nat=20" not in documents_of(tmp_path / "report.html")
+
+
+def test_a_report_of_a_folder_of_runs(run: Path, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "single", state())
+    write_report(tmp_path / "report.html", tmp_path)
+    documents = documents_of(tmp_path / "report.html")
+    assert [one["name"] for one in documents["runs"]["runs"]] == ["run", "single"]
+    assert {"run\nat=run", "tree\nat=run/30", "tree\nat=run/10", "tree\nat=single"} <= documents.keys()
+    assert "statistics" not in names(documents)
 
 
 def test_the_arrays_of_all_steps_count(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_the_page_and_its_files(client: TestClient) -> None:
     assert page.status_code == 200
     assert "{{" not in page.text
     imports = json.loads(page.text.partition("importmap")[2].partition(">")[2].partition("</script>")[0])["imports"]
-    for address in [*imports.values(), "style.css", "plotly.min.js"]:
+    for address in [*imports.values(), "style.css"]:
         assert client.get(f"/{TOKEN}/{address}").status_code == 200
 
 

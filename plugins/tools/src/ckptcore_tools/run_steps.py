@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import open_directory
-from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root import ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import root_version
@@ -71,6 +71,7 @@ class StepStatus:
         seconds: time from the start of the save to its commit, from the stored timeline; None if unknown.
         blocked_seconds: the part of it during which the caller could not train; None if unknown.
         problems: the files that are missing or have another size.
+        order: the number of the owner of the run that saved the step, and whether the step was saved again.
     """
 
     step: int
@@ -85,6 +86,7 @@ class StepStatus:
     seconds: float | None = None
     blocked_seconds: float | None = None
     problems: tuple[Problem, ...] = ()
+    order: SaveOrder = field(default_factory=SaveOrder)
 
     def with_problems(self, problems: Sequence[Problem]) -> StepStatus:
         """Return the status of a step with these files missing or of another size. Without any, the same status."""
@@ -238,7 +240,7 @@ def _read_step_once(
         files = check.check_root(steps.location(step), store, version, summary)
         return StepStatus(
             step, name, "committed", summary.created, files.nbytes, summary.metrics, None, None, summary.save_id,
-            *_durations(summary.timeline),
+            *_durations(summary.timeline), order=summary.order,
         ).with_problems(files.problems)  # fmt: skip
     except CheckpointNotFoundError:
         return StepStatus(step, name, "other")

@@ -1,4 +1,4 @@
-"""The files of the page, and the script of the charting library."""
+"""The files of the page."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["CHARTS", "MODULES", "charts_script", "import_map", "page_file", "page_html"]
+__all__ = ["MODULES", "import_map", "page_file", "page_html"]
 
 MODULES: Final = (
-    "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "run", "tree"
+    "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "metrics", "norms", "run",
+    "summary", "tree",
 )  # fmt: skip
 """The modules of the page, each in a file of its own. They import each other as ``view/NAME``."""
-
-CHARTS: Final = "plotly.min.js"
-"""The name under which the page requests the charting library."""
 
 
 def page_file(name: str) -> str:
     """Return the text of a file of the page."""
     return (importlib.resources.files(__package__) / "page" / name).read_text(encoding="utf-8")
-
-
-def charts_script() -> str:
-    """Return the script of plotly.js, which the package plotly contains."""
-    from plotly.offline import get_plotlyjs  # slow to import, and only used if a chart is shown
-
-    return str(get_plotlyjs())
 
 
 def import_map(addresses: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ _GARBAGE_THRESHOLD: Final = 200_000
 """New objects before garbage is collected. A tree of 100,000 arrays has so many objects, and no garbage among them."""
 
 
-@checkpoint_command("view", "Show a checkpoint or run in the browser.")
+@checkpoint_command("view", "Show a checkpoint, run or folder of runs in the browser.")
 @click.argument("location")
 @click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="Write a report to FILE; do not serve.")
 @click.option("--compare", metavar="LOCATION", help="A checkpoint to compare with.")
@@ -53,7 +53,7 @@ def command(
     port: int,
     open_browser: bool,
 ) -> ExitCode:
-    """Show the checkpoint or run at LOCATION: its tree, arrays, files and timeline; steps, metrics and norms.
+    """Show the checkpoint, run or runs at LOCATION: tree, arrays, files and timeline; metrics, events and steps.
 
     The page is served on 127.0.0.1 until the command is interrupted. Its URL has a secret token: who knows it can read
     the checkpoint. An array is read when you select it. With --out, the page is one HTML file that needs no network.

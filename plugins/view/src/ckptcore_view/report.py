@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import gzip
 import json
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -16,11 +18,12 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
-from ckptcore.model import ArrayRecord, TreeMetadata
+from ckptcore.installed import version_of
+from ckptcore.model import ArrayRecord, TreeMetadata, format_path
 from ckptcore.plain_safetensors import replace_file
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames
-from ckptcore_view.assets import MODULES, charts_script, import_map, page_file, page_html
+from ckptcore_view.assets import MODULES, import_map, page_file, page_html
 from ckptcore_view.documents import BadRequestError, Document, Request, document_of
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import OTHER, Viewed
@@ -32,6 +35,11 @@ _READ_BYTES: Final = 1_000_000_000
 
 _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
+
+_MAX_ROWS: Final = 20_000
+"""Limit of the rows of trees, and of their chunks, of the older steps of a run. The newest step is always complete."""
+
+_LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows and chunks in all"
 
 _NONCE: Final = "report"
 _POLICY: Final = (
@@ -53,8 +61,8 @@ def write_report(
 ) -> None:
     """Write a report of a checkpoint or run to an HTML file, atomically.
 
-    The report of a run has its newest 200 steps, the checkpoint of the newest one, and the norms of the chosen arrays
-    over these steps.
+    The report of a run has its newest 200 steps, the checkpoint of the newest one, the trees of the steps before up to
+    20,000 rows, and the norms of the chosen arrays over these steps. It names this host and the time.
 
     Args:
         path: the file.
@@ -92,7 +100,7 @@ def _target_error(path: str | os.PathLike[str], viewed: Viewed) -> str:
     if not os.path.isdir(directory):
         return f"the directory of the report does not exist: create {directory}"
     location = os.path.realpath(viewed.location.removeprefix("file://"))
-    is_inside = viewed.kind != "run" and f"{os.path.realpath(path)}/".startswith(f"{location}/")
+    is_inside = viewed.kind not in ("run", "runs") and f"{os.path.realpath(path)}/".startswith(f"{location}/")
     if is_inside or os.path.lexists(os.path.join(directory, ROOT_KEY)):
         return f"the report {os.fspath(path)} would be in a checkpoint: write it elsewhere"
     name, suffix = os.path.splitext(path)
@@ -109,7 +117,7 @@ def _report_html(viewed: Viewed, filters: _Filters | None) -> str:
     """Return the HTML of a report."""
     documents = _Collector(viewed, filters).collect()
     addresses = {name: f"data:text/javascript;base64,{_base64(page_file(f'{name}.js').encode())}" for name in MODULES}
-    data = _element("documents", json.dumps(documents)) + _element("charts", charts_script())
+    data = _element("documents", json.dumps(documents))
     return page_html(
         imports=import_map(addresses),
         style=f"<style>{page_file('style.css')}</style>",
@@ -138,12 +146,17 @@ class _Collector:
         self._documents: dict[str, Document] = {}
         self._versions: dict[str, str] = {}
         self._reads_all = True
+        self._rows_left = _MAX_ROWS
+        self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
+        """The place and the number of each array that was read, by its place in its step and its path."""
 
     def collect(self) -> Mapping[str, Document]:
         """Return the documents by name and parameters, as the page asks for them."""
-        self._add("view")
-        if self._viewed.kind == "run":
-            self._add_run()
+        self._documents["view"] = {**self._add("view"), "report": _origin()}
+        if self._viewed.kind == "runs":
+            self._add_runs()
+        elif self._viewed.kind == "run":
+            self._add_run("")
         else:
             self._add_checkpoint("", ())
         if self._unmatched:
@@ -151,13 +164,54 @@ class _Collector:
             raise CheckpointNotFoundError(f"{self._viewed.location} has no array that matches {patterns}")
         return self._documents
 
-    def _add_run(self) -> None:
-        run = self._add("run", **({"policy": self._viewed.policy} if self._viewed.policy else {}))
-        self._documents[_key("run")] = run
-        steps: Any = run["steps"]
-        loadable = [step["name"] for step in steps if step["state"] in ("committed", "foreign")]
+    def _add_runs(self) -> None:
+        """Add a folder of runs, and each of them. No array is read: those of all runs may be many."""
+        self._reads_all = False
+        runs = self._add("runs", **self._policy)
+        self._documents[_key("runs")] = runs
+        for one in runs["runs"]:
+            if one["kind"] == "checkpoint":
+                self._add_checkpoint(one["name"], ())
+            elif "steps" in one:
+                self._add_run(one["name"])
+
+    @property
+    def _policy(self) -> Mapping[str, str]:
+        return {"policy": self._viewed.policy} if self._viewed.policy else {}
+
+    def _add_run(self, place: str) -> None:
+        of = {"at": place} if place else {}
+        run = self._add("run", **of, **self._policy)
+        self._documents[_key("run", **of)] = run
+        found: Any = run["steps"]
+        names = [step["name"] for step in found if step["state"] in ("committed", "foreign")]
+        loadable = [f"{place}/{name}" if place else name for name in names]
         if loadable:
             self._add_checkpoint(loadable[-1], loadable)
+        self._rows_left = _MAX_ROWS
+        for step in reversed(loadable[:-1]):
+            if self._rows_left > 0:
+                self._add_older(step)
+
+    def _add_older(self, place: str) -> None:
+        """Add a step without reading its arrays: those of the newest step were read from it, for their norms."""
+        checkpoint = self._add("checkpoint", at=place)
+        for one in checkpoint.get("checkpointables", ()):
+            for directory in one["places"][:1]:
+                self._add_older(f"{place}/{directory}")
+        if checkpoint["kind"] != "tree":
+            return
+        tree = self._add("tree", at=place)
+        self._versions[place] = tree.get("version", "")
+        self._rows_left -= len(tree.get("leaves", ()))
+        for row, leaf in enumerate(tree.get("leaves", ())):
+            if leaf < 0 or str(row) in tree["values"] or self._rows_left < 0:
+                continue
+            array = self._add("array", at=place, leaf=leaf)
+            self._rows_left -= len(array.get("chunks", {}).get("chunks", ()))
+            if of := self._read_paths.get((_inside(place, self._viewed), array.get("path", ""))):
+                read = _key("statistics", at=place, leaf=of[1], of=of[0])
+                self._documents[_key("statistics", at=place, leaf=leaf)] = {"same": read}
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
         """Add a document. An error is a document, too: the page shows it."""
@@ -168,7 +222,7 @@ class _Collector:
         try:
             found = document_of(self._viewed, name, Request(texts))
         except (CheckpointError, BadRequestError) as error:
-            if name in ("view", "run", "checkpoint"):
+            if name in ("view", "run", "runs", "checkpoint"):
                 raise
             found = {"error": redacted(str(error))}
         self._documents[_key(name, **parameters)] = found
@@ -194,13 +248,14 @@ class _Collector:
         tree = self._add("tree", at=place)
         self._versions[place] = tree.get("version", "")
         described, read = self._viewed.read(place, lambda opened: self._choose(opened, self._times(steps)))
+        opened_paths = self._viewed.read(place, lambda opened: opened.tree.paths)
         for leaf in described:
             self._add("array", at=place, leaf=leaf)
         for leaf in read:
             self._add("statistics", at=place, leaf=leaf)
             self._add("elements", at=place, leaf=leaf)
-        _, _, inside = place.partition("/") if steps else ("", "", place)
-        inside = f"/{inside}" if inside else ""
+            self._read_paths[_inside(place, self._viewed), format_path(opened_paths[leaf])] = place, leaf
+        inside = _inside(place, self._viewed)
         if self._viewed.other:
             self._add_differences(place, f"{OTHER}{inside if self._viewed.other_has_parts else ''}", read)
         elif len(steps) > 1:
@@ -229,6 +284,21 @@ class _Collector:
                 self._unmatched.discard(pattern)
                 chosen |= matching
         return sorted(chosen), sorted(chosen)
+
+
+def _inside(place: str, viewed: Viewed) -> str:
+    """Return the part of a place inside of its step, with the slash before it; the place itself without a run."""
+    names = place.split("/") if place else []
+    above = {"run": 1, "runs": 2}.get(viewed.kind, 0)
+    if viewed.kind == "runs" and names and viewed.children.get(names[0]) == "checkpoint":
+        above = 1
+    return "".join([f"/{name}" for name in names[above:]])
+
+
+def _origin() -> Document:
+    """Return where and when a report is made."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"host": platform.node(), "time": now, "version": version_of("ckptcore"), "limit": _LIMIT}
 
 
 def _key(name: str, **parameters: str | int) -> str:

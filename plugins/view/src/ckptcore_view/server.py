@@ -26,7 +26,7 @@ from starlette.routing import Route
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.events import logger_named
 from ckptcore.redaction import redacted
-from ckptcore_view.assets import CHARTS, MODULES, charts_script, import_map, page_file, page_html
+from ckptcore_view.assets import MODULES, import_map, page_file, page_html
 from ckptcore_view.documents import BadRequestError, CancelledError, Document, Request, document_of
 from ckptcore_view.viewed import Viewed
 
@@ -49,9 +49,9 @@ _HEADERS: Final = {
 
 
 def _content_policy(nonce: str) -> str:
-    """Return the content security policy: everything comes from this server. plotly.js adds styles to the page."""
+    """Return the content security policy: everything comes from this server."""
     return (
-        f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
+        f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self'; "
         "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -86,9 +86,7 @@ def application(viewed: Viewed, token: str, is_closing: Callable[[], bool] = lam
 
     async def file(request: HttpRequest) -> Response:
         name = request.path_params["name"]
-        if name == CHARTS:
-            text, media_type = await anyio.to_thread.run_sync(charts_script), "text/javascript"
-        elif name == "style.css":
+        if name == "style.css":
             text, media_type = page_file(name), "text/css"
         elif name.endswith(".js") and name[:-3] in MODULES:
             text, media_type = page_file(name), "text/javascript"

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ckptcore.model import ArrayRecord, Box
 
-__all__ = ["Sharding", "sharding_of"]
+__all__ = ["Sharding", "framework_of", "sharding_of", "sharding_text"]
 
 _MAX_AXES: Final = 64
 """Limit of the axes of a mesh. Arrays of NumPy have at most as many."""
 
 _MAX_OWNERS: Final = 4096
 """Shardings over more devices are shown without their shards: the notes of a hostile checkpoint may have any mesh."""
+
+
+_MAX_CHARACTERS: Final = 400
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,43 @@ def sharding_of(record: ArrayRecord) -> Sharding | None:
         if found is not None:
             return found
     return _between_cuts(record)
+
+
+def framework_of(record: ArrayRecord) -> str | None:
+    """Return the framework that saved an array; None if its notes do not name one, as for NumPy."""
+    if record.notes.get("framework") == "torch" or "dtensor" in record.notes:
+        return "PyTorch"
+    return "JAX" if "sharding" in record.notes else None
+
+
+def sharding_text(record: ArrayRecord) -> str | None:
+    """Return the sharding of an array in words; None if its notes have none. The notes may be hostile."""
+    for describe in (_jax_text, _dtensor_text):
+        try:
+            return describe(record.notes)[:_MAX_CHARACTERS]
+        except (LookupError, TypeError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def _jax_text(notes: Mapping[str, Any]) -> str:
+    noted = notes["sharding"]
+    if noted["type"] == "SingleDeviceSharding":
+        return f"not sharded, on the device {noted['device']}"
+    mesh = " × ".join([f"{name}={size}" for name, size in _few(noted["mesh"].items())])
+    axes = [" and ".join(map(str, _few(_mesh_axes(axis)))) or "not divided" for axis in _few(noted["spec"])]
+    return f"mesh {mesh}; axes: {', '.join(axes) or 'none'}"
+
+
+def _dtensor_text(notes: Mapping[str, Any]) -> str:
+    noted = notes["dtensor"]
+    mesh = " × ".join(map(str, _few(noted["mesh"])))
+    kinds = [f"{one['kind']}({one['dim']})" if "dim" in one else str(one["kind"]) for one in _few(noted["placements"])]
+    return f"mesh {mesh}; {', '.join(kinds)}"
+
+
+def _few(items: Iterable[T]) -> Iterator[T]:
+    return itertools.islice(items, _MAX_AXES)
 
 
 def _named_sharding(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | None:

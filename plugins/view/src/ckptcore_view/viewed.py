@@ -1,4 +1,4 @@
-"""Viewed locations: the run, the checkpoints and the trees that the page can show, each opened at first use."""
+"""Viewed locations: the runs, the checkpoints and the trees that the page can show, each opened at first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ckptcore_tools.locations import child_location, names_in
@@ -18,6 +19,7 @@ from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.target import root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     InvalidLocationError,
@@ -35,10 +37,13 @@ __all__ = ["OTHER", "Viewed", "ViewedKind"]
 OTHER: Final = "//other"
 """The place of the checkpoint that the viewed one is compared with. No name in a storage begins with slashes."""
 
-ViewedKind: TypeAlias = Literal["run", "tree", "checkpointables"]
+ViewedKind: TypeAlias = Literal["run", "runs", "tree", "checkpointables"]
 
 _MAX_OPEN: Final = 8
 """Limit of open checkpoints. Each keeps files open, and its tree in memory."""
+
+_MAX_CHILDREN: Final = 100
+"""Limit of the directories of a folder that may be runs: each costs a few requests."""
 
 _REMEMBERED_SECONDS: Final = 60.0
 
@@ -46,10 +51,11 @@ T = TypeVar("T")
 
 
 class Viewed:
-    """The subject of the page: a run, a checkpoint of one tree, or one of several checkpointables. Thread-safe.
+    """The subject of the page: a run, a folder of runs, or a checkpoint of one tree or several. Thread-safe.
 
     Each thing in it has a *place*: a path relative to the viewed location, with ``/`` between its parts. The place of
-    the location itself is empty. A step of a run has the place ``200``, a checkpointable in it ``200/model``.
+    the location itself is empty. A step of a run has the place ``200``, a checkpointable in it ``200/model``. In a
+    folder of runs, the name of the run comes first.
 
     Attributes:
         location: the viewed location, as the user wrote it.
@@ -57,6 +63,7 @@ class Viewed:
         other_has_parts: True if that is a checkpoint of several checkpointables.
         policy: the text of the preservation policy of which the page of a run shows what it keeps; empty for none.
         kind: what it is.
+        children: the runs and the checkpoints in a folder of runs, by name.
     """
 
     def __init__(
@@ -89,19 +96,20 @@ class Viewed:
         self._remembered: dict[Hashable, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._open: OrderedDict[str, OpenTree] = OrderedDict()
+        self.children: Mapping[str, Literal["run", "checkpoint"]] = {}
         self.kind: ViewedKind = self._find_kind()
         self.other_has_parts = bool(other) and self.members(OTHER) is not None
 
     @property
     def policy_error(self) -> str:
         """The reason why the policy cannot be shown; empty if it can."""
-        if not self.policy or self.kind == "run":
+        if not self.policy or self.kind in ("run", "runs"):
             return ""
         return f"{self.location} is a checkpoint, and a policy chooses steps of a run: leave the policy out"
 
-    def steps(self) -> StepDirectory:
-        """List the steps of the run."""
-        return find_steps(self.location, self._step_names, self.context)
+    def steps(self, place: str = "") -> StepDirectory:
+        """List the steps of the run at a place."""
+        return find_steps(self.locate(place), self._step_names, self.context)
 
     def recall(self, key: Hashable) -> Any:
         """Return what was remembered less than a minute ago, or None. A step may be deleted and saved again."""
@@ -191,11 +199,37 @@ class Viewed:
         except (CheckpointNotFoundError, InvalidLocationError) as error:  # the root of a storage can be a run
             if self._is_run():
                 return "run"
+            if self.find_children():
+                return "runs"
             if isinstance(error, InvalidLocationError):
                 raise
             raise CheckpointNotFoundError(
-                f"{self.location} is neither a checkpoint nor a directory with steps: {error}"
+                f"{self.location} is neither a checkpoint nor a directory with steps, and has no such directories: "
+                f"{error}"
             ) from error
+
+    def find_children(self) -> Mapping[str, Literal["run", "checkpoint"]]:
+        """Return the runs and the checkpoints among the first directories of a folder, and keep them as `children`."""
+        try:
+            names = [name[:-1] for name in names_in(self.location, self.context) if name.endswith("/")]
+        except (CheckpointNotFoundError, InvalidLocationError):
+            return {}
+        found: dict[str, Literal["run", "checkpoint"]] = {}
+        for name in sorted(name for name in names if not name.startswith("."))[:_MAX_CHILDREN]:
+            if self.children.get(name) is not None:
+                found[name] = self.children[name]
+                continue
+            location = child_location(self.location, name)
+            with suppress(CheckpointError):
+                steps = find_steps(location, self._step_names, self.context)
+                if steps.candidates() or steps.leftovers:
+                    found[name] = "run"
+                    continue
+            with suppress(CheckpointError):
+                ConsistentRead(location, self.context, open_either).open()
+                found[name] = "checkpoint"
+        self.children = found
+        return found
 
     def _is_run(self) -> bool:
         """Return True for a directory that has steps, or is empty: its first step may be saved later."""

@@ -23,10 +23,11 @@ def test_the_steps(report: bool, run: Path, show: Show) -> None:
     expect(steps.get_by_role("row")).to_have_count(4)
     expect(steps.get_by_role("row").nth(1)).to_contain_text("committed")
     expect(steps.get_by_role("row").nth(3)).to_contain_text("0.1")
-    expect(page.locator("figcaption")).to_have_text(["Duration of saves", "Size", "loss"])
-    expect(page.locator(".plot-container")).to_have_count(3)
+    charts = ["loss", *(["Norms over steps"] if report else []), "Duration of saves", "Size"]
+    expect(page.locator("figcaption")).to_have_text(charts)
+    expect(page.locator(".plot-container")).to_have_count(len(charts))
     page.get_by_label("Charts by").select_option("time")
-    expect(page.locator(".plot-container")).to_have_count(3)
+    expect(page.locator(".plot-container")).to_have_count(len(charts))
 
 
 @BOTH
@@ -54,7 +55,8 @@ def test_another_policy(run: Path, show: Show) -> None:
     page = show(run, expected="400 (Bad Request)")
     page.get_by_label("Policy").fill("best_n=2:loss:min")
     page.get_by_role("button", name="Show what it keeps").click()
-    expect(page.get_by_text("the best 2 by loss (min)")).to_have_count(2)
+    steps = page.get_by_role("region", name="Steps")
+    expect(steps.get_by_text("the best 2 by loss (min)")).to_have_count(2)
     page.get_by_label("Policy").fill("nonsense")
     page.get_by_role("button", name="Show what it keeps").click()
     expect(page.get_by_role("alert")).to_contain_text("nonsense")
@@ -102,7 +104,7 @@ def test_norms_over_steps(report: bool, run: Path, show: Show) -> None:
     expect(figure.locator(".plot-container").first).to_be_visible()
     figure.get_by_text("Data").click()
     table = figure.get_by_role("region")
-    expect(table).to_contain_text("model/layers/0/weight")
+    expect(table).to_contain_text("model['layers.0.weight']")
     expect(table.get_by_role("row")).to_have_count(4)
 
 
@@ -161,3 +163,71 @@ def test_older_steps_are_shown_on_demand(tmp_path: Path, show: Show) -> None:
     expect(rows).to_have_count(201)
     page.get_by_role("button", name="Show 3 of 3 more").click()
     expect(rows).to_have_count(204)
+
+
+def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
+    """The best step, a kill, a folder of runs and a phone, on one page of one server."""
+    for name in ("first", "second"):
+        for numbers in (range(10, 30, 10), range(30, 50, 10)):
+            with ckptcore.Checkpointer(tmp_path / name) as checkpointer:
+                for step in numbers:
+                    checkpointer.save(step, state(), metrics={"loss": 1 / step, "lr": 0.1})
+            owner = tmp_path / name / ".ckptcore/owner/owner.json"
+            owner.write_text(owner.read_text().replace('"released": true', '"released": false'))
+    page = show(tmp_path, policy="best_n=1:loss:min")
+    runs = page.get_by_role("region", name="Runs")
+    expect(runs.get_by_role("row")).to_have_count(3)
+    expect(runs.get_by_role("row").nth(1)).to_contain_text("killed")
+    expect(page.locator("figcaption")).to_have_text(["loss"])
+    expect(page.locator(".keys li")).to_have_text(["first", "second"])
+    runs.get_by_role("link", name="second").click()
+    expect(page.locator(".mark text")).to_have_text(["best loss: 0.025 at step 40"])
+    texts = page.locator("figure").first.locator(".event text")
+    expect(texts).to_have_text(["killed, restart", "killed"])
+    expect(page.locator("ol.events li")).to_have_text(
+        [
+            "The process was killed after step 20. A new process resumed; the first step that it saved is 30.",
+            "The process was killed after step 40, and no process has resumed the run.",
+        ]
+    )
+    expect(page.get_by_text("keeps the best 1 by loss (min): 1 of 4 steps")).to_be_visible()
+    page.get_by_label("log axis").check()
+    page.get_by_label("Smoothing").select_option("0.9")
+    expect(page.locator("figure").first.locator(".line.faint")).to_have_count(1)
+    steps = page.get_by_role("region", name="Steps")
+    first = steps.get_by_role("row").nth(1)
+    expect(first).to_contain_text("best loss")
+    steps.get_by_role("button", name="step", exact=True).click()
+    steps.get_by_role("button", name="step", exact=True).click()
+    expect(first).to_contain_text("would be deleted")
+    expect(first.get_by_text("would be deleted")).to_have_class("muted")
+    page.get_by_role("button", name="Read the norms of the 5 largest arrays").click()
+    expect(page.locator("figure", has_text="Norms over steps").locator(".line")).to_have_count(5)
+    first.get_by_role("link", name="10").click()
+    expect(page.get_by_role("region", name="Largest arrays").get_by_role("row").nth(1)).to_contain_text(
+        "model['layers.0.weight']"
+    )
+    page.get_by_role("button", name="size", exact=True).first.click()
+    rows = page.get_by_role("treegrid").get_by_role("row")
+    expect(rows.nth(2)).to_contain_text("layers")
+    expect(rows.nth(1)).to_contain_text("model")
+    page.get_by_role("button", name="Read all arrays").click()
+    expect(page.get_by_text("model['layers.1.bias']: 48 NaN, 0 Inf")).to_be_visible()
+    page.get_by_label("Location").get_by_role("link", name="second").click()
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(steps.get_by_role("columnheader")).to_have_text(["step", "loss", "saved", "policy, notes"])
+    assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+    expect(page.get_by_text("The policy")).to_be_visible()
+
+
+def test_every_step_of_a_report_opens_or_says_why_not(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore_view.report._MAX_ROWS", 19)
+    page = show(run, report=True)
+    steps = page.get_by_role("region", name="Steps")
+    expect(page.get_by_text("1 step cannot be opened here")).to_be_visible()
+    expect(page.locator("footer")).to_contain_text("Report of ckptcore")
+    expect(steps.get_by_role("link")).to_have_text(["30", "20"])
+    steps.get_by_role("link", name="20").click()
+    page.locator(".tree .row .name", has_text="cube").click()
+    expect(page.locator(".panel")).to_contain_text("maximum 1")
+    expect(page.locator(".panel")).to_contain_text("for its newest step only")

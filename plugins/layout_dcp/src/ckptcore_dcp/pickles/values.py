@@ -109,7 +109,7 @@ class CompactObject(tuple[Any, ...]):
 
 
 class Places:
-    """Where a pickle has its texts and bytes: byte ranges of the data, by the identity of the value."""
+    """Byte ranges of the texts and bytes of a pickle, by the identity of the value."""
 
     __slots__ = ("_ranges",)
 

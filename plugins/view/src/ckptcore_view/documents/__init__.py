@@ -3,7 +3,8 @@
 ::
 
     view         the viewed location, and what it is
-    run          the steps of a run
+    run          the steps of a run, its events, and what a Trainer logged
+    runs         the runs of a folder
     checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
     tree         the rows of a tree
     array        an array without its elements: shards, chunks and objects
@@ -28,7 +29,7 @@ from ckptcore_view.documents.checkpoint import checkpoint_document, tree_documen
 from ckptcore_view.documents.differences import difference_document, differences_document
 from ckptcore_view.documents.elements import elements_document, statistics_document
 from ckptcore_view.documents.request import BadRequestError, CancelledError, Request
-from ckptcore_view.documents.run import run_document
+from ckptcore_view.documents.run import run_document, runs_document
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["DOCUMENTS", "BadRequestError", "CancelledError", "Document", "Request", "document_of"]
@@ -43,12 +44,14 @@ def _view_document(viewed: Viewed, request: Request) -> Document:
         "other": redacted_location(viewed.other) or None,
         "other_has_parts": viewed.other_has_parts,
         "policy": viewed.policy,
+        "children": dict(viewed.children),
     }
 
 
 DOCUMENTS: Final[Mapping[str, Callable[[Viewed, Request], Document]]] = {
     "view": _view_document,
     "run": run_document,
+    "runs": runs_document,
     "checkpoint": checkpoint_document,
     "tree": tree_document,
     "array": array_document,

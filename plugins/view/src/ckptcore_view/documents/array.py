@@ -14,7 +14,7 @@ from ckptcore.protocols import NativeReader
 from ckptcore.redaction import redacted
 from ckptcore_view.documents.request import Request
 from ckptcore_view.open_tree import OpenTree
-from ckptcore_view.shardings import sharding_of
+from ckptcore_view.shardings import framework_of, sharding_of, sharding_text
 from ckptcore_view.viewed import Viewed
 
 __all__ = ["array_document"]
@@ -22,6 +22,9 @@ __all__ = ["array_document"]
 _MAX_CHUNKS: Final = 1_024
 _MAX_COUNTED: Final = 1 << 16
 """Further chunks are not counted: a hostile checkpoint of a few bytes may have any number."""
+
+_SHOWN_NOTES: Final = frozenset({"framework", "sharding", "dtensor"})
+"""Notes that `framework_of` and `sharding_text` put into words."""
 
 _MAX_SHARDS: Final = 1_024
 _MAX_OWNERS: Final = 16
@@ -45,7 +48,13 @@ def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
         "nbytes": record.spec.nbytes,
         "tied": [format_path(tree.paths[other]) for other in _tied(opened, stored) if other != leaf],
         "ranks": list(tree.held_by[leaf]) if leaf in tree.held_by else None,
-        "notes": {name: json.dumps(note, ensure_ascii=False) for name, note in record.notes.items()},
+        "notes": {
+            name: json.dumps(note, ensure_ascii=False)
+            for name, note in record.notes.items()
+            if name not in _SHOWN_NOTES
+        },
+        "framework": framework_of(record),
+        "sharded": sharding_text(record),
         "sharding": _sharding(record),
         "chunks": _chunks(opened.checkpoint, stored, record, request),
     }

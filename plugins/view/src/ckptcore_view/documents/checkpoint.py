@@ -21,6 +21,7 @@ from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import Request
+from ckptcore_view.documents.summary import merged_summary, summary_of
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
@@ -64,6 +65,7 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
             "parameters": outline.parameters[0],
             "nbytes": outline.nbytes[0],
         },
+        "summary": summary_of("", checkpoint.tree, inside=location.rstrip("/").rpartition("/")[2]),
         "files": _files(checkpoint),
         **_problems(files.problems),
         "timeline": _timeline([] if timeline is None else readable_events(timeline)),
@@ -135,6 +137,12 @@ def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetad
             _checkpointable(name, one, found.checkpointables.processes.get(name), directories.get(name, ()))
             for name, one in found.checkpointables.items()
         ],
+        "summary": merged_summary(
+            [
+                summary_of(name, one.tree, next(iter(directories.get(name, ())), ""))
+                for name, one in found.checkpointables.items()
+            ]
+        ),
         "deleted": list(found.checkpointables.deleted),
         "unreadable": {name: redacted(reason) for name, reason in found.checkpointables.unreadable.items()},
         "timeline": _timeline(found.timeline),

@@ -1,10 +1,9 @@
 /** The page: its address, its heading, its colours, and which view is shown. */
 
-import { redrawCharts } from "view/charts";
 import { showCheckpoint } from "view/checkpoint";
 import { forgetDocuments, loadDocument } from "view/documents";
-import { errorMessage, h } from "view/dom";
-import { showRun } from "view/run";
+import { errorMessage, formatTime, h } from "view/dom";
+import { showRun, showRuns } from "view/run";
 
 const SCHEMES = ["light dark", "light", "dark"];
 const TITLES = { "light dark": "Theme: system", light: "Theme: light", dark: "Theme: dark" };
@@ -22,6 +21,7 @@ export async function start() {
   try {
     const view = await loadDocument("view");
     addEventListener("hashchange", () => show(view, main));
+    document.getElementById("made").replaceChildren(...madeBy(view));
     await show(view, main);
   } catch (error) {
     main.replaceChildren(errorMessage(error));
@@ -37,11 +37,22 @@ async function show(view, main) {
   document.getElementById("trail").replaceChildren(...trail(page));
   forgetDocuments();
   try {
-    await (view.kind === "run" && page.at === "" ? showRun : showCheckpoint)(page, main, signal);
+    await viewOf(page)(page, main, signal);
     if (!signal.aborted) main.dataset.shown = location.hash;
   } catch (error) {
     if (!signal.aborted) main.replaceChildren(errorMessage(error));
   }
+}
+
+function viewOf(page) {
+  if (page.view.kind === "runs" && page.at === "") return showRuns;
+  return page.run !== null && page.at === page.run ? showRun : showCheckpoint;
+}
+
+/** Say where and when a report was made. */
+function madeBy({ report }) {
+  if (!report) return [];
+  return [`Report of ckptcore ${report.version}, made on ${report.host} at ${formatTime(report.time)}.`];
 }
 
 /**
@@ -52,14 +63,28 @@ function pageOf(view) {
   const parameters = new URLSearchParams(location.hash.slice(1));
   const leaf = parameters.get("leaf");
   const link = (values) => `#${new URLSearchParams(Object.entries(values).filter(([, value]) => value !== ""))}`;
+  const at = parameters.get("at") ?? "";
+  // The place of the run that the place is in; null outside a run.
+  const child = at.split("/")[0];
+  const run =
+    view.kind === "run" ? "" : Object.hasOwn(view.children, child) && view.children[child] === "run" ? child : null;
   return {
     view,
-    at: parameters.get("at") ?? "",
+    at,
+    run,
+    /** The parameters of the document of the run. */
+    runParameters: run ? { at: run } : {},
+    /** Return the place of a step of the run. */
+    within: (name) => (run ? `${run}/${name}` : name),
+    /** The place of the step in the run, and in it. */
+    inRun: run ? at.slice(run.length + 1) : at,
     tab: parameters.get("tab") ?? "",
     other: parameters.get("other") ?? "",
     policy: parameters.get("policy") ?? view.policy ?? "",
     part: parameters.get("part") ?? "",
-    along: parameters.get("along") ?? "step",
+    along: parameters.get("along") === "time" ? "time" : "step",
+    log: parameters.get("log") === "1",
+    smoothing: Math.min(0.99, Math.max(0, Number(parameters.get("smoothing")) || 0)),
     leaf: /^\d+$/.test(leaf ?? "") ? Number(leaf) : null,
     link,
     go: (values) => location.assign(link(values)),
@@ -90,7 +115,6 @@ function setUpTheme() {
   const apply = (scheme) => {
     document.documentElement.style.colorScheme = scheme;
     button.replaceChildren(TITLES[scheme]);
-    redrawCharts();
   };
   let chosen = SCHEMES.includes(remembered()) ? remembered() : SCHEMES[0];
   button.addEventListener("click", () => {
@@ -98,7 +122,6 @@ function setUpTheme() {
     remember(chosen);
     apply(chosen);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
   apply(chosen);
 }
 

@@ -3,9 +3,12 @@
 import { drawBoxes } from "view/boxes";
 import { elementsChart, histogramChart } from "view/charts";
 import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
-import { errorMessage, factList, formatNumber, formatSize, formatWhole, h, plural, table } from "view/dom";
+import { errorMessage, factList, formatNumber, formatSize, formatWhole, h, plural, sizeCell, table } from "view/dom";
 
 const READ_AT_ONCE = 64e6;
+const LEFT_OUT =
+  "This report was made without reading this array: choose it with --arrays, or use `ckptcore view` without --out.";
+const NO_ELEMENTS = "Elements are in this report for its newest step only.";
 
 /**
  * Show an array.
@@ -27,6 +30,8 @@ export async function showArray(at, leaf, panel, signal) {
         ["elements", formatWhole(array.elements)],
         ["size", formatSize(array.nbytes)],
         ["same bytes as", array.tied.join(", ")],
+        ["framework", array.framework],
+        ["sharding", array.sharded],
         ["saved by ranks", array.ranks?.join(", ")],
         ...Object.entries(array.notes),
       ]),
@@ -43,7 +48,10 @@ export async function showArray(at, leaf, panel, signal) {
 
 async function showStatistics(at, leaf, array, section, signal) {
   const parameters = { at, leaf };
-  if (isReport() && !(await isInReport("statistics", parameters))) return;
+  if (isReport() && !(await isInReport("statistics", parameters))) {
+    section.replaceChildren(h("p", { class: "muted" }, LEFT_OUT));
+    return;
+  }
   if (array.nbytes > READ_AT_ONCE && !isReport()) {
     const button = h("button", { type: "button" }, `Read all ${formatSize(array.nbytes)} for statistics`);
     section.replaceChildren(button);
@@ -79,7 +87,10 @@ function statisticsParts(found, dtype) {
 
 async function showElements(at, leaf, array, section, signal) {
   if (array.elements === 0) return;
-  if (isReport() && !(await isInReport("elements", { at, leaf }))) return;
+  if (isReport() && !(await isInReport("elements", { at, leaf }))) {
+    if (await isInReport("statistics", { at, leaf })) section.replaceChildren(h("p", { class: "muted" }, NO_ELEMENTS));
+    return;
+  }
   const shown = h("div");
   const input = h("input", { "aria-label": "Index of the elements, as in NumPy", spellcheck: "false", class: "name" });
   const form = h(
@@ -110,12 +121,13 @@ async function showElements(at, leaf, array, section, signal) {
       if (!signal.aborted && number === newest) shown.replaceChildren(errorMessage(error));
     }
   };
-  section.replaceChildren(h("h3", {}, "Elements"), ...(isReport() ? [] : [form]), shown);
+  section.replaceChildren(...(isReport() ? [] : [form]), shown);
   await show({ at, leaf });
 }
 
+/** The shards, drawn if there is more than one. */
 function shardsSection({ shape, sharding }) {
-  if (!sharding) return h("section");
+  if (!sharding || sharding.count < 2) return "";
   const { owner, count, shards } = sharding;
   const boxes = shards.map((shard, number) => {
     const more = shard.count > shard.owners.length ? ` and ${shard.count - shard.owners.length} more` : "";
@@ -135,7 +147,7 @@ function shardsSection({ shape, sharding }) {
 function chunksSection({ shape, chunks }) {
   const heading = h("h3", {}, "Chunks");
   if (chunks.error) return h("section", {}, heading, h("p", { class: "muted" }, chunks.error));
-  if (chunks.count === 0) return h("section");
+  if (chunks.count === 0) return "";
   const numbers = new Map(chunks.objects.map(([key], number) => [key, number]));
   const boxes = chunks.chunks.map((chunk) => ({
     from: chunk.from,
@@ -149,7 +161,7 @@ function chunksSection({ shape, chunks }) {
       h("span", { class: "name" }, `[${chunk.from.map((start, axis) => `${start}:${chunk.to[axis]}`).join(", ")}]`),
       chunk.stored,
       formatWhole(chunk.start),
-      chunk.nbytes ? formatSize(chunk.nbytes) : "",
+      sizeCell(chunk.nbytes || null),
       h("span", { class: "name" }, chunk.key),
     ]);
   return h(
@@ -161,7 +173,7 @@ function chunksSection({ shape, chunks }) {
       { class: "muted" },
       `${chunks.is_all ? "" : "more than "}${plural(chunks.count, "chunk")} in ${plural(chunks.objects.length, "object")}`,
     ),
-    drawBoxes("Chunks, with a colour for each object", shape, boxes, "object"),
+    chunks.count > 1 && drawBoxes("Chunks, with a colour for each object", shape, boxes, "object"),
     h(
       "details",
       {},

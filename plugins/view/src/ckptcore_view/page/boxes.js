@@ -1,6 +1,6 @@
 /** Boxes of an array, such as shards and chunks, drawn to scale along the two axes that have the most of them. */
 
-import { colour } from "view/charts";
+import { series } from "view/charts";
 import { h, svg, table } from "view/dom";
 
 const WIDTH = 600;
@@ -36,7 +36,7 @@ export function drawBoxes(title, shape, boxes, heading) {
       return svg(
         "g",
         {},
-        svg("rect", { x: left, y: top, width: right - left, height: bottom - top, fill: colour(box.colour) }),
+        svg("rect", { x: left, y: top, width: right - left, height: bottom - top, class: series(box.colour) }),
         svg("title", {}, `${rangeText(box)}: ${box.label}`),
         fits && svg("text", { x: (left + right) / 2, y: (top + bottom) / 2 }, box.label),
       );

@@ -1,10 +1,23 @@
 /** The views of a checkpoint: its tree or checkpointables, files, timeline, differences and origin. */
 
 import { showArray } from "view/array";
-import { chart, plain } from "view/charts";
+import { figure } from "view/charts";
 import { showDifferences } from "view/differences";
 import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
-import { factList, formatNumber, formatSeconds, formatSize, formatTime, formatWhole, h, plural, table } from "view/dom";
+import {
+  cell,
+  factList,
+  formatNumber,
+  formatSeconds,
+  formatSize,
+  formatTime,
+  formatWhole,
+  h,
+  plural,
+  sizeCell,
+  table,
+} from "view/dom";
+import { summaryParts } from "view/summary";
 import { Tree } from "view/tree";
 
 /**
@@ -20,7 +33,7 @@ export async function showCheckpoint(page, main, signal) {
     ...(found.kind === "checkpointables" && { parts: "Checkpointables" }),
     ...(found.files?.count > 0 && { files: "Files" }),
     ...(found.timeline.length > 0 && { timeline: "Timeline" }),
-    ...(found.kind === "tree" && (page.view.other || page.view.kind === "run") && { differences: "Differences" }),
+    ...(found.kind === "tree" && (page.view.other || page.run !== null) && { differences: "Differences" }),
     origin: "Origin",
   };
   const tab = Object.hasOwn(tabs, page.tab) ? page.tab : Object.keys(tabs)[0];
@@ -57,7 +70,9 @@ function summary(found) {
     ["created", formatTime(found.created)],
     ["arrays", totals && formatWhole(totals.arrays)],
     ["values", totals?.values ? formatWhole(totals.values) : null],
-    ["parameters", totals && formatWhole(totals.parameters)],
+    ["parameters", totals && elementsOf(found, "parameters")],
+    ["optimizer states", totals && elementsOf(found, "optimizer")],
+    ["other elements", totals && elementsOf(found, "other")],
     ["size", totals ? formatSize(totals.nbytes) : null],
     [
       "files",
@@ -67,6 +82,10 @@ function summary(found) {
     ],
     ...Object.entries(found.metrics).map(([name, value]) => [name, formatNumber(value)]),
   ]);
+}
+
+function elementsOf({ summary: { roles } }, role) {
+  return roles[role] ? formatWhole(roles[role][1]) : null;
 }
 
 function problems({ problems: found, problem_count: count }) {
@@ -84,11 +103,11 @@ function problems({ problems: found, problem_count: count }) {
   );
 }
 
-async function showTree(_, page, body, signal) {
+async function showTree(found, page, body, signal) {
   const rows = await loadOnce("tree", { at: page.at });
   if (signal.aborted) return;
   const panel = h("div");
-  const back = h("button", { type: "button", class: "back" }, "← Tree");
+  const back = h("button", { type: "button", class: "small back" }, "← Tree and summary");
   const split = h("div", { class: "split" });
   let looking = new AbortController();
   signal.addEventListener("abort", () => looking.abort());
@@ -104,8 +123,14 @@ async function showTree(_, page, body, signal) {
     page.replace({ at: page.at, tab: "tree", leaf });
     show(leaf);
   });
-  back.addEventListener("click", () => split.classList.remove("chosen"));
-  panel.append(h("p", { class: "muted" }, "Choose an array to look at it."));
+  back.addEventListener("click", () => {
+    looking.abort();
+    split.classList.remove("chosen");
+    tree.unchoose();
+    page.replace({ at: page.at, tab: "tree" });
+    panel.replaceChildren(...summaryParts(found, page, signal));
+  });
+  panel.append(h("p", { class: "muted" }, "Choose an array to look at it."), ...summaryParts(found, page, signal));
   split.append(h("div", { class: "left" }, tree.element), h("div", { class: "panel" }, back, panel));
   body.replaceChildren(split);
   tree.draw();
@@ -115,7 +140,7 @@ async function showTree(_, page, body, signal) {
   }
 }
 
-async function showParts(found, page, body) {
+async function showParts(found, page, body, signal) {
   const rows = await Promise.all(
     found.checkpointables.map(async (one) => {
       const places = one.places.map((place) => (page.at ? `${page.at}/${place}` : place));
@@ -135,27 +160,28 @@ async function showParts(found, page, body) {
         one.kind === "files" ? "files" : one.layout,
         one.kind === "files" ? "" : formatWhole(one.arrays),
         one.kind === "files" ? "" : formatWhole(one.parameters),
-        formatSize(one.nbytes),
+        sizeCell(one.nbytes),
         one.processes === null || one.processes === undefined
           ? ""
           : `${plural(one.processes, "process", "processes")} separately`,
       ];
     }),
   );
-  const headings = ["name", "layout", "#arrays", "#parameters", "#size", "saved by"];
+  const headings = ["name", "layout", "~#arrays", "~#elements", "#size", "saved by"];
   const reasons = Object.entries(found.unreadable).map(([name, reason]) =>
     h("p", { class: "warning" }, `${name} cannot be read: ${reason}`),
   );
   const deleted =
     found.deleted.length > 0 && h("p", { class: "muted" }, `Deleted or lost: ${found.deleted.join(", ")}`);
-  body.replaceChildren(table(headings, rows, "Checkpointables"), ...reasons, deleted || "");
+  const parts = h("div", { class: "summary" }, summaryParts(found, page, signal));
+  body.replaceChildren(table(headings, rows, "Checkpointables"), ...reasons, deleted || "", parts);
 }
 
 function showFiles({ files, problems: wrong }, _, body) {
   const known = new Map(wrong);
   const rows = files.files.map(([key, size, checksummed]) => [
     h("span", { class: "name" }, key),
-    formatSize(size),
+    sizeCell(size),
     size === null ? "" : checksummed ? "yes" : "no",
     known.has(key) ? h("span", { class: "bad" }, known.get(key)) : "",
   ]);
@@ -168,41 +194,34 @@ function showFiles({ files, problems: wrong }, _, body) {
 
 function showTimeline({ timeline }, _, body) {
   const ranks = new Set(timeline.map((event) => event.rank));
-  const label = (event, number) => `${event.phase}${ranks.size > 1 ? ` (rank ${event.rank})` : ""}${"​".repeat(number)}`;
-  const labels = timeline.map((event, number) => plain(label(event, number)));
   const speed = (event) => (event.nbytes && event.seconds ? `${formatSize(event.nbytes / event.seconds)}/s` : "");
-  const trace = {
-    type: "bar",
-    orientation: "h",
-    y: labels,
-    base: timeline.map((event) => event.began * 1000),
-    x: timeline.map((event) => Math.max(event.seconds * 1000, 0.001)),
-    text: timeline.map((event) =>
-      plain(
-        [formatSeconds(event.seconds), formatSize(event.nbytes), speed(event), event.error].filter(Boolean).join(", "),
-      ),
-    ),
-    textposition: "none",
-    hovertemplate: "%{y}: %{text}<extra></extra>",
-    marker: { color: timeline.map((event) => (event.error ? "#b0564a" : "#4c8dd6")) },
-  };
-  const layout = {
-    height: 80 + labels.length * 24,
-    yaxis: { autorange: "reversed", type: "category" },
-    xaxis: { title: { text: "ms since the save began" } },
-  };
+  const end = Math.max(...timeline.map((event) => event.began + event.seconds), 1e-9);
+  const bars = timeline.map((event) => {
+    const bar = h("span", { class: event.error ? "bar-part bad-part" : "bar-part" });
+    bar.style.marginLeft = `${(event.began / end) * 100}%`;
+    bar.style.width = `${Math.max((event.seconds / end) * 100, 0.3)}%`;
+    const text = [formatSeconds(event.seconds), formatSize(event.nbytes), speed(event), event.error].filter(Boolean);
+    return h(
+      "li",
+      {},
+      h("span", { class: "label" }, ranks.size > 1 ? `${event.phase} (rank ${event.rank})` : event.phase),
+      h("span", { class: "track" }, bar),
+      h("span", { class: "number" }, text.join(", ")),
+    );
+  });
   const rows = timeline.map((event) => [
     event.phase,
     event.rank,
-    formatSeconds(event.began),
-    formatSeconds(event.seconds),
-    formatSize(event.nbytes),
+    cell(formatSeconds(event.began), event.began),
+    cell(formatSeconds(event.seconds), event.seconds),
+    sizeCell(event.nbytes),
     speed(event),
     event.error ?? "",
   ]);
-  const data = { headings: ["phase", "#rank", "#began", "#took", "#bytes", "#speed", "error"], rows };
+  const data = { headings: ["phase", "#rank", "#began", "#took", "#bytes", "speed", "error"], rows };
+  const drawing = h("ul", { class: "phases plot-container" }, bars);
   body.replaceChildren(
-    chart("Phases of the save", `${plural(timeline.length, "phase")} over time.`, [trace], layout, data),
+    figure("Phases of the save", h("span", { class: "muted" }, `${formatSeconds(end)} in all`), drawing, data),
   );
 }
 

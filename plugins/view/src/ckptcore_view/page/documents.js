@@ -14,7 +14,9 @@ let embedded = null;
  */
 export async function loadDocument(name, parameters = {}, signal = undefined) {
   if (isReport()) {
-    const found = (await reportDocuments())[keyOf(name, parameters)];
+    const documents = await reportDocuments();
+    const named = documents[keyOf(name, parameters)];
+    const found = named?.same === undefined ? named : documents[named.same]; // equal documents are in the report once
     if (found === undefined) throw new Error("This report does not contain it. Use `ckptcore view` without --out.");
     if (found.error) throw new Error(found.error);
     return found;

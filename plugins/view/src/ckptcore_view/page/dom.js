@@ -49,47 +49,77 @@ export function factList(facts) {
 }
 
 /**
- * Create a table. Columns whose heading begins with "#" have numbers.
+ * Create a table. Columns whose heading begins with "#" have numbers; a "~" before hides a column on a phone. The
+ * buttons of the headings sort the rows.
  * @param {string[]} headings
- * @param {any[][]} rows nodes or text.
+ * @param {any[][]} rows nodes or text, or `cell`s with a value to sort by.
  * @param {string} label describes the table.
  */
 export function table(headings, rows, label) {
-  const isNumber = headings.map((heading) => heading.startsWith("#"));
-  const cell = (tag, content, column) =>
-    h(
-      tag,
-      { class: isNumber[column] ? "number" : tag === "td" && column === headings.length - 1 ? "wrap" : null },
-      content,
-    );
+  const columns = headings.map((heading, column) => ({
+    title: heading.replace(/^~?#?/, ""),
+    isNumber: /^~?#/.test(heading),
+    class: [
+      /^~?#/.test(heading) && "number",
+      heading.startsWith("~") && "minor",
+      !/^~?#/.test(heading) && column === 0 && "first",
+      !/^~?#/.test(heading) && column > 0 && column === headings.length - 1 && "wrap",
+    ]
+      .filter(Boolean)
+      .join(" "),
+  }));
+  const lines = rows.map((row) => ({
+    row,
+    element: h(
+      "tr",
+      {},
+      row.map((one, column) =>
+        h("td", { class: columns[column].class || null }, one?.node ?? (one?.isCell ? "" : one) ?? ""),
+      ),
+    ),
+  }));
+  const body = h(
+    "tbody",
+    {},
+    lines.map((line) => line.element),
+  );
+  const heads = columns.map((column, number) => {
+    const isSortable = rows.length > 1 && column.title !== "";
+    const button = h("button", { type: "button", class: "sort", click: () => sort(number) }, column.title);
+    return h("th", { class: column.class || null, scope: "col" }, isSortable ? button : column.title);
+  });
+  function sort(number) {
+    const { isNumber } = columns[number];
+    const before = heads[number].getAttribute("aria-sort");
+    const isDescending = before === null ? isNumber : before === "ascending";
+    for (const head of heads) head.removeAttribute("aria-sort");
+    heads[number].setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+    const keyed = lines.map((line) => [sortKey(line.row[number], isNumber), line.element]);
+    keyed.sort(([a], [b]) => (isDescending ? compareKeys(b, a) : compareKeys(a, b)));
+    body.append(...keyed.map(([, element]) => element));
+  }
   return h(
     "div",
     { class: "wide", tabindex: 0, role: "region", "aria-label": label },
-    h(
-      "table",
-      {},
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          headings.map((heading, column) => cell("th", heading.replace("#", ""), column)),
-        ),
-      ),
-      h(
-        "tbody",
-        {},
-        rows.map((row) =>
-          h(
-            "tr",
-            {},
-            row.map((content, column) => cell("td", content ?? "", column)),
-          ),
-        ),
-      ),
-    ),
+    h("table", {}, h("thead", {}, h("tr", {}, heads)), body),
   );
+}
+
+/** A cell of a table that is sorted by a value: a size is shown in MB and sorted by its bytes. */
+export function cell(node, value) {
+  return { node, value, isCell: true };
+}
+
+function sortKey(content, isNumber) {
+  const value = content?.isCell ? content.value : (content?.textContent ?? content);
+  if (!isNumber) return value ?? "";
+  return typeof value === "number" ? value : Number.parseFloat(String(value ?? "").replaceAll(",", ""));
+}
+
+function compareKeys(a, b) {
+  if (typeof a === "number" && typeof b === "number")
+    return (Number.isNaN(a) ? -Infinity : a) - (Number.isNaN(b) ? -Infinity : b) || 0;
+  return String(a).localeCompare(String(b), "en", { numeric: true });
 }
 
 /** Bytes in decimal units with three digits, as the command line shows them: "1.02 kB". */
@@ -137,6 +167,11 @@ export function formatSeconds(seconds) {
 export function formatTime(time) {
   const date = new Date(time ?? "");
   return Number.isNaN(date.getTime()) ? (time ?? "") : date.toLocaleString("sv");
+}
+
+/** The size of something as a cell of a table. */
+export function sizeCell(nbytes) {
+  return cell(formatSize(nbytes), nbytes ?? -1);
 }
 
 /** A number and its noun: "1 array", "2 arrays". */

@@ -1,8 +1,9 @@
-/** The views of a run: its steps, and the norms of arrays over steps. */
+/** The views of a run: its metrics, events, norms and steps; and the runs of a folder. */
 
-import { chart, plain } from "view/charts";
-import { isInReport, isReport, loadDocument, loadOnce } from "view/documents";
+import { lineChart, smoothed } from "view/charts";
+import { isInReport, isReport, loadDocument } from "view/documents";
 import {
+  cell,
   errorMessage,
   factList,
   formatNumber,
@@ -12,13 +13,18 @@ import {
   formatWhole,
   h,
   plural,
+  sizeCell,
   table,
 } from "view/dom";
+import { axisOf, eventList, groupsOf, metricCharts, metricOf, metricsOf, saveCharts } from "view/metrics";
+import { normsSection, showNorms } from "view/norms";
 
 const REFRESH_MS = 3000;
-const STYLES = { committed: "good", foreign: "good", uncommitted: "warning", other: "muted" };
-const MOST_FOUND = 50;
+const REFRESH_RUNS_MS = 20_000; // the roots of the steps of all runs are read again
 const OLDER_STEPS = 1000; // that are read at a time
+const MOST_METRICS = 4; // columns of the table of steps
+const STYLES = { committed: "muted", foreign: "muted", uncommitted: "warning", other: "muted" };
+const SMOOTHING = [0, 0.5, 0.8, 0.9, 0.95, 0.99];
 
 /**
  * Show a run.
@@ -27,63 +33,139 @@ const OLDER_STEPS = 1000; // that are read at a time
  * @param {AbortSignal} signal
  */
 export async function showRun(page, main, signal) {
-  const tabs = { steps: "Steps", norms: "Norms" };
+  const tabs = { steps: "Overview", norms: "Norms" };
   const tab = Object.hasOwn(tabs, page.tab) ? page.tab : "steps";
   const body = h("div");
   main.replaceChildren(
-    h("h1", { class: "name" }, page.view.location),
+    h("h1", { class: "name" }, page.run ? `${page.view.location}/${page.run}` : page.view.location),
     h(
       "nav",
       { class: "tabs", "aria-label": "Views of the run" },
       Object.entries(tabs).map(([name, title]) =>
-        h("a", { href: page.link({ tab: name }), "aria-current": name === tab ? "page" : null }, title),
+        h("a", { href: page.link({ at: page.at, tab: name }), "aria-current": name === tab ? "page" : null }, title),
       ),
     ),
     body,
   );
-  await (tab === "steps" ? showSteps : showNorms)(page, body, signal);
+  await (tab === "steps" ? showOverview : showNorms)(page, body, signal);
 }
 
-async function showSteps(page, body, signal) {
-  const shown = h("div");
+/** Show all runs of a folder: their losses in one chart, and a table. */
+export async function showRuns(page, main, signal) {
+  const body = h("div");
+  main.replaceChildren(h("h1", { class: "name" }, page.view.location), body);
+  await keepShowing(page, body, signal, {
+    name: "runs",
+    parameters: () => (page.policy ? { policy: page.policy } : {}),
+    parts: async (found, look) => {
+      for (const run of found.runs) page.view.children[run.name] = run.kind; // a run may be new
+      return [[runsChart(found.runs, look)], [runsTable(found.runs, page)]];
+    },
+  });
+}
+
+async function showOverview(page, body, signal) {
+  let count = 0;
+  await keepShowing(page, body, signal, {
+    name: "run",
+    parameters: (policy) => ({ ...page.runParameters, ...(policy && { policy }), ...(count && { last: count }) }),
+    parts: async (run, look, refresh) => {
+      const known = new Set();
+      for (const one of run.steps)
+        if (!isReport() || (await isInReport("checkpoint", { at: page.within(one.name) }))) known.add(one.name);
+      const showOlder = () => {
+        count = run.steps.length + Math.min(run.older, OLDER_STEPS);
+        refresh();
+      };
+      const [first, ...others] = metricCharts(run, look);
+      const charts = [
+        runFacts(run, showOlder),
+        first ?? "",
+        run.steps.length === 0 ? h("p", { class: "muted" }, "No step was saved yet.") : "",
+        eventList(run),
+        await normsSection(page, run, look, signal),
+        others.length > 0 ? h("div", { class: "charts" }, others) : "",
+      ];
+      return [charts, [...stepSection(run, page, known), savesSection(run, look.along)]];
+    },
+  });
+}
+
+/**
+ * Show a document and controls of its charts, and show it again when it changes.
+ * @param {{name: string, parameters: Function, parts: Function}} shows the document, and the function that makes
+ *   elements of it: those above the form for a policy, and those below.
+ */
+async function keepShowing(page, body, signal, { name, parameters, parts }) {
+  const [above, below] = [h("div"), h("div")];
   const message = h("div", { role: "status" });
-  let { policy, along } = page;
+  let { policy } = page;
+  let look = { along: page.along, log: page.log, smoothing: page.smoothing };
   let last = "";
   let newest = 0;
-  let count = 0;
-  const showOlder = (run) => {
-    count = run.steps.length + Math.min(run.older, OLDER_STEPS);
-    refresh();
-  };
+  const address = () => ({
+    at: page.at,
+    tab: page.tab,
+    policy,
+    along: look.along === "step" ? "" : look.along,
+    log: look.log ? "1" : "",
+    smoothing: look.smoothing ? `${look.smoothing}` : "",
+  });
   const refresh = async () => {
     newest += 1;
     const number = newest;
-    const run = await loadDocument("run", { ...(policy && { policy }), ...(count && { last: count }) }, signal);
-    const text = JSON.stringify([run, along]);
+    const found = await loadDocument(name, parameters(policy), signal);
+    const text = JSON.stringify([found, look]);
     if (text === last || number !== newest) return; // a later request is on its way
+    const made = await parts(found, look, refresh);
+    if (number !== newest || signal.aborted) return;
     last = text;
-    const known = new Set();
-    for (const one of run.steps)
-      if (!isReport() || (await isInReport("checkpoint", { at: one.name }))) known.add(one.name);
     const focused = document.activeElement?.getAttribute("href");
-    shown.replaceChildren(...stepParts(run, page, known, along, () => showOlder(run)));
-    if (focused) [...shown.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
+    above.replaceChildren(...made[0]);
+    below.replaceChildren(...made[1]);
+    if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
   };
-  const select = h(
-    "select",
-    {
-      change: () => {
-        along = select.value;
-        page.replace({ tab: "steps", policy, along });
-        refresh();
-      },
-    },
-    ["step", "time"].map((name) => h("option", { value: name, selected: name === along }, name)),
+  const change = (values) => {
+    look = { ...look, ...values };
+    page.replace(address());
+    refresh();
+  };
+  const select = (title, choices, chosen, changed) =>
+    h(
+      "label",
+      {},
+      title,
+      h(
+        "select",
+        { change: (event) => changed(event.target.value) },
+        choices.map(([value, label]) => h("option", { value, selected: value === String(chosen) }, label)),
+      ),
+    );
+  const smoothing = select(
+    "Smoothing",
+    SMOOTHING.map((one) => [String(one), one ? String(one) : "none"]),
+    look.smoothing,
+    (value) => change({ smoothing: Number(value) }),
+  );
+  const log = h("input", { type: "checkbox", checked: look.log, change: () => change({ log: log.checked }) });
+  const controls = h(
+    "div",
+    { class: "bar" },
+    select(
+      "Charts by",
+      [
+        ["step", "step"],
+        ["time", "time"],
+      ],
+      look.along,
+      (along) => change({ along }),
+    ),
+    h("label", {}, log, "log axis"),
+    smoothing,
   );
   const form = h(
     "form",
     { class: "bar" },
-    h("label", {}, "Charts by", select),
     h(
       "label",
       { class: "grow" },
@@ -100,13 +182,12 @@ async function showSteps(page, body, signal) {
   );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    const wanted = new FormData(form).get("policy").trim();
     const before = policy;
-    policy = wanted;
+    policy = new FormData(form).get("policy").trim();
     refresh().then(
       () => {
         message.replaceChildren();
-        page.replace({ tab: "steps", policy, along });
+        page.replace(address());
       },
       (error) => {
         policy = before;
@@ -114,16 +195,16 @@ async function showSteps(page, body, signal) {
       },
     );
   });
-  body.replaceChildren(isReport() ? h("div", { class: "bar" }, form.firstChild) : form, message, shown);
+  body.replaceChildren(controls, above, isReport() || name === "runs" ? "" : form, message, below);
   await refresh();
-  if (!isReport()) keepRefreshing(refresh, message, signal);
+  if (!isReport()) keepRefreshing(refresh, message, signal, name === "runs" ? REFRESH_RUNS_MS : REFRESH_MS);
 }
 
 /** Refresh while the page is visible, until the user looks at something else. */
-async function keepRefreshing(refresh, message, signal) {
+async function keepRefreshing(refresh, message, signal, pause) {
   let failed = false;
   while (!signal.aborted) {
-    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+    await new Promise((resolve) => setTimeout(resolve, pause));
     if (document.hidden || signal.aborted) continue;
     try {
       await refresh();
@@ -136,22 +217,23 @@ async function keepRefreshing(refresh, message, signal) {
   }
 }
 
-function stepParts(run, page, known, along, showOlder) {
+function runFacts(run, showOlder) {
   const sizes = run.steps.reduce((sum, one) => sum + (one.nbytes ?? 0), 0);
-  return [
-    factList([
-      ["steps", formatWhole(run.steps.length)],
-      ["older steps", run.older ? olderSteps(run, showOlder) : null],
-      ["size", formatSize(sizes)],
-      ["owner", run.owner ?? "none"],
-    ]),
-    ...run.leftovers.map((name) =>
-      h("p", { class: "warning" }, `Unfinished: ${name}, of a save or deletion that is running or failed`),
-    ),
-    run.steps.length === 0 ? h("p", { class: "muted" }, "No step was saved yet.") : "",
-    stepTable(run, page, known),
-    ...charts(run, along),
-  ];
+  const times = run.steps.map((one) => one.created).filter(Boolean);
+  const numbers = run.steps.map((one) => one.step);
+  return factList([
+    [
+      "steps",
+      run.steps.length > 1
+        ? `${formatWhole(run.steps.length)}, from ${numbers[0]} to ${numbers.at(-1)}`
+        : String(run.steps.length),
+    ],
+    ["older steps", run.older ? olderSteps(run, showOlder) : null],
+    ["best", run.best && `step ${run.best.step}, ${run.best.metric} ${formatNumber(run.best.value)}`],
+    ["saved", times.length > 0 ? `${formatTime(times[0])} to ${formatTime(times.at(-1))}` : null],
+    ["size", formatSize(sizes)],
+    ["owner", run.owner ?? "none: no process saves here now"],
+  ]);
 }
 
 function olderSteps(run, showOlder) {
@@ -164,234 +246,170 @@ function olderSteps(run, showOlder) {
       );
 }
 
+function stepSection(run, page, known) {
+  if (run.steps.length === 0 && run.leftovers.length === 0) return [];
+  return [
+    h("h2", {}, "Steps"),
+    ...run.leftovers.map((name) =>
+      h("p", { class: "warning" }, `Unfinished: ${name}, of a save or deletion that is running or failed`),
+    ),
+    policyText(run),
+    notInReport(run, page, known),
+    stepTable(run, page, known),
+  ];
+}
+
+/** What the policy keeps, in a sentence, and when it deletes the others. */
+function policyText(run) {
+  if (run.policy === null) return "";
+  const kept = run.steps.filter((one) => one.kept !== false).length;
+  const others = run.steps.length - kept;
+  return h(
+    "p",
+    { class: "muted" },
+    "The policy ",
+    h("code", {}, run.policy),
+    ` keeps ${run.policy_parts.join(", and ")}: ${formatWhole(kept)} of ${plural(run.steps.length, "step")}. `,
+    others > 0 &&
+      "The others stay until `ckptcore gc`, or a Checkpointer with this policy that saves another step, deletes them. ",
+    others > 0 && run.is_running && "A process is saving here now.",
+  );
+}
+
+function notInReport(run, page, known) {
+  if (!isReport() || known.size === run.steps.length) return "";
+  const missing = run.steps.filter((one) => !known.has(one.name) && isCheckpoint(one)).length;
+  if (missing === 0) return "";
+  return h(
+    "p",
+    { class: "muted" },
+    `${plural(missing, "step")} cannot be opened here: ${page.view.report?.limit ?? "the report leaves out their trees"}. `,
+    "Use `ckptcore view` without --out.",
+  );
+}
+
+function isCheckpoint(step) {
+  return step.state !== "uncommitted" && step.state !== "other";
+}
+
 function stepTable(run, page, known) {
-  const hasPolicy = run.policy !== null;
-  const metrics = [...new Set(run.steps.flatMap((one) => Object.keys(one.metrics)))];
+  const all = [...new Set(run.steps.flatMap((one) => Object.keys(one.metrics)))];
+  const first = (name) => (name === run.best?.metric ? 0 : /loss/i.test(name) ? 1 : 2);
+  const metrics = all.sort((a, b) => first(a) - first(b)).slice(0, MOST_METRICS);
+  const days = new Set(run.steps.map((one) => formatTime(one.created).slice(0, 10)));
+  const isOneDay = days.size === 1; // the facts above name it
+  const hasTimes = run.steps.some((one) => one.seconds !== null);
   const rows = run.steps
     .toReversed()
     .map((one) => [
-      known.has(one.name) && one.state !== "uncommitted" && one.state !== "other"
-        ? h("a", { href: page.link({ at: one.name }) }, formatWhole(one.step))
-        : formatWhole(one.step),
-      formatTime(one.created),
-      formatSize(one.nbytes),
-      formatSeconds(one.seconds),
-      formatSeconds(one.blocked),
-      ...metrics.map((name) => formatNumber(metricOf(one, name))),
+      known.has(one.name) && isCheckpoint(one)
+        ? cell(h("a", { href: page.link({ at: page.within(one.name) }) }, formatWhole(one.step)), one.step)
+        : cell(formatWhole(one.step), one.step),
+      ...metrics.map((name) => cell(formatNumber(metricOf(one, name)), metricOf(one, name))),
+      ...(days.has("") ? [] : [cell(timeOf(one, isOneDay), one.created)]),
+      sizeCell(one.nbytes),
+      ...(hasTimes
+        ? [cell(formatSeconds(one.seconds), one.seconds ?? -1), cell(formatSeconds(one.blocked), one.blocked ?? -1)]
+        : []),
       h("span", { class: STYLES[one.state] ?? "bad" }, one.state),
-      [
-        one.pinned && "pinned",
-        one.kept === true && `kept: ${one.reasons.join("; ")}`,
-        one.kept === false && h("span", { class: "warning" }, "would be deleted"),
-        one.error && h("span", { class: "bad" }, one.error),
-      ]
-        .filter(Boolean)
-        .flatMap((note, number) => (number ? [" · ", note] : [note])),
+      notesOf(one, run),
     ]);
   const headings = [
     "#step",
-    "saved",
-    "#size",
-    "#duration",
-    "#blocked",
-    ...metrics.map((name) => `#${name}`),
-    "state",
-    hasPolicy ? "policy, notes" : "notes",
+    ...metrics.map((name, number) => (number ? `~#${name}` : `#${name}`)),
+    ...(days.has("") ? [] : ["saved"]),
+    "~#size",
+    ...(hasTimes ? ["~#duration", "~#blocked"] : []),
+    "~state",
+    run.policy === null ? "notes" : "policy, notes",
   ];
   return rows.length > 0 ? h("section", {}, table(headings, rows, "Steps")) : "";
 }
 
-function metricOf(step, name) {
-  return Object.hasOwn(step.metrics, name) ? step.metrics[name] : undefined;
+function timeOf({ created }, isOneDay) {
+  const text = formatTime(created);
+  if (isOneDay) return h("span", { title: text }, text.slice(11));
+  return h(
+    "span",
+    {},
+    h("span", { class: "whole" }, text.slice(0, 10)),
+    " ",
+    h("span", { class: "whole" }, text.slice(11)),
+  );
 }
 
-/** Charts of the steps, along their numbers or the times at which they were saved. */
-function charts(run, along) {
-  const saved = run.steps.filter((one) => one.nbytes !== null);
-  if (saved.length < 2) return [];
-  const x = saved.map((one) => (along === "time" ? one.created : one.step));
-  const axis = along === "time" ? { type: "date" } : { title: { text: "step" } };
-  const line = (name, values, more = {}) => ({
-    type: "scatter",
-    mode: "lines+markers",
-    name: plain(name),
-    x,
-    y: values,
-    ...more,
+function notesOf(one, run) {
+  const isBest = run.best?.step === one.step;
+  const notes = [
+    isBest && h("strong", { class: "good" }, `best ${run.best.metric}`),
+    one.pinned && "pinned",
+    one.kept === true && `kept: ${one.reasons.join("; ")}`,
+    one.kept === false &&
+      h("span", { class: run.is_running ? "warning" : "muted", title: whyDeleted(run) }, "would be deleted"),
+    one.error && h("span", { class: "bad" }, one.error),
+    !STYLES[one.state] && !one.error && h("span", { class: "bad" }, one.state),
+  ].filter(Boolean);
+  return h(
+    "span",
+    {},
+    notes.flatMap((note, number) => (number ? [" · ", note] : [note])),
+  );
+}
+
+function whyDeleted(run) {
+  return `It is not ${run.policy_parts.join(", and not ")}.`;
+}
+
+function savesSection(run, along) {
+  const charts = saveCharts(run, along);
+  return charts.length > 0 ? h("section", {}, h("h2", {}, "Saves"), h("div", { class: "charts" }, charts)) : "";
+}
+
+function runsChart(runs, { along, log, smoothing }) {
+  const loaded = runs.filter((run) => run.steps);
+  const groups = loaded.map((run) => groupsOf(metricsOf(run, along))[0]?.[0]);
+  const name = groups.find((one) => one !== undefined);
+  const lines = loaded.flatMap((run, colour) => {
+    const points = metricsOf(run, along).get(name) ?? [];
+    const x = points.map(([at]) => at);
+    const y = points.map(([, value]) => value);
+    return points.length > 0 ? [{ name: run.name, x, y: smoothing ? smoothed(y, smoothing) : y, colour }] : [];
   });
-  const found = [
-    chart(
-      "Duration of saves",
-      "Seconds of each save, and seconds during which the training was blocked.",
-      [
-        line(
-          "duration",
-          saved.map((one) => one.seconds),
-        ),
-        line(
-          "blocked",
-          saved.map((one) => one.blocked),
-        ),
-      ],
-      { xaxis: axis, yaxis: { title: { text: "seconds" }, rangemode: "tozero" } },
-      {
-        headings: ["#step", "#duration", "#blocked"],
-        rows: saved.map((one) => [one.step, formatSeconds(one.seconds), formatSeconds(one.blocked)]),
-      },
-    ),
-    chart(
-      "Size",
-      "Bytes of each step.",
-      [{ type: "bar", x, y: saved.map((one) => one.nbytes), hovertemplate: "%{x}: %{y:.3s}B<extra></extra>" }],
-      { xaxis: axis, yaxis: { title: { text: "bytes" }, tickformat: ".2s" } },
-      { headings: ["#step", "#size"], rows: saved.map((one) => [one.step, formatSize(one.nbytes)]) },
-    ),
-  ];
-  for (const name of new Set(saved.flatMap((one) => Object.keys(one.metrics)))) {
-    const values = saved.map((one) => (typeof metricOf(one, name) === "number" ? metricOf(one, name) : null));
-    const rows = saved.map((one) => [one.step, formatNumber(metricOf(one, name))]);
-    found.push(
-      chart(
-        name,
-        "A metric over the steps.",
-        [line(name, values)],
-        { xaxis: axis },
-        { headings: ["#step", `#${name}`], rows },
-      ),
-    );
-  }
-  return found;
+  if (lines.length === 0) return h("p", { class: "muted" }, "No run has a metric.");
+  const rows = lines.flatMap((line) => line.x.map((x, at) => [line.name, x, formatNumber(line.y[at])])).slice(0, 2000);
+  return lineChart(name, `${name} of ${plural(lines.length, "run")}.`, lines, {
+    ...axisOf(along),
+    log,
+    height: 320,
+    data: { headings: ["run", along === "time" ? "#time" : "#step", `#${name}`], rows },
+  });
 }
 
-async function showNorms(page, body, signal) {
-  const run = await loadDocument("run", {}, signal);
-  const steps = run.steps.filter((one) => one.state === "committed" || one.state === "foreign");
-  const place = page.part ? `/${page.part}` : "";
-  const newest = steps.at(-1);
-  if (newest === undefined) {
-    body.replaceChildren(h("p", { class: "muted" }, "No step was saved yet."));
-    return;
-  }
-  const of = `${newest.name}${place}`;
-  const first = await loadOnce("checkpoint", { at: newest.name });
-  if (first.kind === "checkpointables" && !page.part) {
-    const parts = first.checkpointables.filter((one) => one.kind === "tree").map((one) => one.places[0]);
-    const links = parts.map((part) =>
-      h("li", {}, h("a", { href: page.link({ tab: "norms", part }), class: "name" }, part)),
-    );
-    body.replaceChildren(h("p", {}, "Choose a checkpointable:"), h("ul", {}, links));
-    return;
-  }
-  const rows = await loadOnce("tree", { at: of });
-  if (signal.aborted) return;
-  body.replaceChildren(...new Norms(rows, steps, place, of, signal).elements);
-}
-
-class Norms {
-  constructor(rows, steps, place, of, signal) {
-    Object.assign(this, { rows, steps, place, of, signal });
-    this.lines = new Map();
-    this.paths = pathsOf(rows);
-    this.list = h("ul", { class: "name choices" });
-    this.status = h("p", { class: "muted", role: "status" });
-    this.figure = h("div");
-    const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search arrays" });
-    search.addEventListener("input", () => this.search(search.value));
-    this.elements = [
-      h(
-        "p",
-        { class: "muted" },
-        `The norm of an array in ${plural(steps.length, "step")}. Each chosen array is read from every step.`,
+function runsTable(runs, page) {
+  const rows = runs.map((run) => {
+    const link = h("a", { href: page.link({ at: run.name }), class: "name" }, run.name);
+    if (!run.steps) return [link, run.kind === "run" ? run.error : "checkpoint", "", "", "", "", ""];
+    const newest = run.steps.at(-1);
+    const size = run.steps.reduce((sum, one) => sum + (one.nbytes ?? 0), 0);
+    return [
+      cell(link, run.name),
+      run.is_running ? h("span", { class: "good" }, "running") : lastEvent(run),
+      cell(formatWhole(run.steps.length + run.older), run.steps.length + run.older),
+      cell(newest ? formatWhole(newest.step) : "", newest?.step ?? -1),
+      cell(
+        run.best ? `${run.best.metric} ${formatNumber(run.best.value)} at step ${run.best.step}` : "",
+        run.best?.value,
       ),
-      h("div", { class: "bar" }, h("span", { class: "bar grow" }, search)),
-      this.list,
-      this.status,
-      this.figure,
+      sizeCell(size),
+      formatTime(newest?.created),
     ];
-    this.search("");
-  }
-
-  async search(text) {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [];
-    for (let row = 0; row < this.paths.length && found.length < MOST_FOUND; row += 1) {
-      const isArray = this.rows.leaves[row] >= 0 && this.rows.arrays[row] > 0;
-      if (!isArray || !words.every((word) => this.paths[row].toLowerCase().includes(word))) continue;
-      const leaf = this.rows.leaves[row];
-      if (isReport() && !(await isInReport("statistics", this.parameters(this.steps[0], leaf)))) continue;
-      found.push(this.choice(row));
-    }
-    this.list.replaceChildren(...found);
-    if (isReport() && this.lines.size === 0) for (const item of found.slice(0, 8)) item.querySelector("input").click();
-  }
-
-  choice(row) {
-    const leaf = this.rows.leaves[row];
-    const box = h("input", { type: "checkbox", checked: this.lines.has(leaf) });
-    box.addEventListener("change", () => (box.checked ? this.add(row) : this.remove(leaf)));
-    return h(
-      "li",
-      {},
-      h("label", {}, box, ` ${this.paths[row]} `, h("span", { class: "muted" }, formatSize(this.rows.nbytes[row]))),
-    );
-  }
-
-  parameters(step, leaf) {
-    return { at: `${step.name}${this.place}`, leaf, of: this.of };
-  }
-
-  async add(row) {
-    const leaf = this.rows.leaves[row];
-    const norms = [];
-    const failed = [];
-    this.lines.set(leaf, { name: this.paths[row], norms });
-    for (const step of this.steps) {
-      if (this.signal.aborted || !this.lines.has(leaf)) return;
-      this.status.replaceChildren(`Reading ${this.paths[row]} of step ${step.step} …`);
-      const found = await loadDocument("statistics", this.parameters(step, leaf), this.signal).catch((error) => {
-        failed.push(`step ${step.step}: ${error.message}`);
-      });
-      norms.push(typeof found?.norm === "number" ? found.norm : null);
-    }
-    const more = failed.length > 1 ? ` (and ${formatWhole(failed.length - 1)} more)` : "";
-    this.status.replaceChildren(failed.length > 0 ? `${this.paths[row]} has gaps: ${failed[0]}${more}` : "");
-    this.draw();
-  }
-
-  remove(leaf) {
-    this.lines.delete(leaf);
-    this.draw();
-  }
-
-  draw() {
-    const x = this.steps.map((one) => one.step);
-    const lines = [...this.lines.values()];
-    const traces = lines.map(({ name, norms }) => ({
-      type: "scatter",
-      mode: "lines+markers",
-      name: plain(name),
-      x,
-      y: norms,
-    }));
-    const layout = {
-      height: 360,
-      xaxis: { title: { text: "step" } },
-      yaxis: { title: { text: "norm" } },
-      showlegend: true,
-    };
-    const rows = x.map((step, at) => [step, ...lines.map(({ norms }) => formatNumber(norms[at]))]);
-    const data = { headings: ["#step", ...lines.map(({ name }) => `#${name}`)], rows };
-    this.figure.replaceChildren(
-      lines.length > 0 ? chart("Norms over steps", plural(lines.length, "line"), traces, layout, data) : "",
-    );
-  }
+  });
+  const headings = ["run", "state", "~#steps", "#newest", "best", "~#size", "~last saved"];
+  return h("section", {}, h("h2", {}, plural(runs.length, "run")), table(headings, rows, "Runs"));
 }
 
-function pathsOf({ names, depths }) {
-  const parts = [];
-  return names.map((name, row) => {
-    parts.length = Math.max(0, depths[row] - 1);
-    if (depths[row] > 0) parts.push(name);
-    return parts.join("/");
-  });
+function lastEvent(run) {
+  const restarts = run.events.filter((event) => event.kind === "restart").length;
+  if (run.events.some((event) => event.kind === "death")) return h("span", { class: "bad" }, "killed");
+  return h("span", { class: "muted" }, restarts ? `ended, ${plural(restarts, "restart")}` : "ended");
 }

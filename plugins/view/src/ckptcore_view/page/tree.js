@@ -6,6 +6,9 @@ const ROW = 28;
 const SPARE = 10;
 const FIRST_ROWS = 60;
 
+const spelledPaths = new WeakMap();
+const joined = new WeakMap();
+
 export class Tree {
   /**
    * @param {object} rows the columns of the document "tree".
@@ -16,24 +19,44 @@ export class Tree {
     this.choose = choose;
     this.isOpen = new Uint8Array(rows.names.length);
     this.matches = null;
+    this.sorting = null;
     this.active = 0;
     this.chosen = -1;
     this.openFirst();
     this.count = h("span", { class: "muted", role: "status" });
     this.inner = h("div", { class: "rows", role: "presentation" });
-    this.grid = h("div", { class: "tree", role: "treegrid", tabindex: 0, "aria-label": "Tree" }, this.inner);
-    this.grid.addEventListener("scroll", () => this.draw());
+    this.grid = h("div", { class: "grid", role: "treegrid", tabindex: 0, "aria-label": "Tree" }, this.inner);
     this.grid.addEventListener("keydown", (event) => this.press(event));
-    new ResizeObserver(() => this.draw()).observe(this.grid);
     const search = h("input", { type: "search", placeholder: "Search names", "aria-label": "Search names" });
     search.addEventListener("input", () => this.search(search.value));
+    const columns = { name: null, type: "type", elements: "parameters", size: "nbytes" };
+    this.heads = Object.entries(columns).map(([title, column]) => this.head(title, column));
+    this.scroller = h("div", { class: "tree" }, h("div", { class: "row heads" }, this.heads), this.grid);
+    this.scroller.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(this.scroller);
     this.element = h(
       "div",
       {},
       h("div", { class: "bar" }, h("span", { class: "bar grow" }, search), this.count),
-      this.grid,
+      this.scroller,
     );
     this.list();
+  }
+
+  /** Create the heading of a column, which sorts the rows inside each container. Names stay in the order of the tree. */
+  head(title, column) {
+    const isNumber = column === "parameters" || column === "nbytes";
+    const press = () => {
+      this.sorting = column;
+      for (const one of this.heads) one.firstChild.setAttribute("aria-pressed", String(one.firstChild === button));
+      this.list();
+    };
+    const button = h(
+      "button",
+      { type: "button", class: "sort", "aria-pressed": String(column === null), click: press },
+      title,
+    );
+    return h("span", { class: isNumber ? `number ${title}` : null }, button);
   }
 
   /** Open as many levels as fit into the first rows. */
@@ -56,19 +79,32 @@ export class Tree {
     return found;
   }
 
+  /** Return the rows directly below a row, in the order that was chosen. */
+  sortedChildrenOf(row) {
+    const found = this.childrenOf(row);
+    if (this.sorting === null) return found;
+    const { types, type } = this.rows;
+    if (this.sorting === "type") return found.sort((a, b) => types[type[a]].localeCompare(types[type[b]]));
+    return found.sort((a, b) => this.rows[this.sorting][b] - this.rows[this.sorting][a]);
+  }
+
   /** Make the list of rows that are not folded away. */
   list() {
-    const { stops, names } = this.rows;
+    const { names, depths } = this.rows;
     const visible = [];
-    for (let row = 0; row < names.length; ) {
-      if (this.matches !== null && !this.matches[row]) {
-        row = stops[row];
-        continue;
-      }
+    const waiting = names.length > 0 ? [0] : [];
+    let [widest, widestType] = [0, 0];
+    while (waiting.length > 0) {
+      const row = waiting.pop();
+      if (this.matches !== null && !this.matches[row]) continue;
       visible.push(row);
-      row = this.isOpen[row] ? row + 1 : stops[row];
+      widest = Math.max(widest, names[row].length + depths[row] * 2);
+      widestType = Math.max(widestType, this.kindOf(row).length);
+      if (this.isOpen[row]) for (const child of this.sortedChildrenOf(row).reverse()) waiting.push(child);
     }
     this.visible = visible;
+    this.grid.parentElement?.style.setProperty("--characters", Math.min(widest + 3, 120));
+    this.grid.parentElement?.style.setProperty("--type-characters", Math.min(widestType, 24));
     this.grid.setAttribute("aria-rowcount", visible.length);
     this.inner.style.height = `${visible.length * ROW}px`;
     if (!visible.includes(this.active)) this.active = visible[0] ?? 0;
@@ -77,8 +113,11 @@ export class Tree {
 
   /** Put the rows that can be seen into the page. */
   draw() {
-    const first = Math.max(0, Math.floor(this.grid.scrollTop / ROW) - SPARE);
-    const last = Math.min(this.visible.length, Math.ceil((this.grid.scrollTop + this.grid.clientHeight) / ROW) + SPARE);
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - SPARE);
+    const last = Math.min(
+      this.visible.length,
+      Math.ceil((this.scroller.scrollTop + this.scroller.clientHeight) / ROW) + SPARE,
+    );
     const drawn = [];
     for (let at = first; at < last; at += 1) drawn.push(this.drawRow(at));
     this.inner.replaceChildren(...drawn);
@@ -87,13 +126,9 @@ export class Tree {
 
   drawRow(at) {
     const row = this.visible[at];
-    const { names, depths, stops, leaves, types, type, parameters, nbytes, arrays, values, tied } = this.rows;
+    const { names, depths, stops, parameters, nbytes, arrays } = this.rows;
     const hasChildren = stops[row] > row + 1;
-    const isLeaf = leaves[row] >= 0;
-    const shared = tied[leaves[row]];
-    const detail = values[row] ?? (shared === undefined ? null : `= ${shared}`);
-    const kind = [types[type[row]], !isLeaf && arrays[row] > 0 && plural(arrays[row], "array"), detail];
-    const text = kind.filter(Boolean).join(isLeaf ? " " : ", ");
+    const text = this.kindOf(row);
     const element = h(
       "div",
       {
@@ -108,14 +143,18 @@ export class Tree {
       },
       h(
         "span",
-        { class: "name", role: "gridcell", title: names[row] },
+        {
+          class: "name",
+          role: "gridcell",
+          pointerenter: (event) => event.currentTarget.setAttribute("title", pathsOf(this.rows)[row]),
+        },
         h("span", { class: "twist", "aria-hidden": "true" }, hasChildren ? (this.isOpen[row] ? "▾" : "▸") : ""),
         names[row],
       ),
       h("span", { class: "muted", role: "gridcell", title: text }, text),
       h(
         "span",
-        { class: "number parameters", role: "gridcell", title: `${formatWhole(parameters[row])} parameters` },
+        { class: "number elements", role: "gridcell", title: `${formatWhole(parameters[row])} elements` },
         arrays[row] > 0 && formatCount(parameters[row]),
       ),
       h(
@@ -129,6 +168,16 @@ export class Tree {
     return element;
   }
 
+  /** Return the type of a row, and its value or what it contains. */
+  kindOf(row) {
+    const { leaves, types, type, arrays, values, tied } = this.rows;
+    const isLeaf = leaves[row] >= 0;
+    const shared = tied[leaves[row]];
+    const detail = values[row] ?? (shared === undefined ? null : `= ${shared}`);
+    const kind = [types[type[row]], !isLeaf && arrays[row] > 0 && plural(arrays[row], "array"), detail];
+    return kind.filter(Boolean).join(isLeaf ? " " : ", ");
+  }
+
   /** Open or close a row, or choose a leaf. */
   act(row) {
     this.active = row;
@@ -140,6 +189,12 @@ export class Tree {
     }
     this.isOpen[row] = this.isOpen[row] ? 0 : 1;
     this.list();
+  }
+
+  /** Choose no row. */
+  unchoose() {
+    this.chosen = -1;
+    this.draw();
   }
 
   /** Choose the leaf with a number, and open the rows above it. */
@@ -160,7 +215,7 @@ export class Tree {
 
   press(event) {
     const at = this.visible.indexOf(this.active);
-    const page = Math.max(1, Math.floor(this.grid.clientHeight / ROW) - 1);
+    const page = Math.max(1, Math.floor(this.scroller.clientHeight / ROW) - 1);
     const isOpen = this.isOpen[this.active] === 1;
     const hasChildren = this.rows.stops[this.active] > this.active + 1;
     const moves = {
@@ -192,30 +247,29 @@ export class Tree {
 
   scrollToActive() {
     const top = this.visible.indexOf(this.active) * ROW;
-    if (top < this.grid.scrollTop) this.grid.scrollTop = top;
-    else if (top + ROW > this.grid.scrollTop + this.grid.clientHeight)
-      this.grid.scrollTop = top + ROW - this.grid.clientHeight;
+    const height = this.scroller.clientHeight - ROW; // without the headings, which stay at the top
+    if (top < this.scroller.scrollTop) this.scroller.scrollTop = top;
+    else if (top + ROW > this.scroller.scrollTop + height) this.scroller.scrollTop = top + ROW - height;
     this.draw();
   }
 
   /** Show only leaves whose path has each of the words, and the rows that contain them. */
   search(text) {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (words.length === 0) {
+    if (text.trim() === "") {
       this.matches = null;
       this.count.replaceChildren();
       this.list();
       return;
     }
     const { depths, leaves } = this.rows;
-    const paths = this.paths();
-    this.matches = new Uint8Array(paths.length);
+    const isWanted = searchPaths(this.rows, text);
+    this.matches = new Uint8Array(leaves.length);
     const above = [];
     let found = 0;
-    for (let row = 0; row < paths.length; row += 1) {
+    for (let row = 0; row < leaves.length; row += 1) {
       above.length = depths[row];
       above.push(row);
-      if (leaves[row] < 0 || !words.every((word) => paths[row].includes(word))) continue;
+      if (leaves[row] < 0 || !isWanted(row)) continue;
       found += 1;
       for (let depth = above.length - 1; depth >= 0 && !this.matches[above[depth]]; depth -= 1) {
         this.matches[above[depth]] = 1;
@@ -223,21 +277,60 @@ export class Tree {
       }
     }
     this.count.replaceChildren(found === 0 ? "nothing found" : `${formatWhole(found)} found`);
-    this.grid.scrollTop = 0;
+    this.scroller.scrollTop = 0;
     this.list();
   }
+}
 
-  /** Return the path of each row in lower case, its names joined by slashes. */
-  paths() {
-    if (this.lowerPaths) return this.lowerPaths;
-    const { names, depths } = this.rows;
-    const parts = [];
-    this.lowerPaths = names.map((name, row) => {
-      parts.length = Math.max(0, depths[row] - 1);
-      if (depths[row] > 0) parts.push(name.toLowerCase());
-      // Names that were divided at dots are found by their dots, too.
-      return `${parts.join("/")} ${parts.join(".")}`;
-    });
-    return this.lowerPaths;
-  }
+/** Return the path of each row as messages spell it: `model['layers.0.weight'][0].mu`. */
+export function pathsOf(rows) {
+  if (!spelledPaths.has(rows)) spelledPaths.set(rows, spellPaths(rows));
+  return spelledPaths.get(rows);
+}
+
+function spellPaths({ names, depths, stops, leaves, types, type }) {
+  const above = [];
+  return names.map((name, row) => {
+    above.length = depths[row];
+    const parent = above.at(-1);
+    // A group of keys with a common prefix has no type. Its key goes on in the rows below.
+    const isGroup = leaves[row] < 0 && types[type[row]] === "" && stops[row] > row + 1;
+    const key = parent?.key === undefined ? name : `${parent.key}.${name}`;
+    const before = parent?.path ?? "";
+    const path = row === 0 ? "" : isGroup ? before : before + spelled(key, before);
+    above.push({ path, key: isGroup && row > 0 ? key : undefined });
+    return isGroup && row > 0 ? before + spelled(key, before) : path || "<root>";
+  });
+}
+
+function spelled(key, before) {
+  if (/^\.[\p{ID_Start}_]/u.test(key)) return before ? key : key.slice(1);
+  if (/^\[.*\]$/s.test(key)) return key;
+  if (/^[\p{ID_Start}_][\p{ID_Continue}]*$/u.test(key)) return before ? `/${key}` : key;
+  if (key === "''") return "['']";
+  const quote = key.includes("'") && !key.includes('"') ? '"' : "'";
+  const text = key.replaceAll("\\", "\\\\").replaceAll("\n", "\\n").replaceAll("\t", "\\t").replaceAll("\r", "\\r");
+  return `[${quote}${quote === "'" ? text.replaceAll("'", "\\'") : text}${quote}]`;
+}
+
+/** Return a function that tells whether the path of a row has each word of a text, however its keys are joined. */
+export function searchPaths(rows, text) {
+  const words = text.toLowerCase().split(/\s+/).filter(Boolean);
+  if (words.length === 0) return () => true;
+  const paths = joinedPaths(rows);
+  return (row) => words.every((word) => paths[row].includes(word));
+}
+
+/** Return the path of each row in lower case: its names joined by slashes, and by dots, as they are divided there. */
+function joinedPaths(rows) {
+  if (joined.has(rows)) return joined.get(rows);
+  const parts = [];
+  const paths = pathsOf(rows);
+  const found = rows.names.map((name, row) => {
+    parts.length = Math.max(0, rows.depths[row] - 1);
+    if (rows.depths[row] > 0) parts.push(name.toLowerCase());
+    return `${parts.join("/")} ${parts.join(".")} ${paths[row].toLowerCase()}`;
+  });
+  joined.set(rows, found);
+  return found;
 }

@@ -1,0 +1,151 @@
+"""Events of a run: restarts, changes of the framework, unfinished saves and repeated steps; and the best step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final, Literal
+
+from ckptcore_tools.run_steps import RunOwner, StepStatus
+
+from ckptcore.commit.leases import Holder, read_lease
+from ckptcore.commit.owners import OWNER_LEASE, read_owner
+from ckptcore.errors import CheckpointError, StorageError
+from ckptcore.loading.opening import present_members
+from ckptcore.model import JSON, ArrayRecord
+from ckptcore.policies import AnyPreservation, BestN, PreservationPolicy
+from ckptcore.training.steps import StepDirectory
+from ckptcore_view.documents.logs import TrainerLog
+from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.open_tree import OpenTree
+from ckptcore_view.shardings import framework_of
+from ckptcore_view.viewed import Viewed
+
+__all__ = ["best_of", "events_of"]
+
+_MAX_RESTARTS: Final = 64
+"""Limit of the restarts that are shown, the newest ones. For each, one tree is opened to find its framework."""
+
+_MAX_LEAVES: Final = 64
+"""Leaves that are asked for their framework."""
+
+_UNFINISHED: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.ckptcore")
+_LOW_IS_GOOD: Final = re.compile(r"loss|perplexity|\bppl\b|error|\bmse\b|\bmae\b|\bwer\b|\bcer\b", re.IGNORECASE)
+_HIGH_IS_GOOD: Final = re.compile(r"acc|f1|bleu|rouge|reward|score|auc|map\b", re.IGNORECASE)
+
+
+def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log: TrainerLog) -> JSON:
+    """Return the best step and its metric: by the policy, by the Trainer, or by the name of a metric; None if unknown.
+
+    A loss is better if it is low, and an accuracy if it is high. Of equal steps the later one is the best, as `BestN`
+    decides it.
+    """
+    parts = policy.policies if isinstance(policy, AnyPreservation) else (policy,)
+    chosen = next((part for part in parts if isinstance(part, BestN)), None)
+    if chosen is None and log.metric and log.best_step is not None:
+        mode = "max" if _HIGH_IS_GOOD.search(log.metric) and not _LOW_IS_GOOD.search(log.metric) else "min"
+        return _best(log.metric, mode, log.best_step, log.best_value, "the Trainer")
+    known = list(dict.fromkeys(name for status in steps for name in status.metrics))
+    if chosen is not None:
+        return _best_step(steps, chosen.metric, chosen.mode, "the policy")
+    for name in sorted(known, key=lambda name: not name.startswith(("eval", "val"))):
+        if _LOW_IS_GOOD.search(name):
+            return _best_step(steps, name, "min", "")
+    for name in known:
+        if _HIGH_IS_GOOD.search(name):
+            return _best_step(steps, name, "max", "")
+    return None
+
+
+def _best_step(steps: Sequence[StepStatus], metric: str, mode: Literal["min", "max"], by: str) -> JSON:
+    sign = 1 if mode == "max" else -1
+    measured = [
+        (sign * value, status.step)
+        for status in steps
+        if status.state == "committed" and not math.isnan(value := status.metrics.get(metric, math.nan))
+    ]
+    if not measured:
+        return None
+    value, step = max(measured)
+    return _best(metric, mode, step, sign * value, by)
+
+
+def _best(metric: str, mode: str, step: int, value: float | None, by: str) -> JSON:
+    return {"metric": metric, "mode": mode, "step": step, "value": number_to_json(value), "by": by}
+
+
+def events_of(
+    viewed: Viewed, place: str, steps: StepDirectory, statuses: Sequence[StepStatus], owner: RunOwner | None
+) -> JSON:
+    """Return the events of a run, ascending.
+
+    Each owner of a run has a higher number than the ones before, and its steps have it: so a restart is a step with a
+    higher number than the step before. The record of the owner says whether the ones before ended, or were killed. The
+    framework is that of the arrays of the first step of each owner.
+    """
+    saved = [status for status in statuses if status.save_id is not None]
+    last = _last_owner(steps)
+    ended = {} if last is None else {owner.number: owner.released for owner in last.earlier}
+    events: list[dict[str, JSON]] = []
+    restarts = [(old, new) for old, new in itertools.pairwise(saved) if new.order.owner > old.order.owner]
+    framework = _framework(viewed, place, saved[0]) if saved and restarts else None
+    for old, new in restarts[-_MAX_RESTARTS:]:
+        before, framework = framework, _framework(viewed, place, new)
+        events.append(
+            {
+                "kind": "restart",
+                "step": new.step,
+                "after": old.step,
+                "from": before,
+                "to": framework,
+                "killed": None if (released := ended.get(old.order.owner)) is None else not released,
+            }
+        )
+    if saved and last is not None and not last.released and owner is None:
+        events.append({"kind": "death", "step": saved[-1].step, "since": last.since})
+    again = [status.step for status in saved if status.order.save > 0]
+    unfinished = [step for name in steps.leftovers if (step := _unfinished_step(steps, name)) is not None]
+    for kind, found in (("again", again), ("unfinished", unfinished)):
+        events += [{"kind": kind, "step": step} for step in found[-_MAX_RESTARTS:]]
+    return [*sorted(events, key=lambda event: (event["step"], event["kind"]))]
+
+
+def _last_owner(steps: StepDirectory) -> Holder | None:
+    """Return the record of the last owner of a run; None without one, and if it cannot be read."""
+    with suppress(StorageError):
+        if (locked := read_owner(steps.store)) is not None:
+            return locked
+        lease = read_lease(steps.store, OWNER_LEASE)
+        return None if lease is None else lease.holder
+    return None
+
+
+def _unfinished_step(steps: StepDirectory, leftover: str) -> int | None:
+    """Return the step that a leftover of a save belongs to; None for other leftovers."""
+    found = _UNFINISHED.fullmatch(leftover)
+    return None if found is None else steps.names.parse(found[1])
+
+
+def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
+    """Return the framework of the arrays of a step; None if it is not known. It is remembered for the save."""
+    key = ("framework", status.save_id)
+    found: str | None = viewed.recall(key)
+    if found is None:
+        step = f"{place}/{status.name}" if place else status.name
+        try:
+            composite = viewed.members(step)
+            members = {} if composite is None else present_members(composite)
+            places = [f"{step}/{names[0]}" for names in members.values() if names] if members else [step]
+            found = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
+        except CheckpointError:
+            found = ""
+        viewed.remember(key, found)
+    return found or None
+
+
+def _framework_of(opened: OpenTree) -> str:
+    records = itertools.islice(opened.tree.leaves, _MAX_LEAVES)
+    return next(filter(None, (framework_of(one) for one in records if isinstance(one, ArrayRecord))), "")
