@@ -20,7 +20,6 @@ from ckptcore.builtin.safetensors_writing import (
 )
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
@@ -146,6 +145,8 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     """
     header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
     if not fits(header_bytes, file_bytes):
+        from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind  # only for this error
+
         kind = file_kind(read(0, min(file_bytes, FILE_HEAD_BYTES)), "")
         if kind is not None:
             raise CorruptCheckpointError(f"{name} is {kind}", key=name)

@@ -27,7 +27,6 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
-from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
 from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
@@ -176,6 +175,8 @@ def format_names(names: Collection[str]) -> str:
 
 def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
     """Return what a file or directory of other software is or has, and what to do."""
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind  # only for this error
+
     if file is None:
         kind = directory_kind(names)
         found = f"has {format_names(names)}"

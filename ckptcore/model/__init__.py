@@ -19,7 +19,6 @@ from ckptcore.model.arrays import (
     sampled,
 )
 from ckptcore.model.columns import column_array, column_record, column_summary, column_value, is_column
-from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
     PARTS,
@@ -72,7 +71,6 @@ from ckptcore.model.tree import (
 
 __all__ = [
     "BLOCK_BYTES",
-    "FILE_HEAD_BYTES",
     "JSON",
     "LEAF",
     "PARTS",
@@ -121,9 +119,7 @@ __all__ = [
     "column_record",
     "column_summary",
     "column_value",
-    "directory_kind",
     "dtype_from_name",
-    "file_kind",
     "float_from_json",
     "float_to_json",
     "format_path",

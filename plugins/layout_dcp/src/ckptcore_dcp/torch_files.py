@@ -21,7 +21,6 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import (
-    FILE_HEAD_BYTES,
     JSON,
     LEAF,
     ArrayRecord,
@@ -30,10 +29,10 @@ from ckptcore.model import (
     Receipt,
     Skeleton,
     TreeMetadata,
-    file_kind,
     format_path,
     unreadable_leaf,
 )
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files

@@ -8,7 +8,6 @@ from typing import Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.model import (
-    FILE_HEAD_BYTES,
     JSON,
     LEAF,
     PLAIN_ARRAY,
@@ -16,8 +15,8 @@ from ckptcore.model import (
     ArraySpec,
     Node,
     TreeMetadata,
-    file_kind,
 )
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, OTHER_PROCESSES, is_aggregate, parse_aggregate
 from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
