@@ -231,3 +231,5 @@ def test_every_step_of_a_report_opens_or_says_why_not(run: Path, show: Show, mon
     page.locator(".tree .row .name", has_text="cube").click()
     expect(page.locator(".panel")).to_contain_text("maximum 1")
     expect(page.locator(".panel")).to_contain_text("for its newest step only")
+    expect(page.locator(".panel")).to_contain_text("1 chunk in 1 object")
+    expect(page.locator("svg.boxes")).to_have_count(0)  # one chunk is not drawn
