@@ -203,6 +203,7 @@ def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
     expect(first.get_by_text("would be deleted")).to_have_class("muted")
     page.get_by_role("button", name="Read the norms of the largest arrays").click()
     expect(page.locator("figure", has_text="Norms over steps").locator(".line")).to_have_count(5)
+    expect(page.get_by_text("has gaps: step 10: 48 elements are NaN or infinite (and 3 more)")).to_be_visible()
     first.get_by_role("link", name="10").click()
     expect(page.get_by_role("region", name="Largest arrays").get_by_role("row").nth(1)).to_contain_text(
         "model['layers.0.weight']"

@@ -57,7 +57,7 @@ export async function normsSection(page, run, look, signal) {
     const norms = await largestNorms(page, run, look, signal);
     if (norms === null) return "";
     await norms.addAll();
-    section.append(norms.figure, h("p", { class: "muted" }, more));
+    section.append(norms.figure, norms.status, h("p", { class: "muted" }, more));
     return section;
   }
   const button = h("button", { type: "button" }, "Read the norms of the largest arrays");
@@ -75,7 +75,7 @@ export async function normsSection(page, run, look, signal) {
         button.replaceChildren(`Read ${formatSize(norms.nbytes)} from ${plural(norms.steps.length, "step")}`);
         await new Promise((resolve) => button.addEventListener("click", resolve, { once: true, signal }));
       }
-      section.replaceChildren(norms.status, norms.figure, h("p", { class: "muted" }, more));
+      section.replaceChildren(norms.figure, norms.status, h("p", { class: "muted" }, more));
       await norms.addAll();
     },
     { once: true },
@@ -125,6 +125,7 @@ class Norms {
   constructor(run, { rows, steps, of, places }, signal, { along, log } = { along: "step" }) {
     Object.assign(this, { run, rows, steps, of, places, signal, along, log });
     this.lines = new Map();
+    this.gaps = new Map();
     this.paths = pathsOf(rows);
     this.list = h("ul", { class: "name choices" });
     this.status = h("p", { class: "muted", role: "status" });
@@ -199,15 +200,19 @@ class Norms {
       const found = await loadDocument("statistics", parameters, this.signal).catch((error) => {
         failed.push(`step ${step.step}: ${error.message}`);
       });
-      norms.push(typeof found?.norm === "number" ? found.norm : null);
+      const odd = (found?.nan ?? 0) + (found?.infinite ?? 0);
+      if (odd > 0) failed.push(`step ${step.step}: ${plural(odd, "element is", "elements are")} NaN or infinite`);
+      norms.push(typeof found?.norm === "number" && odd === 0 ? found.norm : null);
     }
     const more = failed.length > 1 ? ` (and ${formatWhole(failed.length - 1)} more)` : "";
-    this.status.replaceChildren(failed.length > 0 ? `${this.paths[row]} has gaps: ${failed[0]}${more}` : "");
+    if (failed.length > 0) this.gaps.set(leaf, `${this.paths[row]} has gaps: ${failed[0]}${more}`);
+    this.status.replaceChildren([...this.gaps.values()].join(". "));
     this.draw();
   }
 
   remove(leaf) {
     this.lines.delete(leaf);
+    this.gaps.delete(leaf);
     this.draw();
   }
 
