@@ -34,6 +34,7 @@ __all__ = [
     "LONGEST_LEASE_SECONDS",
     "SYSTEM_CLOCK",
     "Clock",
+    "EarlierOwner",
     "Holder",
     "Lease",
     "LeaseObserver",

@@ -108,6 +108,11 @@ def test_what_the_trainer_logged(tmp_path: Path, documents: Documents) -> None:
     assert found["best"] == {"metric": "eval_loss", "mode": "min", "step": 10, "value": 0.5, "by": "the Trainer"}
 
 
+def test_the_best_step_that_was_logged(tmp_path: Path, documents: Documents) -> None:
+    found = documents(trainer_run(tmp_path / "run", best_metric=None))("run")["best"]
+    assert (found["metric"], found["step"], found["by"]) == ("eval_loss", 10, "")
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -22,7 +22,7 @@ _FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-_PATIENCE_MS = 5_000
+_PATIENCE_MS = 60_000
 """How long an expected state may take on a busy machine. A test that passes does not wait so long."""
 
 

@@ -201,8 +201,9 @@ def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
     steps.get_by_role("button", name="step", exact=True).click()
     expect(first).to_contain_text("would be deleted")
     expect(first.get_by_text("would be deleted")).to_have_class("muted")
-    page.get_by_role("button", name="Read the norms of the 5 largest arrays").click()
+    page.get_by_role("button", name="Read the norms of the largest arrays").click()
     expect(page.locator("figure", has_text="Norms over steps").locator(".line")).to_have_count(5)
+    expect(page.get_by_text("has gaps: step 10: 48 elements are NaN or infinite (and 3 more)")).to_be_visible()
     first.get_by_role("link", name="10").click()
     expect(page.get_by_role("region", name="Largest arrays").get_by_role("row").nth(1)).to_contain_text(
         "model['layers.0.weight']"
@@ -231,3 +232,5 @@ def test_every_step_of_a_report_opens_or_says_why_not(run: Path, show: Show, mon
     page.locator(".tree .row .name", has_text="cube").click()
     expect(page.locator(".panel")).to_contain_text("maximum 1")
     expect(page.locator(".panel")).to_contain_text("for its newest step only")
+    expect(page.locator(".panel")).to_contain_text("1 chunk in 1 object")
+    expect(page.locator("svg.boxes")).to_have_count(0)  # one chunk is not drawn

@@ -157,7 +157,8 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
 
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
-    found = {**to_json(status), "problems": problem_documents(status.problems) or UNSET}
+    # The order is only for programs that compare the steps of a run.
+    found = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
     return found if check is None else {**found, **to_json(check), "error": status.error}
 
 

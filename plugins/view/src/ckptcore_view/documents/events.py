@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Final, Literal
 
@@ -48,24 +48,27 @@ def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log:
     if chosen is None and log.metric and log.best_step is not None:
         mode = "max" if _HIGH_IS_GOOD.search(log.metric) and not _LOW_IS_GOOD.search(log.metric) else "min"
         return _best(log.metric, mode, log.best_step, log.best_value, "the Trainer")
-    known = list(dict.fromkeys(name for status in steps for name in status.metrics))
+    metrics = {
+        status.step: {**log.metrics_at(status.step), **status.metrics}
+        for status in steps
+        if status.state in ("committed", "foreign")
+    }
     if chosen is not None:
-        return _best_step(steps, chosen.metric, chosen.mode, "the policy")
+        return _best_step(metrics, chosen.metric, chosen.mode, "the policy")
+    known = list(dict.fromkeys(name for found in metrics.values() for name in found))
     for name in sorted(known, key=lambda name: not name.startswith(("eval", "val"))):
         if _LOW_IS_GOOD.search(name):
-            return _best_step(steps, name, "min", "")
+            return _best_step(metrics, name, "min", "")
     for name in known:
         if _HIGH_IS_GOOD.search(name):
-            return _best_step(steps, name, "max", "")
+            return _best_step(metrics, name, "max", "")
     return None
 
 
-def _best_step(steps: Sequence[StepStatus], metric: str, mode: Literal["min", "max"], by: str) -> JSON:
+def _best_step(metrics: Mapping[int, Mapping[str, float]], metric: str, mode: Literal["min", "max"], by: str) -> JSON:
     sign = 1 if mode == "max" else -1
     measured = [
-        (sign * value, status.step)
-        for status in steps
-        if status.state == "committed" and not math.isnan(value := status.metrics.get(metric, math.nan))
+        (sign * value, step) for step, found in metrics.items() if not math.isnan(value := found.get(metric, math.nan))
     ]
     if not measured:
         return None

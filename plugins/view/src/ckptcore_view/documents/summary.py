@@ -30,18 +30,33 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
         place: its place in the checkpoint.
         inside: the name of the directory, for a checkpointable that is opened alone: ``optimizer``.
     """
+    counts: dict[tuple[int, bool], int] = {}
+    records: dict[int, ArrayRecord] = {}  # equal arrays share a record, so most are found by identity
+    sizes: dict[int, int] = {}
+    above: dict[TreePath, bool] = {}
+    is_inside = _is_of_optimizer((name, inside))
+    aliases, paths = tree.aliases, tree.paths
+    found: list[tuple[int, int]] = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in aliases:
+            continue
+        path, number = paths[leaf], id(record)
+        is_state = above.get(path[:-1])
+        if is_state is None:
+            is_state = above[path[:-1]] = is_inside or _is_of_optimizer(path[:-1])
+        is_state = is_state or _is_of_optimizer(path[-1:])
+        if number not in records:
+            records[number], sizes[number] = record, record.spec.nbytes
+        counts[number, is_state] = counts.get((number, is_state), 0) + 1
+        found.append((sizes[number], -leaf))
     dtypes: dict[str, list[int]] = {}
     roles: dict[str, list[int]] = {}
-    sizes: list[tuple[int, int]] = []
-    for leaf, record in enumerate(tree.leaves):
-        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
-            continue
-        spec = record.spec
-        role = "optimizer" if _is_of_optimizer((name, inside, *tree.paths[leaf])) else _role(spec.dtype)
-        for totals, key in ((dtypes, spec.dtype), (roles, role)):
-            _add(totals, key, (1, spec.size, spec.nbytes))
-        sizes.append((spec.nbytes, -leaf))
-    largest = [-number for _, number in heapq.nlargest(_LARGEST, sizes)]
+    for (number, is_state), count in counts.items():
+        spec = records[number].spec
+        totals = (count, count * spec.size, count * spec.nbytes)
+        _add(dtypes, spec.dtype, totals)
+        _add(roles, "optimizer" if is_state else _role(spec.dtype), totals)
+    largest = [-number for _, number in heapq.nlargest(_LARGEST, found)]
     return {
         "dtypes": dtypes,
         "roles": roles,

@@ -95,11 +95,12 @@ function drawLines(area, lines, options, width, height, range, zoom) {
   }
   const x = scale(range ?? padded(...extent(xs), 0), MARGIN.left, width - MARGIN.right, { time: isTime });
   const [low, high] = extent(ys.length > 0 ? ys : [0, 1]);
-  const room = (options.marks ?? []).some((one) => one.isBelow) ? 0.16 : 0.06; // for the text below a mark
+  const marks = options.marks ?? []; // their texts need room
+  const [below, above] = [true, false].map((side) => (marks.some((one) => one.isBelow === side) ? 0.16 : 0.06));
   const bottom = options.fromZero ? Math.min(0, low) : low;
   const yRange = options.log
-    ? [low / (high / low) ** room / 1.05, high * 1.1]
-    : [padded(bottom, high, room)[0], padded(bottom, high, 0.06)[1]];
+    ? [low / (high / low) ** below / 1.05, high * (high / low) ** (above / 2) * 1.05]
+    : [padded(bottom, high, below)[0], padded(bottom, high, above)[1]];
   const y = scale(yRange, height - MARGIN.bottom, MARGIN.top, { log: options.log });
   const format = options.format ?? formatNumber;
   drawings += 1;
@@ -118,7 +119,7 @@ function drawLines(area, lines, options, width, height, range, zoom) {
       "g",
       { "clip-path": `url(#${clip})` },
       lines.map((line) => drawLine(line, x, y, isShown)),
-      (options.marks ?? []).filter((one) => isShown(one.y) && inRange(one.x)).map((one) => drawMark(one, x, y, width)),
+      marks.filter((one) => isShown(one.y) && inRange(one.x)).map((one) => drawMark(one, x, y, width)),
     ),
     cursor,
   );

@@ -78,7 +78,7 @@ function reportDocuments() {
 }
 
 /** Return the text of an element that contains Base64 of compressed text. */
-export async function decompress(id) {
+async function decompress(id) {
   const encoded = document.getElementById(id).textContent.trim();
   const bytes = Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();

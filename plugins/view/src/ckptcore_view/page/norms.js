@@ -7,6 +7,7 @@ import { axisOf, eventsOn } from "view/metrics";
 import { pathsOf, searchPaths } from "view/tree";
 
 const MOST_FOUND = 50;
+const READ_AT_ONCE = 64e6; // bytes that are read without asking again
 const FIRST = 8; // arrays that are shown without a choice
 const MODEL = /^(model|params|parameters|state|weights|state_dict)$/i;
 
@@ -38,37 +39,68 @@ export async function showNorms(page, body, signal) {
         ),
       ]),
     );
-  body.replaceChildren(links || "", ...new Norms(run, found, signal).elements);
+  const norms = new Norms(run, found, signal);
+  body.replaceChildren(links || "", ...norms.elements);
+  if (isReport()) {
+    norms.chosen = await norms.largest();
+    await norms.addAll();
+  }
+  await norms.search("");
 }
 
 /** Create the section of the norms of the largest arrays: drawn in a report, and else read on demand. */
 export async function normsSection(page, run, look, signal) {
-  const found = await treeOf(page, run).catch(() => null);
-  if (found === null || found.steps.length < 2 || signal.aborted) return "";
-  const norms = new Norms(run, found, signal, look);
-  const rows = await norms.largest();
-  if (rows.length === 0) return "";
+  if (loadable(run).length < 2) return "";
   const more = h("a", { href: page.link({ at: page.at, tab: "norms", part: page.part }) }, "Choose other arrays");
+  const section = h("section");
   if (isReport()) {
-    for (const row of rows) await norms.add(row);
-    return h("section", {}, norms.figure, h("p", { class: "muted" }, more));
+    const norms = await largestNorms(page, run, look, signal);
+    if (norms === null) return "";
+    await norms.addAll();
+    section.append(norms.figure, norms.status, h("p", { class: "muted" }, more));
+    return section;
   }
-  const nbytes = rows.reduce((sum, row) => sum + found.rows.nbytes[row], 0) * found.steps.length;
-  const button = h("button", { type: "button" }, `Read the norms of the ${plural(rows.length, "largest array")}`);
-  const note = h("span", { class: "muted" }, `${formatSize(nbytes)} in ${plural(found.steps.length, "step")}`);
-  const section = h("section", {}, h("div", { class: "bar" }, button, note, more), norms.status, norms.figure);
-  button.addEventListener("click", async () => {
-    button.disabled = true;
-    for (const row of rows) await norms.add(row);
-    button.remove();
-    note.remove();
-  });
+  const button = h("button", { type: "button" }, "Read the norms of the largest arrays");
+  button.addEventListener(
+    "click",
+    async () => {
+      button.disabled = true;
+      const norms = await largestNorms(page, run, look, signal);
+      if (norms === null) {
+        section.replaceChildren(h("p", { class: "muted" }, "There is no array whose norms can be read."));
+        return;
+      }
+      if (norms.nbytes > READ_AT_ONCE) {
+        button.disabled = false;
+        button.replaceChildren(`Read ${formatSize(norms.nbytes)} from ${plural(norms.steps.length, "step")}`);
+        await new Promise((resolve) => button.addEventListener("click", resolve, { once: true, signal }));
+      }
+      section.replaceChildren(norms.figure, norms.status, h("p", { class: "muted" }, more));
+      await norms.addAll();
+    },
+    { once: true },
+  );
+  section.append(h("div", { class: "bar" }, button, more));
   return section;
+}
+
+/** Return the norms of the largest arrays of a run, not read yet; null if there are none. */
+async function largestNorms(page, run, look, signal) {
+  const found = await treeOf(page, run).catch(() => null);
+  if (found === null || signal.aborted) return null;
+  const norms = new Norms(run, found, signal, look);
+  norms.chosen = await norms.largest();
+  norms.nbytes = norms.chosen.reduce((sum, row) => sum + found.rows.nbytes[row], 0) * found.steps.length;
+  return norms.chosen.length > 0 ? norms : null;
+}
+
+function loadable(run) {
+  return run.steps.filter((one) => one.state === "committed" || one.state === "foreign");
 }
 
 /** Return the newest tree of a run whose arrays have norms: that of a model, if there are several. */
 async function treeOf(page, run) {
-  const steps = run.steps.filter((one) => one.state === "committed" || one.state === "foreign");
+  const steps = loadable(run);
   const newest = steps.at(-1);
   if (newest === undefined) return null;
   const at = page.within(newest.name);
@@ -93,6 +125,7 @@ class Norms {
   constructor(run, { rows, steps, of, places }, signal, { along, log } = { along: "step" }) {
     Object.assign(this, { run, rows, steps, of, places, signal, along, log });
     this.lines = new Map();
+    this.gaps = new Map();
     this.paths = pathsOf(rows);
     this.list = h("ul", { class: "name choices" });
     this.status = h("p", { class: "muted", role: "status" });
@@ -110,7 +143,8 @@ class Norms {
       this.status,
       this.figure,
     ];
-    this.search("");
+    this.searches = 0;
+    this.chosen = [];
   }
 
   /** Return the rows of the largest arrays whose norms can be shown. */
@@ -122,20 +156,25 @@ class Norms {
     return known.sort((a, b) => nbytes[b] - nbytes[a]).slice(0, FIRST);
   }
 
+  /** Add the chosen arrays, one after the other. */
+  async addAll() {
+    for (const row of this.chosen) await this.add(row);
+  }
+
   async isKnown(leaf) {
     return !isReport() || isInReport("statistics", { at: this.places[0], leaf, of: this.of });
   }
 
   async search(text) {
+    this.searches += 1;
+    const number = this.searches;
     const wanted = searchPaths(this.rows, text);
     const found = [];
     for (let row = 0; row < this.paths.length && found.length < MOST_FOUND; row += 1) {
       const isArray = this.rows.leaves[row] >= 0 && this.rows.arrays[row] > 0;
       if (isArray && wanted(row) && (await this.isKnown(this.rows.leaves[row]))) found.push(this.choice(row));
     }
-    this.list.replaceChildren(...found);
-    if (isReport() && this.lines.size === 0)
-      for (const item of found.slice(0, FIRST)) item.querySelector("input").click();
+    if (number === this.searches) this.list.replaceChildren(...found);
   }
 
   choice(row) {
@@ -161,15 +200,19 @@ class Norms {
       const found = await loadDocument("statistics", parameters, this.signal).catch((error) => {
         failed.push(`step ${step.step}: ${error.message}`);
       });
-      norms.push(typeof found?.norm === "number" ? found.norm : null);
+      const odd = (found?.nan ?? 0) + (found?.infinite ?? 0);
+      if (odd > 0) failed.push(`step ${step.step}: ${plural(odd, "element is", "elements are")} NaN or infinite`);
+      norms.push(typeof found?.norm === "number" && odd === 0 ? found.norm : null);
     }
     const more = failed.length > 1 ? ` (and ${formatWhole(failed.length - 1)} more)` : "";
-    this.status.replaceChildren(failed.length > 0 ? `${this.paths[row]} has gaps: ${failed[0]}${more}` : "");
+    if (failed.length > 0) this.gaps.set(leaf, `${this.paths[row]} has gaps: ${failed[0]}${more}`);
+    this.status.replaceChildren([...this.gaps.values()].join(". "));
     this.draw();
   }
 
   remove(leaf) {
     this.lines.delete(leaf);
+    this.gaps.delete(leaf);
     this.draw();
   }
 
