@@ -137,7 +137,7 @@ class RenameTransaction:
         self._hidden = hidden
         self._limits = limits
         self._overwrite = overwrite
-        self._is_foreign = find_foreign
+        self._find_foreign = find_foreign
         self._claim = claim
         self._done = False
         if lock is None:
@@ -266,7 +266,7 @@ class RenameTransaction:
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
-                if refuse_to_replace(self._location, self._overwrite, self._is_foreign) == "nothing":
+                if refuse_to_replace(self._location, self._overwrite, self._find_foreign) == "nothing":
                     if left:
                         continue
                     raise SaveLostError(
