@@ -258,7 +258,8 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            self.expect_lock()  # another process may have removed files of the hidden directory after a lost lease
+            if self._check is not None:
+                self._check()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
