@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.commit.location import LocationLike, has_suffix
+from ckptcore.commit.location import LocationLike
 from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
@@ -159,8 +159,8 @@ def _request(
         strategy=strategy or PlainSave(),
         notes=SaveNotes(custom=metadata),
     )
-    if not has_suffix(location):
-        return request  # fast path
+    if "." not in str(location).rpartition("/")[2]:
+        return request  # fast path: no suffix
     from ckptcore.commit.file_names import expect_directory_name, is_safetensors_file  # few locations need it
 
     if not is_safetensors_file(location):

@@ -29,7 +29,7 @@ _WRITERS: Final[Mapping[str, str]] = {
     ".gguf": "gguf.GGUFWriter",
     ".onnx": "torch.onnx.export",
 }
-"""What writes files of these names."""
+"""Functions that write files of these names."""
 
 
 def file_suffix(location: AnyLocation) -> str:

@@ -35,7 +35,6 @@ __all__ = [
     "absolute_location",
     "commit_method",
     "expanded_location",
-    "has_suffix",
     "open_address",
     "open_directory",
     "resolve_location",
@@ -294,11 +293,6 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
         UnknownPluginError: no plugin supports the scheme.
     """
     return storages.open(*_address(directory), to_write)
-
-
-def has_suffix(location: AnyLocation) -> bool:
-    """Return True if the last name of a location has a dot, so that it may be the name of a file."""
-    return "." in str(location).rpartition("/")[2]
 
 
 def shown_location(location: AnyLocation) -> str:

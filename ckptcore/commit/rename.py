@@ -137,7 +137,7 @@ class RenameTransaction:
         self._hidden = hidden
         self._limits = limits
         self._overwrite = overwrite
-        self._is_foreign = find_foreign
+        self._find_foreign = find_foreign
         self._claim = claim
         self._done = False
         if lock is None:
@@ -258,7 +258,8 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            self.expect_lock()  # another process may have removed files of the hidden directory after a lost lease
+            if self._check is not None:
+                self._check()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
@@ -266,7 +267,7 @@ class RenameTransaction:
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
-                if refuse_to_replace(self._location, self._overwrite, self._is_foreign) == "nothing":
+                if refuse_to_replace(self._location, self._overwrite, self._find_foreign) == "nothing":
                     if left:
                         continue
                     raise SaveLostError(

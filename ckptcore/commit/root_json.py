@@ -282,7 +282,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             objects=_decode_objects(tables["objects"]),
             role=head.role,
             references=_decode_references(document, tables, tree),
-            index=_decode_index(document),
+            index=check_key(_text(document["index"])) if "index" in document else "",
             **common,
         )
 
@@ -312,7 +312,7 @@ def summarize_root(data: bytes) -> RootSummary:
             _decode_bases(document),
             document.get("timeline"),
             _decode_order(document.get("order")),
-            _decode_index(document),
+            check_key(_text(document["index"])) if "index" in document else "",
             _decode_files(document),
         )
 
@@ -523,10 +523,6 @@ def _decode_members(members: Any) -> dict[str, Member]:
             raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")
         decoded[check_name(name)] = Member(kind, processes)
     return decoded
-
-
-def _decode_index(document: dict[str, Any]) -> str:
-    return check_key(_text(document["index"])) if "index" in document else ""
 
 
 def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:

@@ -5,13 +5,15 @@ In an object store it is one object, which appears as a whole. Nothing that exis
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ckptcore.commit.location import Location
-from ckptcore.commit.rename import RenameMethod, RenameTransaction
 from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.errors import CheckpointExistsError, ConditionFailedError, SaveLostError
 from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+    from ckptcore.commit.rename import RenameMethod, RenameTransaction
 
 __all__ = ["FileTransaction", "ObjectTransaction", "PlacedFile", "file_exists"]
 

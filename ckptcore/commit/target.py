@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERNAL_DIRECTORY",
+    "OVERWRITES",
     "ExistingTarget",
     "FindForeign",
     "LocationVersion",
     "Overwrite",
-    "check_overwrite",
     "deletion_mark",
     "find_existing",
     "fixed_names",
@@ -69,13 +69,14 @@ __all__ = [
     "root_version",
     "save_of_hidden",
     "saved_to",
+    "unknown_overwrite",
     "unneeded_keys",
 ]
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
 
-_OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
+OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
 FindForeign: TypeAlias = "Callable[[Location], OwnsKey | None]"
 """Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
@@ -137,7 +138,8 @@ def find_existing(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
         )
-    check_overwrite(overwrite)
+    if overwrite not in OVERWRITES:
+        raise unknown_overwrite(overwrite)
     owns: OwnsKey | None = None
     if root is not None:
         if is_partial(root):
@@ -169,17 +171,12 @@ def find_existing(
     return existing
 
 
-def check_overwrite(overwrite: Overwrite) -> None:
-    """Refuse an unknown value of an argument ``overwrite``.
-
-    Raises:
-        ValueError
-    """
-    if overwrite not in _OVERWRITES:
-        raise ValueError(
-            f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
-            "'with-other-files'"
-        )
+def unknown_overwrite(overwrite: object) -> ValueError:
+    """Return the error for an argument ``overwrite`` that is not one of `OVERWRITES`."""
+    return ValueError(
+        f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+        "'with-other-files'"
+    )
 
 
 def own_files(store: StorageBackend) -> set[str]:

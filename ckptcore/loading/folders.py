@@ -26,10 +26,10 @@ from ckptcore.step_names import StepNames
 __all__ = ["FoundRun", "find_run", "has_own_checkpoint", "held_in"]
 
 _ENTRIES_TRIED: Final = 20
-"""Limit of directories that are looked into for a message."""
+"""Limit of directories that are listed for a message."""
 
 _STEPS_TRIED: Final = 3
-"""Limit of steps of a run that are looked at: the newest ones may be unfinished."""
+"""Limit of steps of a run whose roots are read: the newest ones may be unfinished."""
 
 _SHOWN: Final = 5
 

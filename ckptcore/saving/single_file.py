@@ -11,7 +11,7 @@ from ckptcore.builtin.safetensors_writing import DTYPES
 from ckptcore.commit.file_names import refuse_file_name
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.single_file import FileTransaction, file_exists
-from ckptcore.commit.target import check_overwrite
+from ckptcore.commit.target import OVERWRITES, unknown_overwrite
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
@@ -35,7 +35,8 @@ def file_request(request: SaveRequest) -> SaveRequest:
         InvalidLocationError: the request is for more than a file can have.
     """
     location, layout = request.destination.location, request.layout
-    check_overwrite(request.destination.overwrite)
+    if (overwrite := request.destination.overwrite) not in OVERWRITES:
+        raise unknown_overwrite(overwrite)
     if not isinstance(request.values, OneTree):
         raise refuse_file_name(location, "one file cannot have several checkpointables")
     if type(request.strategy) is not PlainSave:

@@ -85,6 +85,14 @@ def find_other_steps(
             continue
         # Look again: a save or deletion of this step may have begun or ended meanwhile.
         if holds(name) is False and _part(store, name) == part:
+            inner = part.removeprefix(f"{name}/").split("/")[:-1]
+            for depth in range(1, len(inner) + 1):
+                checkpoint = "/".join([name, *inner[:depth]])
+                if holds(checkpoint):
+                    raise InvalidLocationError(
+                        f"{display} has no step itself, but {name} has checkpoints, such as {checkpoint}: give the "
+                        f"directory of that run, {display.rstrip('/')}/{checkpoint.rpartition('/')[0]}. {_IGNORED}"
+                    )
             hint = install_hint(files=[part])
             way = f"install support for it with {hint}" if hint else "load it with the software that wrote it"
             raise InvalidLocationError(

@@ -114,6 +114,16 @@ def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) ->
     assert run("steps", runs / "mine").exit_code == 0
 
 
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+def test_a_reader_of_a_folder_of_runs_names_one(layout: str, tmp_path: Path) -> None:
+    for name in ("r1", "r2"):
+        ckptcore.save(tmp_path / name / "7", _STATE, layout=layout)
+    for read in (ckptcore.CheckpointReader, ckptcore.Checkpointer):
+        with pytest.raises(CheckpointError, match=rf"has checkpoints, such as r2/7: .*, {tmp_path}/r2\. "):
+            read(tmp_path)
+    assert ckptcore.CheckpointReader(tmp_path / "r2").load()["n"] == 1
+
+
 def test_a_folder_cannot_be_replaced(runs: Path) -> None:
     with pytest.raises(CheckpointError, match="a save does not replace them"):
         ckptcore.save(runs, _STATE, overwrite=True)

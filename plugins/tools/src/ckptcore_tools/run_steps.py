@@ -35,7 +35,6 @@ from ckptcore_tools.formatting import format_problems
 from ckptcore_tools.locations import child_location, describe_and_check, names_in
 
 __all__ = [
-    "FoundRun",
     "RunOwner",
     "StepState",
     "StepStatus",
