@@ -105,7 +105,7 @@ def test_a_conversion_keeps_everything_and_says_so(tmp_path: Path, caplog: pytes
 
 
 def test_exports_name_the_part_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(TreeMismatchError, match=r"exports\[0\]: the state has .* in 'adam'.*subtree='model'") as caught:
+    with pytest.raises(TreeMismatchError, match=r"exports\[0\]: there is .* in 'adam'.*subtree='model'") as caught:
         ckptcore.save(tmp_path / "c", trained(), strategy=WithExports([Export(location=tmp_path / "e")]), context=FAST)
     assert "subtree=() for everything" in str(caught.value) and list(tmp_path.iterdir()) == []
     for number, subtree in enumerate(("model", ())):
