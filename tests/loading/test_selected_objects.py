@@ -1,4 +1,4 @@
-"""`select` with objects: an object keeps what a selection leaves out of it, and is untouched without a selected leaf."""
+"""`select` with objects: an object keeps what a selection leaves out, and is untouched without a selected leaf."""
 
 from __future__ import annotations
 
