@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
@@ -13,6 +12,7 @@ __all__ = [
     "ARGUMENTS_OF",
     "ATTRIBUTES",
     "LAYOUTS",
+    "REFUSING_NUMPY",
     "ExplainsAttributes",
     "did_you_mean",
     "explains_arguments",
@@ -199,14 +199,12 @@ ARGUMENTS_OF: Final[Mapping[str, Mapping[str, str]]] = {
 """Keyword arguments for which one function has another argument to use instead, by the qualified name of the function.
 """
 
-_STRICT: Final = ("torch",)
-"""Frameworks whose modules and optimizers do not accept NumPy arrays in a state."""
+REFUSING_NUMPY: Final = frozenset(("torch",))
+"""Frameworks whose modules and optimizers refuse a state with NumPy arrays."""
 
 
-def hint_of_framework(name: str | None) -> str | None:
-    """Return what a program may want whose arrays of a framework were loaded as NumPy arrays; None if nothing."""
-    if name not in _STRICT or name not in sys.modules:
-        return None
+def hint_of_framework(name: str) -> str:
+    """Return what a program may want whose arrays of a framework were loaded as NumPy arrays."""
     return (
         f"arrays of {name} are loaded as NumPy arrays, which load_state_dict refuses: pass framework={name!r} for "
         "tensors on the CPU, or use load_into(path, model), which keeps devices and dtypes; framework='numpy' says "

@@ -19,7 +19,7 @@ from ckptcore.loading.moves import Move
 from ckptcore.loading.quantized_names import find_quantized, find_scales
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
 from ckptcore.protocols import DerivedArray
 from ckptcore.tree.suggestions import NameSuggestions
 
@@ -34,6 +34,7 @@ __all__ = [
     "mismatch",
     "missing_leaves",
     "moved_parts",
+    "state_differences",
     "structure_differences",
     "unexpected_leaves",
 ]
@@ -267,6 +268,52 @@ def structure_differences(
                     line = f"{format_path(top)}: kind: {sorts[0]} is requested, {sorts[1]} is stored"
                     found[path] = found[top] = lines.setdefault(top, Difference("kind", line))
     return found
+
+
+def state_differences(
+    requested: Skeleton, stored: Skeleton, absent: Collection[TreePath], unexpected: Collection[TreePath]
+) -> Mapping[TreePath, Difference]:
+    """Find states of another class, such as of another optimizer of the same library. No option allows them.
+
+    Args:
+        requested, stored: the containers.
+        absent: the paths of requested leaves that are not stored, without attributes.
+        unexpected: the paths of stored leaves that are not requested, without attributes.
+
+    Returns:
+        The difference by the path of each state with such leaves.
+    """
+    differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
+    found: dict[TreePath, Difference] = {}
+
+    def visit(one: Skeleton, other: Skeleton, path: TreePath, shown: TreePath) -> None:
+        if path not in differing or not isinstance(one, Node) or not isinstance(other, Node):
+            return
+        if _are_other_states(one, other):
+            kinds = [str(node.type).rpartition(".")[2] for node in (one, other)]
+            line = f"{format_path(shown)}: kind: a {kinds[0]} is requested, a {kinds[1]} is stored"
+            found[path] = Difference("kind", line)
+            return
+        children = {_plain(key): child for key, child in zip(other.keys, other.children, strict=True)}
+        for key, child in zip(one.keys, one.children, strict=True):
+            if _plain(key) in children:
+                visit(child, children[_plain(key)], (*path, _plain(key)), (*shown, key))
+
+    visit(requested, stored, (), ())
+    return found
+
+
+def _are_other_states(one: Node, other: Node) -> bool:
+    """Return True for states with leaves of two classes of one library, by the names of the classes.
+
+    A program may rename its own classes.
+    """
+    names = one.type, other.type
+    if None in names or not leaf_count(one) or not leaf_count(other):
+        return False
+    parts = [str(name).split(".") for name in names]
+    is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
+    return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
 
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:

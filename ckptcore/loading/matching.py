@@ -166,6 +166,8 @@ def match_leaves(
                 lost = []
             elif lost:
                 lost = [path for path in compared.unmatched(flat, absent, unexpected) if path in lost]
+        if absent or unexpected:
+            before.extend(compared.take_other_states(flat.skeleton, absent, unexpected))
         if matching.missing == "error" or lost:
             names = [format_path(tree.paths[number]) for number in unexpected]
             before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
@@ -394,6 +396,27 @@ class _Comparison:
         unexpected[:] = [number for number in stored if number not in moved[1]]
         return [*key_differences(named), *dict.fromkeys(of_structure.values()), *moved_parts(moves)]
 
+    def take_other_states(self, skeleton: Skeleton, absent: list[int], unexpected: list[int]) -> Sequence[Difference]:
+        """Return the differences of states of another class of a library, and remove their leaves from the lists.
+
+        To keep what is missing would mix two states: the mean of one optimizer with the variance of another.
+        """
+        from ckptcore.loading.differences import state_differences  # only if the trees differ
+
+        found = state_differences(
+            skeleton,
+            self.tree.skeleton,
+            [_plain(self.paths[position]) for position in absent],
+            [_plain(self.tree.paths[number]) for number in unexpected],
+        )
+
+        def is_taken(path: TreePath) -> bool:
+            return any(path[:length] in found for length in range(len(path)))
+
+        absent[:] = [position for position in absent if not is_taken(_plain(self.paths[position]))]
+        unexpected[:] = [number for number in unexpected if not is_taken(_plain(self.tree.paths[number]))]
+        return list(found.values())
+
     def _fits(self, position: int, number: int) -> bool:
         """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
         handler, stored = self.handlers[position], self.tree.leaves[number]
@@ -444,7 +467,7 @@ class _Comparison:
             if 2 * stored < len(counted):
                 found.append(
                     f"only {stored} of the {len(counted)} leaves of {format_path(path)}, a {type(value).__qualname__}, "
-                    "are stored: the others keep their present values"
+                    "are stored; a LoadReport lists the others"
                 )
         return found
 

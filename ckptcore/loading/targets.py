@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from ckptcore.loading.stored_values import with_stored_values
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
-from ckptcore.other_libraries import hint_of_framework
+from ckptcore.other_libraries import REFUSING_NUMPY, hint_of_framework
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import Runtime, runtime_of
@@ -169,8 +170,11 @@ class _StoredValue(LoadTarget[object]):
         leaves: list[object] = [None] * len(handlers)
         if load.request.framework is not None:
             _choose_framework(load.request.framework, tree.leaves, load.runtime.registry, handlers, leaves)
-        else:
-            _hint_of_framework(tree.leaves, load.runtime)
+        elif not REFUSING_NUMPY.isdisjoint(sys.modules):
+            for record in tree.leaves:
+                if isinstance(record, ArrayRecord) and record.notes.get("framework") in REFUSING_NUMPY:
+                    _hint_of_framework(str(record.framework), load.runtime)
+                    break
         job = load.runtime.job()
         selected: Skeleton = tree.skeleton
         numbers: Sequence[int | None] = range(len(handlers))
@@ -203,13 +207,11 @@ class _StoredValue(LoadTarget[object]):
         return self._files if self._skeleton is None else rebuild(self._skeleton, reading.leaves)
 
 
-def _hint_of_framework(records: Sequence[LeafRecord], runtime: Runtime) -> None:
+def _hint_of_framework(name: str, runtime: Runtime) -> None:
     """Log once how to load arrays in the framework in which they were saved."""
-    found = {record.framework for record in records if isinstance(record, ArrayRecord)}
-    for hint in filter(None, map(hint_of_framework, found)):
-        if hint not in runtime.hints:
-            runtime.hints.add(hint)
-            logger.warning("%s", hint)
+    if (hint := hint_of_framework(name)) not in runtime.hints:
+        runtime.hints.add(hint)
+        logger.warning("%s", hint)
 
 
 def _choose_framework(

@@ -53,7 +53,8 @@ def test_a_failed_export_is_reported_and_the_step_exists(tmp_path: Path) -> None
             raise OSError("the disk is on fire")
 
     with Checkpointer(
-        tmp_path / "run", strategy=StepExports([StepExport(directory=tmp_path / "weights", layout=Failing(), every=2)])
+        tmp_path / "run",
+        strategy=StepExports([StepExport(directory=tmp_path / "weights", layout=Failing(), subtree=(), every=2)]),
     ) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, _state(step))

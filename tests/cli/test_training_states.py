@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,9 +70,7 @@ def test_the_command_names_the_subtrees_and_the_command(run: Run, tmp_path: Path
     result = run("consolidate", tmp_path / "a run", tmp_path / "hf")
     assert result.exit_code == 6 and not (tmp_path / "hf").exists()
     assert "the state of an optimizer in 'adam'" in result.stderr
-    weights, everything = (
-        shlex.split(line) for line in result.stderr.splitlines() if line.strip().startswith("ckptcore consolidate")
-    )
+    weights, everything = map(shlex.split, re.findall("`(ckptcore consolidate .*?)`", result.stderr))
     assert run(*weights[1:]).exit_code == 0
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"weight", "bias"}
     assert run(*everything[1:], "--overwrite").exit_code == 0
@@ -106,7 +105,7 @@ def test_a_conversion_keeps_everything_and_says_so(tmp_path: Path, caplog: pytes
 
 
 def test_exports_name_the_part_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(TreeMismatchError, match=r"exports\[0\]: the state has .* in 'adam'.*subtree='model'") as caught:
+    with pytest.raises(TreeMismatchError, match=r"exports\[0\]: there is .* in 'adam'.*subtree='model'") as caught:
         ckptcore.save(tmp_path / "c", trained(), strategy=WithExports([Export(location=tmp_path / "e")]), context=FAST)
     assert "subtree=() for everything" in str(caught.value) and list(tmp_path.iterdir()) == []
     for number, subtree in enumerate(("model", ())):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,8 @@ def test_the_best_and_the_latest_step(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as run:
         for step, loss in ((1, 0.5), (2, 0.25), (3, float("nan")), (4, 0.75), (5, 0.25)):
             run.save_blocking(step, {"step": step}, metrics={"loss": loss} if step != 4 else {"accuracy": loss})
-        for call in (run.load, run.step_info, run.metadata, run.delete, lambda step: run.load_into({}, step=step)):
+        calls: list[Any] = [run.load, run.step_info, run.metadata, run.delete]
+        for call in (*calls, lambda step: run.load_into({}, step=step)):
             with pytest.raises(TypeError, match=r"pass the step that best\(metric, mode\) returns"):
                 call("best")
             with pytest.raises(TypeError, match=r"leave it out to load the newest valid step"):

@@ -12,7 +12,7 @@ import pytest
 from ckptcore_transforms import Rename
 
 import ckptcore
-from ckptcore import Matching
+from ckptcore import PLACEHOLDER, Matching
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.moves import find_moves, whole_parts
 
@@ -103,10 +103,17 @@ def test_names_that_moved_as_a_whole(tmp_path: Path, stored: tuple[str, ...], re
 
 
 def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
-    """The momentum of SGD is not the mean of Adam. The options are proposed with what they lose."""
-    ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": stepped(optax.sgd(1e-3, momentum=0.9))})
-    text = refused(tmp_path / "c", {"p": PARAMETERS, "o": ADAM.init(PARAMETERS)})
-    assert "moved" not in text and "With it, o would start again" in text
+    """The momentum of SGD is not the mean of Adam, and the mean of Lion has no variance. No option would mix them."""
+    request = {"p": PARAMETERS, "o": ADAM.init(PARAMETERS)}
+    for name, optimizer in (("TraceState", optax.sgd(1e-3, momentum=0.9)), ("ScaleByLionState", optax.lion(1e-3))):
+        ckptcore.save(tmp_path / name, {"p": PARAMETERS, "o": stepped(optimizer)})
+        text = refused(tmp_path / name, request)
+        assert f"o[0]: kind: a ScaleByAdamState is requested, a {name} is stored" in text
+        assert "moved" not in text and "matching=" not in text
+        with pytest.raises(TreeMismatchError, match="a ScaleByAdamState is requested"):
+            ckptcore.load(tmp_path / name, request, matching=Matching(missing="keep", unexpected="ignore"))
+        loaded = ckptcore.load(tmp_path / name, {**request, "o": PLACEHOLDER})
+        assert_equal(loaded["p"], PARAMETERS)
 
 
 def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:

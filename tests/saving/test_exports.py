@@ -81,7 +81,7 @@ class Counting(HostArrayHandler):
 @pytest.mark.parametrize("save", SAVES)
 def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., None], tmp_path: Path) -> None:
     state = _state()
-    exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all")]
+    exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all", subtree=())]
     save(tmp_path / "c", state, metadata={"run": "a"}, strategy=WithExports(exports))
     assert _same(ckptcore.load(tmp_path / "c"), state) and _same(ckptcore.load(tmp_path / "all"), state)
     assert _same(ckptcore.load(tmp_path / "weights"), state["model"])
@@ -162,7 +162,9 @@ def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_pa
 
     with pytest.raises(NameCollisionError):
         ckptcore.save(
-            tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", layout=Refusing())])
+            tmp_path / "c",
+            _state(),
+            strategy=WithExports([Export(location=tmp_path / "e", subtree=(), layout=Refusing())]),
         )
     with pytest.raises(TypeError, match=r"exports\[0\] is 'weights'"):
         ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # refused
@@ -172,9 +174,9 @@ def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_pa
 def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
     state = _state()
     for exports in (
-        [Export(location=tmp_path / "x" / ".." / "c")],
-        [Export(location=tmp_path / "e"), Export(location=tmp_path / "e")],
-        [Export(location=tmp_path)],
+        [Export(location=tmp_path / "x" / ".." / "c", subtree=())],
+        [Export(location=tmp_path / "e", subtree=()), Export(location=tmp_path / "e", subtree=())],
+        [Export(location=tmp_path, subtree=())],
     ):
         with pytest.raises(InvalidLocationError, match="Nothing was written"):
             ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
@@ -227,7 +229,7 @@ def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[...,
     exports = [
         Export(location=tmp_path / "bad", layout=FailingWrites(), subtree="model"),
         Export(location=tmp_path / "good", subtree="model"),
-        Export(location=tmp_path / "worse", layout=FailingWrites()),
+        Export(location=tmp_path / "worse", subtree=(), layout=FailingWrites()),
     ]
     with pytest.raises(OSError, match="on fire") as caught:
         save(tmp_path / "c", _state(), strategy=WithExports(exports))
@@ -245,7 +247,12 @@ def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[...,
 @pytest.mark.parametrize("save", SAVES)
 def test_a_save_that_fails_exports_nothing(save: Callable[..., None], tmp_path: Path) -> None:
     with pytest.raises(OSError, match="on fire"):
-        save(tmp_path / "c", _state(), layout=FailingWrites(), strategy=WithExports([Export(location=tmp_path / "e")]))
+        save(
+            tmp_path / "c",
+            _state(),
+            layout=FailingWrites(),
+            strategy=WithExports([Export(location=tmp_path / "e", subtree=())]),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +299,7 @@ def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
     ckptcore.save_async(
-        tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e")]), context=context
+        tmp_path / "c", _state(), strategy=WithExports([Export(location=tmp_path / "e", subtree=())]), context=context
     ).result()
     whole = [event.location for event in events if event.phase == "save"]
     assert whole == [str(tmp_path / "c"), str(tmp_path / "e")]
@@ -322,7 +329,9 @@ def test_one_of_several_checkpointables_is_exported(tmp_path: Path) -> None:
     assert _same(ckptcore.load(tmp_path / "m"), values["model"])
     assert _same(ckptcore.load(tmp_path / "w"), _state()["model"]["layers"][0])
     with pytest.raises(TreeMismatchError, match="Expected one of 'model', 'files', 'each'"):
-        ckptcore.save_checkpointables(tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e")]))
+        ckptcore.save_checkpointables(
+            tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e", subtree=())])
+        )
     with pytest.raises(UnsupportedLeafError, match="'files' cannot be exported, because it writes its own files"):
         ckptcore.save_checkpointables(
             tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e", subtree="files")])
@@ -336,7 +345,9 @@ def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
         handle = begin(
             tmp_path / "c",
             _state(),
-            strategy=WithExports([Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f")]),
+            strategy=WithExports(
+                [Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f", subtree=())]
+            ),
             context=job_context(coordinator),
         )
         if handle is not None:
@@ -356,7 +367,10 @@ def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path)
             return super().write(snapshot, store)
 
     def job(coordinator: Coordinator) -> BaseException | None:
-        exports = [Export(location=tmp_path / "e", layout=OnlyHere()), Export(location=tmp_path / "f", subtree="model")]
+        exports = [
+            Export(location=tmp_path / "e", layout=OnlyHere(), subtree=()),
+            Export(location=tmp_path / "f", subtree="model"),
+        ]
         handle = ckptcore.save_async(
             tmp_path / "c", _state(), strategy=WithExports(exports), context=job_context(coordinator)
         )
@@ -397,7 +411,7 @@ def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path: Path) -> None
 
     def job(coordinator: Coordinator) -> str:
         exports = [
-            Export(location=tmp_path / name, layout=layout)
+            Export(location=tmp_path / name, subtree=(), layout=layout)
             for name, layout in (("a", Interrupted()), ("b", "safetensors"), ("d", "safetensors"))
         ]
         try:

@@ -361,7 +361,7 @@ def _plan_export(
     if export.subtree is None and layout.name == "safetensors" and (found := find_optimizers(subtree.tree)):
         parts = f", such as subtree={found.others[0]!r}" if found.others else ""
         raise TreeMismatchError(
-            f"the state has {found}, and safetensors are files of weights for other software. Pass the part to export"
+            f"there is {found}, and safetensors are files of weights for other software. Pass the part to export"
             f"{parts}, or subtree=() for everything",
             [f"{name} is the state of an optimizer" for name in found.optimizers],
         )

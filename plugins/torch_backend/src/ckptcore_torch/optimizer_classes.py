@@ -80,7 +80,7 @@ def refuse_other_class(
     Raises:
         TreeMismatchError: numbers and names the options and states that differ.
     """
-    if optimizer._optimizer_load_state_dict_pre_hooks:
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # wrappers of other libraries have none
         return
     options = [
         _Options.of(optimizer, group) for group in stored_groups if isinstance(group, Mapping) and group.keys() - _ANY
@@ -118,11 +118,12 @@ class _Options:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, stored: Mapping[object, object]) -> _Options:
         """Compare a group with the options of an optimizer, and with what programs added to its groups."""
-        own = set(map(str, optimizer.defaults)).union(*[map(str, group) for group in optimizer.param_groups])
+        defaults = set(map(str, getattr(optimizer, "defaults", ())))
+        own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
         found = set(map(str, stored))
-        missing = set(map(str, optimizer.defaults)) - found - _ANY
+        missing = defaults - found - _ANY
         extra = found - own - _ANY
-        common = len(set(map(str, optimizer.defaults)) & found - _ANY)
+        common = len(defaults & found - _ANY)
         if _class_of_torch(optimizer) is not None:
             is_other = bool(missing and extra) or not extra.isdisjoint(_options_of_torch())
         else:

@@ -452,13 +452,12 @@ def _everything(source: str, destination: str, context: Context) -> str:
     if parts is None:
         return ""
     command = shlex.join(["ckptcore", "consolidate", source, destination, "--subtree"])
-    lines = [f"{command} {shlex.quote(name)}" for name in parts.others]
-    if not lines:
+    ways = [f"`{command} {shlex.quote(name)}`" for name in parts.others]
+    if not ways:
         pattern = f"{parts.optimizers[0]}**"
-        lines = [f"in Python, ckptcore.copy(..., layout='safetensors', transforms=[Drop({pattern!r})])"]
+        ways = [f"in Python, ckptcore.copy(..., layout='safetensors', transforms=[Drop({pattern!r})])"]
     raise TreeMismatchError(
-        f"{source} has {parts}, which Hugging Face tools would take for weights. Write the weights alone:\n"
-        + "".join([f"  {line}\n" for line in lines])
-        + f"or everything:\n  {command} ''",
+        f"{source} has {parts}, which Hugging Face tools would take for weights. Write the weights alone: "
+        f"{', or '.join(ways)}; or everything: `{command} ''`",
         [f"{name} is the state of an optimizer" for name in parts.optimizers],
     )
