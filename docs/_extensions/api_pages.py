@@ -38,7 +38,7 @@ def _row(entry: addnodes.desc) -> nodes.row | None:
     name = signature["ids"][0].rpartition(".")[2]
     link = nodes.reference("", "", nodes.literal("", name), refid=signature["ids"][0], internal=True)
     text = next((node.astext() for node in entry[-1].children if isinstance(node, nodes.paragraph)), "")
-    first = re.split(r"(?<=[.:])\s", text.replace("\n", " "), maxsplit=1)[0].rstrip(":")
+    first = re.split(r"(?<=\.)\s", text.replace("\n", " "), maxsplit=1)[0]
     return nodes.row("", *[nodes.entry("", nodes.paragraph("", "", node)) for node in (link, nodes.Text(first))])
 
 
