@@ -55,11 +55,15 @@ def mend_back_links(
 
     def mended(link: re.Match[str]) -> str:
         page = posixpath.normpath(posixpath.join(posixpath.dirname(name), link[2]))
-        here = [found for found, entry in documented.items() if entry.docname == page]
         parts = link[3].split(".")
-        ends = [".".join(parts[at:]) for at in range(len(parts))]
-        fitting = (found for end in ends for found in here if f".{found}".endswith(f".{end}"))
-        return f'{link[1]}{link[2]}.html#{next(fitting, link[3])}"'
+        ends = ["." + ".".join(parts[at:]) for at in range(len(parts))]
+        here = [found for found, entry in documented.items() if entry.docname == page]
+        pairs = ((end, found) for names in (here, documented) for end in ends for found in names)
+        found = next((found for end, found in pairs if f".{found}".endswith(end)), None)
+        if found is None:
+            return link[0]
+        target = posixpath.relpath(documented[found].docname, posixpath.dirname(name))
+        return f'{link[1]}{target}.html#{found}"'
 
     context["body"] = _BACK.sub(mended, context["body"])
 
