@@ -38,7 +38,7 @@ def _row(entry: addnodes.desc) -> nodes.row | None:
     name = signature["ids"][0].rpartition(".")[2]
     link = nodes.reference("", "", nodes.literal("", name), refid=signature["ids"][0], internal=True)
     text = next((node.astext() for node in entry[-1].children if isinstance(node, nodes.paragraph)), "")
-    first = re.split(r"(?<=[.:])\s", text.replace("\n", " "), maxsplit=1)[0].rstrip(":")
+    first = re.split(r"(?<=\.)\s", text.replace("\n", " "), maxsplit=1)[0]
     return nodes.row("", *[nodes.entry("", nodes.paragraph("", "", node)) for node in (link, nodes.Text(first))])
 
 
@@ -55,11 +55,15 @@ def mend_back_links(
 
     def mended(link: re.Match[str]) -> str:
         page = posixpath.normpath(posixpath.join(posixpath.dirname(name), link[2]))
-        here = [found for found, entry in documented.items() if entry.docname == page]
         parts = link[3].split(".")
-        ends = [".".join(parts[at:]) for at in range(len(parts))]
-        fitting = (found for end in ends for found in here if f".{found}".endswith(f".{end}"))
-        return f'{link[1]}{link[2]}.html#{next(fitting, link[3])}"'
+        ends = ["." + ".".join(parts[at:]) for at in range(len(parts))]
+        here = [found for found, entry in documented.items() if entry.docname == page]
+        pairs = ((end, found) for names in (here, documented) for end in ends for found in names)
+        found = next((found for end, found in pairs if f".{found}".endswith(end)), None)
+        if found is None:
+            return link[0]
+        target = posixpath.relpath(documented[found].docname, posixpath.dirname(name))
+        return f'{link[1]}{target}.html#{found}"'
 
     context["body"] = _BACK.sub(mended, context["body"])
 
