@@ -34,7 +34,7 @@ from ckptcore_dcp.pickles import Call, Global, Persistent, Places, Value, brief,
 from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
-__all__ = ["Leaf", "Unreadable", "leaf_record", "tree_of"]
+__all__ = ["Column", "Leaf", "Unreadable", "leaf_record", "tree_of"]
 
 
 @dataclass(frozen=True, slots=True)
