@@ -28,8 +28,8 @@ TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations fuzz check lint types
-.PHONY: bench docs clean
+.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions
+.PHONY: test-oldest test-newest fuzz check lint types bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,15 @@ test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them 
 
 test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers, Keras and others; kill and resume
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
+
+test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
+	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
+
+test-oldest: $(STAMP)  ## test the lowest versions that the distributions accept: constraints-oldest.txt
+	$(BIN)/python -m tools.versions oldest --workers $(WORKERS) -- $(PYTEST_ARGS)
+
+test-newest: $(STAMP)  ## test the newest packages on Python 3.12, 3.13 and 3.14 (PYTHON312=, PYTHON313=, PYTHON314=)
+	$(BIN)/python -m tools.versions newest --workers $(WORKERS) -- $(PYTEST_ARGS)
 
 # DeepSpeed compiles an operator when it is first used. A test that is killed meanwhile would leave a lock.
 COMPILE_DEEPSPEED := import deepspeed; deepspeed.init_distributed("gloo")
@@ -112,5 +121,5 @@ docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs auto docs docs/_build/html
 
 clean:  ## remove what was built; .venv stays
-	rm -rf docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv-versions docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

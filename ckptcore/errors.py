@@ -56,10 +56,12 @@ Messages name the path or array, and say what failed, why, and what to do.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 from ckptcore.redaction import redacted
 
@@ -112,7 +114,47 @@ __all__ = [
     "UnsupportedVersionError",
     "UploadError",
     "WrongRegionError",
+    "converts_errors",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def converts_errors(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """Decorate a generator like `contextlib.contextmanager`, for generators that raise another error than their body.
+
+    From Python 3.12 on, the traceback of the body's error leads to `contextmanager`, which refers to that error. This
+    cycle would keep the arrays of all frames in memory until the next garbage collection.
+    """
+    manager = contextmanager(function)
+
+    @functools.wraps(function)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        return _Conversion(manager(*args, **kwargs))
+
+    return begin
+
+
+class _Conversion(AbstractContextManager[T]):
+    """Removes the frames of a generator from the traceback of its body's error."""
+
+    __slots__ = ("_manager",)
+
+    def __init__(self, manager: AbstractContextManager[T]) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> T:
+        return self._manager.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self._manager.__exit__(kind, error, traceback)
+        finally:
+            if error is not None:
+                error.__traceback__ = traceback
 
 
 class CheckpointError(Exception):

@@ -182,7 +182,8 @@ def _rich_bar(title: str, is_shown: bool, leave: bool) -> _Bar:
         disable=not is_shown,
         redirect_stdout=False,
     )
-    bar.start()
+    if is_shown:  # a bar of an older rich that is not shown ends with an empty line
+        bar.start()
     task = bar.add_task(title, total=None)
 
     def update(done: int, total: int) -> None:
@@ -190,7 +191,7 @@ def _rich_bar(title: str, is_shown: bool, leave: bool) -> _Bar:
             done = total = 1  # nothing to move: 100 %, not 0 %
         bar.update(task, completed=done, total=total)
 
-    return update, bar.stop
+    return update, bar.stop if is_shown else lambda: None
 
 
 def _tqdm_bar(title: str, is_shown: bool, leave: bool) -> _Bar:

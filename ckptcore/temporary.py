@@ -9,10 +9,9 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO
 
-from ckptcore.errors import StorageError, StorageFullError
+from ckptcore.errors import StorageError, StorageFullError, converts_errors
 from ckptcore.protocols import Buffer
 
 __all__ = ["TemporaryFile", "temporary_directory"]
@@ -67,7 +66,7 @@ class TemporaryFile:
         self._file.close()
 
 
-@contextmanager
+@converts_errors
 def temporary_directory(purpose: str) -> Iterator[str]:
     """Create a temporary directory, and remove it at the end.
 
@@ -86,7 +85,7 @@ def temporary_directory(purpose: str) -> Iterator[str]:
             raise _error_of(error, purpose) from error
 
 
-@contextmanager
+@converts_errors
 def _converted_errors(purpose: str) -> Iterator[None]:
     try:
         yield

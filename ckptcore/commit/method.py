@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
 from ckptcore.commit.target import FindForeign, Overwrite, none_foreign, parse_root, refuse_to_replace
-from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, SaveLostError
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    SaveLostError,
+    converts_errors,
+)
 from ckptcore.protocols import PlaceLimits, StorageBackend, Transaction
 
 if TYPE_CHECKING:
@@ -271,7 +276,7 @@ def parse_table(location: Location, data: bytes) -> PartialSave:
     return partial
 
 
-@contextmanager
+@converts_errors
 def read_unchanged(location: Location, partial: PartialSave | None) -> Iterator[None]:
     """Raise `SaveLostError` instead of `CorruptCheckpointError` if the partial save changed while it was read.
 

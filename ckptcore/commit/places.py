@@ -8,12 +8,11 @@ from __future__ import annotations
 import errno
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.names import ALL_FORMS, folded, merged_names, names_merged, too_long
 from ckptcore.commit.target import name_of_save
-from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError, StorageError
+from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError, StorageError, converts_errors
 from ckptcore.protocols import DirectoryFeatures, PlaceLimits
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def _too_long(location: Location, name_bytes: int | None) -> InvalidLocationErro
     )
 
 
-@contextmanager
+@converts_errors
 def naming_place(location: Location) -> Iterator[None]:
     """Raise an error that names the location if a file system refuses a long name that it had not told to refuse."""
     try:

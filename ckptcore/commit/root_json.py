@@ -13,7 +13,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import xxhash
@@ -35,7 +34,13 @@ from ckptcore.commit.root import (
     Session,
     check_name,
 )
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UnsupportedVersionError,
+    converts_errors,
+)
 from ckptcore.installed import version_of
 from ckptcore.model.metadata import (
     BLOCK_BYTES,
@@ -348,7 +353,7 @@ def bases_of_root(data: bytes) -> tuple[Base, ...]:
         return _decode_bases(_decode_root(data))
 
 
-@contextmanager
+@converts_errors
 def _errors_as_damage() -> Iterator[None]:
     """Raise `CorruptCheckpointError` for every error that malformed JSON can cause."""
     try:

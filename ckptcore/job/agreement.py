@@ -129,15 +129,17 @@ class Agreement:
         except BaseException as caught:  # noqa: BLE001  # sent to the others first, then raised below
             error = caught
             outcome = _encode_failure(token, error)
-        if isinstance(error, CoordinationTimeoutError) and 0 in error.missing:
-            raise error  # the leader is missing: there is no rank to send it to
         verdict = _Verdict()
-        try:
-            verdict = self._exchange(name, outcome, token, stage)
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}")
+        # If the leader is missing, there is no rank to send the error to.
+        if not (isinstance(error, CoordinationTimeoutError) and 0 in error.missing):
+            try:
+                verdict = self._exchange(name, outcome, token, stage)
+            except Exception as failure:
+                if error is None:
+                    raise
+                error.add_note(
+                    f"sending this error to the other ranks also failed: {type(failure).__name__}: {failure}"
+                )
         if error is not None:
             others = [failure for failure in verdict.failed if failure[0] != self.rank]
             if others:

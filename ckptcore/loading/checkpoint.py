@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -14,7 +13,7 @@ from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import CompositeRoot, Member, Root
 from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, converts_errors
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import HostArray
@@ -208,7 +207,7 @@ class CompositeCheckpoint:
         return cls(location, version, root, root.members, Origin.of_root(root))
 
 
-@contextmanager
+@converts_errors
 def naming_arrays(opened: Checkpoint) -> Iterator[None]:
     """Add the names of the affected arrays to errors about bytes. Reports a missing object as damage.
 
@@ -235,7 +234,7 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
+@converts_errors
 def naming_additional(opened: Checkpoint) -> Iterator[None]:
     """Add the location of an additional source, and the names of its arrays, to errors about its bytes.
 

@@ -328,7 +328,10 @@ class IntegerColumn(Sequence[int]):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
         """Return the integers as a NumPy array: int64, unless NumPy requests another dtype."""
-        return np.array(self.array, dtype or np.int64, copy=copy)
+        dtype = np.dtype(dtype or np.int64)
+        if copy is None:  # NumPy 1 refuses it as an argument
+            return np.asarray(self.array, dtype)
+        return np.array(self.array, dtype, copy=copy)
 
     def __eq__(self, other: object) -> bool:
         """Return True if another sequence has the same integers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -18,6 +17,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedKeyError,
     UnsupportedLeafError,
+    converts_errors,
 )
 from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
 from ckptcore.model.arrays import Box, HostArray
@@ -266,7 +266,7 @@ def describe_part(
         )
 
 
-@contextmanager
+@converts_errors
 def naming(name: str) -> Iterator[None]:
     """Add the name of a checkpointable to errors. An empty name adds nothing."""
     if not name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.architecture.sources import ROOT, Source, core_sources, plugin_sources, project_files
@@ -82,6 +82,36 @@ def test_the_first_line_describes_the_file() -> None:
         for source in (*core_sources(), *plugin_sources())
     }
     assert {path: line for path, line in first.items() if not line.endswith((".", ":", "?"))} == {}
+
+
+def conversions(tree: ast.Module) -> Iterator[str]:
+    """Generators of `contextmanager` that raise another error than their body."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and "contextmanager" in map(ast.unparse, function.decorator_list):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Try) and any(isinstance(inner, ast.Yield) for inner in _inside(node.body)):
+                    handled = [inner for handler in node.handlers for inner in _inside(handler.body)]
+                    if any(isinstance(inner, ast.Raise) and inner.exc is not None for inner in handled):
+                        yield function.name
+
+
+def _inside(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    return (inner for node in nodes for inner in ast.walk(node))
+
+
+def test_context_managers_that_convert_errors_leave_no_cycle() -> None:
+    found = [
+        f"{source.name}: {name}" for source in (*core_sources(), *plugin_sources()) for name in conversions(source.tree)
+    ]
+    assert found == [], "decorate them with converts_errors: see ckptcore.errors"
+
+
+def test_converted_errors_are_detected() -> None:
+    text = (
+        "@contextmanager\ndef f():\n    try:\n        yield\n    except OSError as error:\n        raise ValueError{}\n"
+    )
+    assert list(conversions(ast.parse(text.format("(1) from error")))) == ["f"]
+    assert list(conversions(ast.parse(text.replace("raise ValueError{}", "raise")))) == []
 
 
 def test_mutable_state_is_detected(tmp_path: Path) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from ckptcore.distributions import DISTRIBUTIONS
 from tests.architecture.sources import ROOT
+from tools.versions import OLDEST
 
 PROJECTS = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
 
@@ -22,6 +27,32 @@ def metadata(project: Path) -> dict[str, Any]:
 
 
 CORE = metadata(ROOT)
+
+
+OURS = {metadata(project)["name"] for project in PROJECTS}
+
+UNTESTED_EXTRAS = {
+    # Libraries that replacements and adapters need: tests use the versions in `constraints.txt` only.
+    "ckptcore-integrations": metadata(ROOT / "plugins" / "integrations")["optional-dependencies"].keys(),
+    # A single controller needs a newer JAX than the rest of its distribution.
+    "ckptcore-jax": {"colocated", "test"},
+}
+"""Extras by distribution whose lowest versions are not tested. Extras for tests are not for users."""
+
+
+def requirements_of(project: Path, without: Collection[str] = ()) -> list[Requirement]:
+    """Return the requirements of a distribution and of its extras."""
+    found = metadata(project)
+    extras = [texts for name, texts in found.get("optional-dependencies", {}).items() if name not in without]
+    return [Requirement(text) for texts in (found["dependencies"], *extras) for text in texts]
+
+
+def pinned(file: str) -> dict[str, Version]:
+    """Return the versions in a file of constraints."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in pins}
+
 
 each_project = pytest.mark.parametrize("project", PROJECTS, ids=lambda project: str(project.name))
 
@@ -65,6 +96,63 @@ def test_the_front_page_names_every_extra() -> None:
     for page in ("README.md", "PACKAGE.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         assert [one.extra for one in DISTRIBUTIONS if f"`{one.extra}`" not in text] == [], page
+
+
+def test_distributions_require_each_other_at_their_own_version() -> None:
+    loose = [
+        f"{project.name}: {requirement}"
+        for project in PROJECTS
+        for requirement in requirements_of(project)
+        if requirement.name in OURS and str(requirement.specifier) != f"=={CORE['version']}"
+    ]
+    assert loose == []
+
+
+def test_an_extra_has_one_meaning() -> None:
+    """A name in two distributions is the same: one forwards to the other. Each has its own extra for its tests."""
+    meanings: dict[str, set[str]] = {}
+    for project in PROJECTS:
+        found = metadata(project)
+        for extra, requirements in found.get("optional-dependencies", {}).items():
+            name = f"{found['name']}[{extra}]"
+            if extra != "test":
+                (meaning, *_) = [*(one.partition("==")[0] for one in requirements if f"[{extra}]" in one), name]
+                meanings.setdefault(extra, set()).add(meaning)
+    assert {extra: sorted(found) for extra, found in meanings.items() if len(found) > 1} == {}
+
+
+def test_the_core_has_the_extra_of_every_replacement_and_adapter() -> None:
+    extras = CORE["optional-dependencies"]
+    offered = metadata(ROOT / "plugins" / "integrations")["optional-dependencies"].keys() - {"test"}
+    assert {name: extras.get(name) for name in offered} == {
+        name: [f"ckptcore-integrations[{name}]=={CORE['version']}"] for name in offered
+    }
+    own = {one.extra: [f"ckptcore-{one.extra}=={CORE['version']}"] for one in DISTRIBUTIONS}
+    assert {name: extras[name] for name in extras.keys() - offered - {"all"}} == own
+    assert Requirement(extras["all"][0]).extras == own.keys()
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    tested = pinned(OLDEST)
+    accepted: dict[str, set[Version]] = {}
+    for project in PROJECTS:
+        for requirement in requirements_of(project, without=UNTESTED_EXTRAS.get(metadata(project)["name"], ("test",))):
+            lowest = {Version(one.version) for one in requirement.specifier if one.operator == ">="}
+            accepted.setdefault(canonicalize_name(requirement.name), set()).update(lowest)
+    expected = {name: {tested[name]} if name in tested else set() for name in accepted if name not in OURS}
+    assert {name: accepted[name] for name in expected} == expected
+
+
+def test_the_page_lists_the_versions_that_are_tested() -> None:
+    text = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([A-Za-z0-9_-]+) \| ([0-9.]+ \| [0-9.]+) \|$", text, flags=re.MULTILINE))
+    oldest, newest = pinned(OLDEST), pinned("constraints.txt")
+    named = {canonicalize_name(name): tuple(map(Version, row.split(" | "))) for name, row in rows.items()}
+    assert named == {name: (oldest[name], newest[name]) for name in named}
+    assert named.keys() >= {canonicalize_name(Requirement(text).name) for text in CORE["dependencies"]} | {
+        "jax",
+        "torch",
+    }
 
 
 def test_links_are_found() -> None:

@@ -21,7 +21,7 @@ def listed(heading: str) -> Sequence[str]:
 
 @pytest.mark.parametrize(
     ("heading", "traced", "most_files", "most_functions"),
-    [("A save", trace_plain_save, 55, 340), ("A load", trace_plain_load, 38, 217)],
+    [("A save", trace_plain_save, 56, 344), ("A load", trace_plain_load, 39, 221)],
 )
 def test_the_note_lists_the_files_in_the_order_in_which_they_run(
     heading: str, traced: Callable[[Path], Trace], most_files: int, most_functions: int, tmp_path: Path

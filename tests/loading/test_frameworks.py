@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from ckptcore_jax.testing import enable_x64
 
 import ckptcore
 from ckptcore.context import PluginOptions
@@ -65,7 +66,7 @@ def test_arrays_that_the_framework_lacks_are_numpy_arrays(framework: str, tmp_pa
 def test_wide_numbers_are_numpy_arrays_while_jax_does_not_support_them(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.arange(3)})
     assert type(ckptcore.load(tmp_path / "c", framework="jax")["w"]) is np.ndarray
-    with jax.enable_x64(True):
+    with enable_x64():
         assert isinstance(ckptcore.load(tmp_path / "c", framework="jax")["w"], jax.Array)
 
 

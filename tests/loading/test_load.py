@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +16,7 @@ import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching, ShardedArray
 from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     TargetUndefinedError,
@@ -337,6 +341,24 @@ def test_damage_names_file_array_and_range(tmp_path: Path) -> None:
     assert (loaded["first"] == 1).all()  # what is whole can be loaded
     unchecked = ckptcore.load(tmp_path / "c", context=ckptcore.Context(io=ckptcore.context.IOOptions(verify=False)))
     assert (unchecked["second"] != 0).sum() == 1
+
+
+@pytest.mark.parametrize("load", [ckptcore.load, ckptcore.load_into])
+def test_a_failed_load_keeps_no_target_in_memory(load: Callable[..., object], tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.ones(1000)})
+    data = tmp_path / "c" / "model.safetensors"
+    data.write_bytes(data.read_bytes()[:-8] + b"damaged!")
+    target = {"w": np.zeros(1000)}
+    held = weakref.ref(target["w"])
+    gc.collect()
+    gc.disable()  # it would free a cycle
+    try:
+        with pytest.raises(CheckpointError) as failed:
+            load(tmp_path / "c", target)
+        del failed, target
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_there_is_said(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ckptcore_jax.testing import enable_x64
 from ckptcore_testing import assert_same_tree
 from ckptcore_transforms import Drop, Transform, inverse
 from ckptcore_transforms.maps import (
@@ -210,7 +211,7 @@ def test_minilm_goes_to_a_scanned_jax_tree_to_orbax_and_back_bit_equal(tmp_path:
     scanned = bert_to_scanned()
     told = ckptcore.metadata(model_directory() / "model.safetensors", transforms=scanned)
     on_device = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), told.abstract)
-    with jax.enable_x64(True):  # position_ids are int64
+    with enable_x64():  # position_ids are int64
         tree = ckptcore.load(model_directory() / "model.safetensors", on_device, transforms=scanned)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
     assert tree["encoder"]["layers"]["attention"]["query"]["kernel"].shape == (6, 384, 384)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from ckptcore_jax.testing import enable_x64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -28,7 +29,7 @@ def test_random_chains_are_loaded_onto_random_shardings(data: st.DataObject) -> 
     save_beside(chain)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("two", "four"))
     abstract: Any = ckptcore.metadata(location, transforms=chain.transforms).abstract
-    with jax.enable_x64(True):
+    with enable_x64():
         for path, part in chain.tree.items():
             axes: list[str | None] = []
             for extent in part.elements.shape:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckptcore_jax import abstract_arrays
+from ckptcore_jax.testing import enable_x64
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,7 +40,8 @@ class Pair(NamedTuple):
 
 def new_state():
     device = jax.devices()[5]
-    other = next(m.kind for m in device.addressable_memories() if m.kind != device.default_memory().kind)
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    other = next((kind for kind in kinds if kind != device.default_memory().kind), None)
     keys = jax.random.split(jax.random.key(3), 8)
     return {
         "sharded": on_mesh((16, 8), P("b", "a"), a=2, b=4),
@@ -200,7 +202,7 @@ def test_values_and_arrays_that_jax_does_not_support_are_unchanged(tmp_path):
 
 
 def test_wide_dtypes_are_jax_arrays_if_jax_supports_them(tmp_path):
-    with jax.enable_x64(True):
+    with enable_x64():
         sharding = NamedSharding(mesh_of(range(8), a=8), P("a"))
         metadata = saved(tmp_path / "c", {"w": jax.device_put(jnp.arange(8, dtype=jnp.int64), sharding)})
         assert abstract_arrays(metadata)["w"].sharding == sharding

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax.testing import enable_x64
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckptcore
@@ -28,7 +29,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "transfer_guard": lambda: jax.transfer_guard("disallow"),
     "transfer_guard explicit": lambda: jax.transfer_guard("disallow_explicit"),
     "default_device": lambda: jax.default_device(jax.devices()[5]),
-    "enable_x64": lambda: jax.enable_x64(True),
+    "enable_x64": enable_x64,
     "numpy_rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
     "numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "mesh": lambda: jax.set_mesh(MESH),
@@ -153,7 +154,7 @@ def test_a_round_trip(tmp_path: Path, settings: Callable[[], Any]) -> None:
 
 def test_a_load_in_the_background_has_the_settings_of_its_caller(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(8), "v": np.ones(8, np.float32)})
-    with jax.enable_x64(True), jax.default_device(jax.devices()[3]), jax.set_mesh(MESH):
+    with enable_x64(), jax.default_device(jax.devices()[3]), jax.set_mesh(MESH):
         # A shape of the current mesh has no devices.
         of_mesh = jax.eval_shape(lambda: jax.device_put(jnp.ones(8), NamedSharding(MESH, PartitionSpec("x"))))
         request = {"w": jax.ShapeDtypeStruct((8,), jnp.float64), "v": of_mesh.update(dtype=jnp.float32)}  # type: ignore[no-untyped-call]

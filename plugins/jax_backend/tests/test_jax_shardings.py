@@ -38,7 +38,8 @@ def noted(mesh: dict, spec: list, **more) -> dict:
 
 def other_memory_kind(device) -> str:
     default = device.default_memory().kind
-    return next(memory.kind for memory in device.addressable_memories() if memory.kind != default)
+    others = [memory.kind for memory in device.addressable_memories() if memory.kind != default]
+    return others[0] if others else pytest.skip("this version of JAX has one kind of memory on a CPU")
 
 
 # --- notes

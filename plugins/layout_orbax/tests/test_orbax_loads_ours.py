@@ -150,7 +150,7 @@ def test_the_metadata_of_version_0(saved):
     with ocp.StandardCheckpointer() as checkpointer:
         tree = checkpointer.metadata(saved("ocdbt", "jax") / "state").item_metadata.tree
     assert (tree["large"].shape, tree["large"].dtype) == ((5, 3, 4), np.float32)
-    assert (tree["values"]["true"].shape, tree["values"]["true"].dtype) == ((), np.bool)
+    assert (tree["values"]["true"].shape, tree["values"]["true"].dtype) == ((), np.bool_)
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore import Context
@@ -34,7 +35,7 @@ REJOINED = Path(__file__).with_name("rejoined_job.py")
 @contextmanager
 def in_group(backend: str, size: int) -> Iterator[None]:
     """A process group with missing processes."""
-    store = None if backend == "fake" else dist.HashStore()
+    store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
         yield

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
+from packaging.version import Version
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -160,6 +161,8 @@ def test_torch_loads_our_state(name: str, tmp_path: Path) -> None:
     target = {"optimizer": get_optimizer_state_dict(other.model, other.optimizers)}
     quiet_dcp(lambda: dcp.load(target, checkpoint_id=tmp_path / "c"))
     assert bits(target["optimizer"]) == bits(HANDLER.flatten(value))
+    if Version(torch.__version__) < Version("2.10"):
+        return  # it ignores strict=False, and requires a state of the unused parameter
     loose = StateDictOptions(strict=False)  # strict, it wants a state of each parameter that takes gradients
     set_optimizer_state_dict(other.model, other.optimizers, target["optimizer"], options=loose)
     expected: Any = HANDLER.flatten(value)

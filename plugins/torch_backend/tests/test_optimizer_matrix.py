@@ -54,7 +54,12 @@ class Case(NamedTuple):
 
 
 def of_torch(name: str, **options: Any) -> Make:
-    return lambda model: getattr(torch.optim, name)(model.parameters(), **options)
+    def make(model: torch.nn.Module) -> Any:
+        if not hasattr(torch.optim, name):
+            pytest.skip(f"this version of PyTorch has no {name}")
+        return getattr(torch.optim, name)(model.parameters(), **options)
+
+    return make
 
 
 def of(module: str, name: str, **options: Any) -> Make:
@@ -269,7 +274,8 @@ def test_every_optimizer_of_torch_is_tried() -> None:
     """A new one of a later PyTorch fails here, until it has its arguments."""
     exported = {value for value in vars(torch.optim).values() if isinstance(value, type)}
     known = {kind for kind in exported if issubclass(kind, torch.optim.Optimizer)} - {torch.optim.Optimizer}
-    tried = {type(case.make(case.model())) for case in OPTIMIZERS.values() if case.library == "torch"}
+    existing = [case for name, case in OPTIMIZERS.items() if hasattr(torch.optim, name.partition("(")[0])]
+    tried = {type(case.make(case.model())) for case in existing if case.library == "torch"}
     assert known == tried
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ckptcore_torch.placements import DTensorPlacement, local_part, sharding_cuts
+from ckptcore_torch.placements import DTensorPlacement, divides_chunks, local_part, sharding_cuts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -46,7 +46,11 @@ def test_local_parts_are_equal_to_those_of_torch(placed: DTensorPlacement) -> No
     every: list[Box] = []
     for coordinate in itertools.product(*map(range, placed.mesh_shape)):
         expected = _by_torch(placed, coordinate)
-        part = local_part(placed, coordinate)
+        try:
+            part = local_part(placed, coordinate)
+        except UnsupportedLeafError:  # an older version of PyTorch cuts a strided shard otherwise
+            assert not divides_chunks()
+            return
         assert part.shape == tuple(expected.shape)
         assert bool(part.boxes) == bool(expected.numel())
         assert sum(box.size for box in part.boxes) == expected.numel()

@@ -51,7 +51,8 @@ def test_partial_sums(tmp_path: Path, mesh: Any, placement: Any) -> None:
     sums = DTensor.from_local(VALUES, mesh, [Partial()])
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"w": sums}),
-        "w: cannot save a DTensor with the placement P(sum), as of partial sums; call .redistribute() with Replicate()",
+        f"w: cannot save a DTensor with the placement {Partial()}, as of partial sums; "
+        "call .redistribute() with Replicate()",
     )
     ckptcore.save(tmp_path / "c", {"w": sums.redistribute(mesh, [placement])})
     assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)

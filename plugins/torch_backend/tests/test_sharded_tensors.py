@@ -19,6 +19,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
@@ -31,7 +32,7 @@ HANDLER = ShardedTensorHandler()
 @contextmanager
 def job(backend: str = "gloo", size: int = 1) -> Iterator[None]:
     """A process group with missing processes."""
-    store = None if backend == "fake" else dist.HashStore()
+    store = FakeStore() if backend == "fake" else dist.HashStore()  # type: ignore[no-untyped-call]
     dist.init_process_group(backend, store=store, rank=0, world_size=size)
     try:
         yield

@@ -26,7 +26,7 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
 
 # Warnings of PyTorch about some kinds of tensors.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype"),
@@ -38,6 +38,7 @@ DTYPES = [
     if isinstance(found := getattr(torch, name), torch.dtype)
     and name == str(found).removeprefix("torch.")
     and not name.startswith(("q", "bits"))
+    and ("complex32" not in name or hasattr(ml_dtypes, name))  # not with an older one
 ]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -490,6 +491,8 @@ def test_build_keeps_the_type_and_the_attributes_of_a_subclass() -> None:
     ],
 )
 def test_build_casts_to_the_requested_dtype(stored: str, asked: torch.dtype) -> None:
+    if "complex32" in stored and not hasattr(ml_dtypes, stored):
+        pytest.skip("an older ml_dtypes")
     spec = ArraySpec((4,), stored)
     array = np.array([1, 0, 1, 1]).astype(spec.numpy_dtype)
     built = PLAIN.build(torch.empty(4, dtype=asked), ArrayRecord(spec), boxed(array))
@@ -511,6 +514,8 @@ def test_build_casts_to_the_requested_dtype(stored: str, asked: torch.dtype) -> 
     ],
 )
 def test_a_cast_that_would_lose_the_meaning_is_refused(stored: str, kind: str, asked: torch.dtype, reason: str) -> None:
+    if stored == "complex32" and not hasattr(ml_dtypes, stored):
+        pytest.skip("an older ml_dtypes")
     array = np.zeros(4, ArraySpec((4,), stored).numpy_dtype)
     with pytest.raises(UnsupportedLeafError, match=reason):
         PLAIN.build(torch.empty(4, dtype=asked), ArrayRecord(ArraySpec((4,), stored), kind), boxed(array))

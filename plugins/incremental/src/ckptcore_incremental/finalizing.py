@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.commit.location import Location, LocationLike, resolve_location, shown_location
@@ -18,6 +17,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     StorageError,
     TreeMismatchError,
+    converts_errors,
 )
 from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
@@ -138,7 +138,7 @@ def _validate_sessions(
     return layout, tree, receipts
 
 
-@contextmanager
+@converts_errors
 def _errors_as_corruption(location: Location) -> Iterator[None]:
     """Convert errors that a layout raises for hostile receipts.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckptcore.errors import PluginError, RankFailedError
+from ckptcore.errors import PluginError, RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
 from ckptcore_jax.job_service import service_of_job
 
@@ -176,7 +175,7 @@ def _row_adder(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return typed
 
 
-@contextmanager
+@converts_errors
 def _named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
     """Convert an error of a computation to a RankFailedError that names the processes."""
     try:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 
-__all__ = ["SAMPLE", "SHARDED"]
+__all__ = ["SAMPLE", "SHARDED", "enable_x64"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["name"])
@@ -59,8 +59,8 @@ def _abstract(spec: ArraySpec, sharding: NamedSharding | None = None) -> Any:
     return make(spec.shape, spec.numpy_dtype, sharding=sharding)
 
 
-def _enable_x64() -> Any:
-    """Enable 64-bit dtypes."""
+def enable_x64() -> Any:
+    """Return a context manager that enables 64-bit dtypes."""
     import jax.experimental
 
     module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # older versions have it there
@@ -87,7 +87,7 @@ SAMPLE: Final = FrameworkSample(
             lambda made: [*made.args, *made.keywords.values()],
         ),
     ),
-    session=_enable_x64,
+    session=enable_x64,
 )
 """Arrays on the default device, and registered containers."""
 
@@ -99,6 +99,6 @@ SHARDED: Final = FrameworkSample(
     elements=np.asarray,
     array_type=jax.Array,
     fills=False,
-    session=_enable_x64,
+    session=enable_x64,
 )
 """Arrays sharded over all devices."""

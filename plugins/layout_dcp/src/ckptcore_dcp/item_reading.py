@@ -8,11 +8,10 @@ are read: directly into the destination if they are in C order, otherwise by gat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, converts_errors
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ChunkRead, HostArray, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.dtypes import physical_spec
@@ -159,7 +158,7 @@ def _group_bytes(group: Sequence[ItemRead], store: ReadStore) -> memoryview:
     return memoryview(data)
 
 
-@contextmanager
+@converts_errors
 def _error_range(chunk: StoredItem) -> Iterator[None]:
     """Attach the byte range of an item to errors, whose own range may be relative to the item."""
     try:

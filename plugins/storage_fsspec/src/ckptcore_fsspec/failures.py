@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.errors import (
@@ -16,6 +15,7 @@ from ckptcore.errors import (
     StoragePermissionError,
     StorageThrottledError,
     StorageTimeoutError,
+    converts_errors,
 )
 from ckptcore.redaction import chainable, redacted
 
@@ -44,7 +44,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_MAX_MESSAGE_LENGTH]}" if text else type(error).__name__
 
 
-@contextmanager
+@converts_errors
 def converted_errors(what: str) -> Iterator[None]:
     """Convert file system errors to ckptcore errors. Errors of ckptcore pass unchanged.
 

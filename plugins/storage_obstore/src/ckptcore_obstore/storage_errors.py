@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from ckptcore.errors import (
     StorageThrottledError,
     StorageTimeoutError,
     WrongRegionError,
+    converts_errors,
 )
 from ckptcore.redaction import redacted_location
 from ckptcore_obstore.failures import FailureKind, RequestFailed, refusal_of
@@ -76,7 +76,7 @@ def _proxy_remedy(service: Service) -> str:
     )
 
 
-@contextmanager
+@converts_errors
 def converted_errors(service: Service, what: str) -> Iterator[None]:
     """Convert a `RequestFailed` of the block with `error_of`."""
     try:

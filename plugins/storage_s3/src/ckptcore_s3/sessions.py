@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 
+from ckptcore.errors import converts_errors
 from ckptcore.redaction import chainable, redacted
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _new_session(profile: str | None) -> Any:
     return session
 
 
-@contextmanager
+@converts_errors
 def refused_settings() -> Iterator[None]:
     """Convert botocore's errors about the environment and the files, which have many types."""
     try:

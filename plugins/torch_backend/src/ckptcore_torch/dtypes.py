@@ -26,6 +26,7 @@ _DIRECT: Final = (
 _THROUGH_INTEGERS: Final = {
     "bfloat16": "int16",
     "complex32": "int32",
+    "bcomplex32": "int32",
     "float8_e4m3fn": "uint8",
     "float8_e4m3fnuz": "uint8",
     "float8_e5m2": "uint8",

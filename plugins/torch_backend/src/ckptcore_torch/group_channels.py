@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ckptcore.errors import RankFailedError
+from ckptcore.errors import RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
 from ckptcore_torch.transfers import DeviceEvent, SideStream
 
@@ -165,7 +164,7 @@ class _DeviceBroadcast:
             self.event.synchronize()
 
 
-@contextmanager
+@converts_errors
 def named_rank_errors(ranks: Sequence[int]) -> Iterator[None]:
     """Convert an error of a process group to a RankFailedError that names the ranks."""
     try:

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box
 
-__all__ = ["DTensorPlacement", "LocalPart", "local_part", "sharding_cuts", "sharding_notes"]
+__all__ = ["DTensorPlacement", "LocalPart", "divides_chunks", "local_part", "sharding_cuts", "sharding_notes"]
 
 _CACHED: Final = 1 << 14
 
@@ -135,12 +136,25 @@ def _ranges_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -
             continue
         size = sum(stop - start for start, stop in ranges)
         factor = int(getattr(placement, "split_factor", 1))
+        if factor > 1 and size % (factor * extent) and not divides_chunks():
+            raise UnsupportedLeafError(
+                f"cannot save or load a DTensor whose axis {axis} of {placed.shape[axis]} is cut unevenly by "
+                f"{placement}: this version of PyTorch does not cut it as later ones do. Upgrade torch, or call "
+                ".redistribute() with Replicate() or Shard() before you save it"
+            )
         taken: list[IndexRange] = []
         for first, last in _chunks(0, size, factor):
             start, stop = _chunks(first, last, extent)[position]
             taken.extend(_sub_ranges(ranges, start, stop))
         ranges = _merge_adjacent(taken)
     return ranges
+
+
+@functools.cache
+def divides_chunks() -> bool:
+    """Return True if PyTorch divides each chunk of a strided shard by itself. 2.9 and older divide all at once."""
+    parts, _ = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(5), 2, with_padding=False)
+    return bool(parts[0].tolist() == [0, 1, 3])
 
 
 def _chunks(start: int, stop: int, count: int) -> Sequence[IndexRange]:

@@ -41,7 +41,7 @@ def _make(elements: HostArray) -> torch.Tensor:
 def _complex32_is_expected() -> Iterator[None]:
     """Ignore the warning that complex32 is experimental, which PyTorch raises once per process."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+        warnings.filterwarnings("ignore", "(ComplexHalf|BComplex32) support is experimental")
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Final
 
 import jax
@@ -19,6 +18,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     TreeMismatchError,
     UncommittedCheckpointError,
+    converts_errors,
 )
 from ckptcore.model import Node, Skeleton, are_indices
 from ckptcore.redaction import redacted_location
@@ -82,7 +82,7 @@ class TreeHandler:
         return bool(self._orbax.is_abstract_handleable(abstract_checkpointable))
 
 
-@contextmanager
+@converts_errors
 def remedy_of_equinox(*values: object) -> Iterator[None]:
     """Add what to do to Orbax's error for a function, or another object, in a module of Equinox.
 

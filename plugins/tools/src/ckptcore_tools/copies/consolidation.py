@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -29,6 +28,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     NameCollisionError,
     StorageError,
+    converts_errors,
 )
 from ckptcore.events import Recording
 from ckptcore.io.snapshot import CountedSnapshot
@@ -361,7 +361,7 @@ class _ConsolidatedFiles:
         self._snapshot.close()
 
 
-@contextmanager
+@converts_errors
 def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
     """Add the names of arrays to read errors. If the source was replaced, raise `_SourceReplacedError`."""
     try:

@@ -1,0 +1,226 @@
+"""Test the distributions with other versions of Python and packages: ``python -m tools.versions oldest|newest|short``.
+
+- ``oldest``: Python 3.11 and the lowest versions that the distributions accept, those of `constraints-oldest.txt`.
+- ``newest``: Python 3.12, 3.13 and 3.14 and the newest versions of the package index.
+- ``short``: the core, NumPy and JAX, with the lowest versions and on Python 3.12. Part of `.ci/run`.
+
+An interpreter is taken from an environment variable such as PYTHON312, from PATH, or from pyenv. Without it a run is
+skipped with a message. Environments are kept in `.venv-versions`, and updated if a requirement changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+__all__ = ["OLDEST", "Part", "Run", "find_interpreter", "main", "projects", "requirements", "runs_of"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+OLDEST: Final = "constraints-oldest.txt"
+"""The lowest versions. A test compares them with the requirements of the distributions."""
+
+_PINNED: Final = "constraints.txt"
+
+_RUNNERS: Final = ("pytest-xdist", "setuptools")
+"""Packages that every environment has, too."""
+
+
+class Part(NamedTuple):
+    """Distributions that are tested together.
+
+    Attributes:
+        distributions: names of our distributions, with extras.
+        packages: packages that only the tests need.
+        tests: files and directories of tests.
+    """
+
+    distributions: Sequence[str]
+    packages: Sequence[str]
+    tests: Sequence[str]
+
+
+class Run(NamedTuple):
+    """Tests of one part in one environment.
+
+    Attributes:
+        python: the version of Python, such as "3.12".
+        constraints: a file of constraints; empty for the newest versions.
+        part: what is installed and tested.
+    """
+
+    python: str
+    constraints: str
+    part: Part
+
+
+_CORE: Final = Part(
+    ["ckptcore-testing", "ckptcore-jax", "ckptcore-dcp", "ckptcore-orbax"],
+    ["safetensors", "tqdm"],
+    [
+        "tests/model",
+        "tests/planning",
+        "tests/loading/test_load.py",
+        "tests/saving/test_save.py",
+        "tests/saving/test_save_async.py",
+        "tests/saving/test_after_failures.py",
+        "tests/engine/test_memory.py",
+        "tests/engine/test_reader.py",
+        "tests/engine/test_checksums.py",
+        "tests/engine/test_progress.py",
+        "plugins/jax_backend/tests/test_jax_abstracts.py",
+        "plugins/jax_backend/tests/test_jax_leaves.py",
+        "plugins/jax_backend/tests/test_jax_plans.py",
+        "plugins/jax_backend/tests/test_jax_shardings.py",
+    ],
+)
+_FRAMEWORKS: Final = Part(
+    [
+        "ckptcore-testing",
+        "ckptcore-jax[test]",
+        "ckptcore-orbax",
+        "ckptcore-dcp",
+        "ckptcore-torch",
+        "ckptcore-transforms",
+        "ckptcore-view",
+    ],
+    ["safetensors", "tqdm"],
+    [
+        *_CORE.tests[:2],
+        "tests/engine",
+        "tests/lazy",
+        "tests/policies",
+        "tests/step_names",
+        "plugins/torch_backend/tests",
+        "--ignore=plugins/torch_backend/tests/test_torchao.py",  # TorchAO requires the PyTorch of constraints.txt
+    ],
+)
+
+
+def runs_of(kind: str) -> Sequence[Run]:
+    """Return the runs of ``oldest``, ``newest`` or ``short``."""
+    if kind == "oldest":
+        return [Run("3.11", OLDEST, _FRAMEWORKS)]
+    if kind == "newest":
+        return [Run(python, "", _FRAMEWORKS) for python in ("3.12", "3.13", "3.14")]
+    return [Run("3.11", OLDEST, _CORE), Run("3.12", _PINNED, _CORE)]
+
+
+def projects() -> Mapping[str, Mapping[str, Any]]:
+    """Return the ``project`` tables of all distributions by name, that of the core first."""
+    files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+    tables = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    return {table["name"]: table for table in tables}
+
+
+def requirements(distributions: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of our distributions that some of them require, and what these require of others."""
+    ours = projects()
+    waiting = [Requirement(text) for text in ("ckptcore", *distributions)]
+    seen: set[tuple[str, str]] = set()
+    found: dict[str, None] = {}
+    while waiting:
+        requirement = waiting.pop()
+        table = ours.get(canonicalize_name(requirement.name))
+        if table is None:
+            found[str(requirement)] = None
+            continue
+        for extra in ("", *requirement.extras):
+            if (table["name"], extra) not in seen:
+                seen.add((table["name"], extra))
+                needed = table.get("optional-dependencies", {})[extra] if extra else table["dependencies"]
+                waiting += [Requirement(text) for text in needed]
+    return sorted({name for name, _ in seen}), sorted(found)
+
+
+def find_interpreter(python: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the interpreter of a version of Python, or None."""
+    given = environment.get(f"PYTHON{python.replace('.', '')}")
+    if given:
+        return given
+    if sys.version_info[:2] == tuple(map(int, python.split("."))):
+        return sys.executable
+    found = shutil.which(f"python{python}", path=environment.get("PATH"))
+    if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+        return found  # a shim of pyenv exists also if its version is not chosen
+    pyenv = Path(environment.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    installed = sorted(pyenv.glob(f"versions/{python}.*/bin/python"))
+    return str(installed[-1]) if installed else None
+
+
+def _prepare(run: Run, interpreter: str) -> Path:
+    """Make the environment of a run, unless it exists with the same requirements. Return its interpreter."""
+    directory = ROOT / ".venv-versions" / f"{run.python}-{Path(run.constraints or 'newest').stem}"
+    ours, others = requirements(run.part.distributions)
+    wanted = [*others, *run.part.packages, *_RUNNERS]
+    pins = (ROOT / run.constraints).read_text(encoding="utf-8") if run.constraints else ""
+    stamp = directory / f"{hashlib.sha256(repr((interpreter, wanted, pins)).encode()).hexdigest()}.stamp"
+    python = directory / "bin" / "python"
+    if not stamp.exists() or not run.constraints:  # the newest versions of today may be others
+        for old in directory.glob("*.stamp"):
+            old.unlink()
+        if not python.exists():
+            subprocess.run([interpreter, "-m", "venv", "--without-pip", str(directory)], check=True)
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile"]
+        constrained = ["--constraint", str(ROOT / run.constraints)] if run.constraints else ["--upgrade"]
+        subprocess.run([*install, *constrained, *wanted], check=True)
+        _link_ours(ours, next((directory / "lib").glob("python*/site-packages")))
+        stamp.touch()
+    return python
+
+
+def _link_ours(names: Iterable[str], packages: Path) -> None:
+    """Install our distributions as they are in this environment, editable: to build them again would take longer."""
+    for name in names:
+        for file in importlib.metadata.distribution(name).files or ():
+            target = packages / file
+            if target.parent.parent in (packages, packages.parent) and target.suffix != ".pyc":
+                target.parent.mkdir(exist_ok=True)
+                shutil.copy(file.locate(), target)
+
+
+def _describe(python: Path) -> Iterator[str]:
+    """Return the versions in an environment that the docs list."""
+    program = "from importlib.metadata import distributions; "
+    program += "print(*sorted({f'{one.name}=={one.version}' for one in distributions()}))"
+    yield from subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests, and return the exit status: 0 if all runs passed, also if one was skipped."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=["oldest", "newest", "short"])
+    parser.add_argument("--workers", default="2", help="processes that run the tests")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    options = parser.parse_args(arguments)
+    failed = []
+    for run in runs_of(options.kind):
+        interpreter = find_interpreter(run.python)
+        if interpreter is None:
+            variable = f"PYTHON{run.python.replace('.', '')}"
+            print(f"skipped: Python {run.python} is not installed; set {variable} to its interpreter")
+            continue
+        python = _prepare(run, interpreter)
+        print(f"Python {run.python}, {run.constraints or 'newest versions'}:", *_describe(python), flush=True)
+        command = [str(python), "-m", "pytest", "-n", options.workers, *run.part.tests, *options.pytest]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(run.python)
+    if failed:
+        print(f"failed: {options.kind} versions on Python {', '.join(failed)}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
