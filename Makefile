@@ -117,8 +117,9 @@ types: $(STAMP)
 bench: $(STAMP)  ## compare ckptcore with the libraries a user would pick instead, and draw the chart of the README
 	$(BIN)/python -m benchmarks --out benchmarks/results.json --chart
 
+# All pages are written, because Sphinx forgets the index entries of others (observed with 9.0).
 docs: $(STAMP)  ## build the documentation into docs/_build/html
-	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs auto docs docs/_build/html
+	$(BIN)/sphinx-build --write-all --fail-on-warning --keep-going --quiet --jobs auto docs docs/_build/html
 
 clean:  ## remove what was built; .venv stays
 	rm -rf .venv-versions docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -63,7 +63,7 @@ def mend_back_links(
         if found is None:
             return link[0]
         target = posixpath.relpath(documented[found].docname, posixpath.dirname(name))
-        return f'{link[1]}{target}.html#{found}"'
+        return f'{link[1]}{target}.html#{documented[found].node_id}"'
 
     context["body"] = _BACK.sub(mended, context["body"])
 
