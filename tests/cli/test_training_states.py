@@ -27,6 +27,7 @@ W = np.ones((2, 2), np.float32)
 class AdamState(NamedTuple):
     count: Any
     mu: Any
+    nu: Any
 
 
 def trained() -> dict[str, Any]:
@@ -41,13 +42,17 @@ def trained() -> dict[str, Any]:
     ("state", "optimizers", "others"),
     [
         ({"model": {"w": W}, "optimizer": {"m": W}, "ema": {"w": W}, "step": W}, ["optimizer"], ["model", "ema"]),
-        ({"params": {"w": W}, "opt_state": (AdamState(W, {"w": W}),)}, ["opt_state"], ["params"]),
+        ({"params": {"w": W}, "opt_state": (AdamState(W, {"w": W}, {"w": W}),)}, ["opt_state"], ["params"]),
         ({"run": {"net": {"w": W}, "a": {"state": {"0": W}, "param_groups": [{"lr": 1}]}}}, ["run/a"], ["run/net"]),
         ({"state": {"0": {"m": W}}, "param_groups": [{"lr": 1}]}, [""], []),
         ({"model.w": W, "optim.state.w.m": W, "optim.state.b.m": W}, ["optim"], []),
         ({"model": {"optimizer_gate": W}, "optimizer": {"lr": 0.1}, "state": {"w": W}}, None, None),
         ({"a": {"b": {"c": {"d": {"optimizer": {"m": W}}}}}}, None, None),
         ({"w": W, "adapter": {"w": W}}, None, None),
+        ({"w": W, "adam": (AdamState(W, {"w": W}, {"w": W}),)}, ["adam/0"], []),
+        ({"model": {"opt": {"weight": W}, "sar": {"weight": W}}}, None, None),
+        ({"opt.weight": W, "sar.weight": W}, None, None),
+        ({"opt": {"exp_avg": W}, "head": {"w": W}}, ["opt"], ["head"]),
     ],
 )
 def test_what_an_optimizer_is(tmp_path: Path, state: Any, optimizers: Any, others: Any) -> None:
@@ -86,8 +91,8 @@ def test_a_state_without_an_optimizer_needs_no_subtree(run: Run, tmp_path: Path)
 def test_names_with_dots_are_dropped_by_a_transform(run: Run, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"model.w": W, "optim.w.m": W}, layout="dcp", context=FAST)
     result = run("consolidate", tmp_path / "c", tmp_path / "hf")
-    assert result.exit_code == 6 and "transforms=[Drop('optim**')]" in result.stderr
-    ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", transforms=[Drop("optim**")], context=FAST)
+    assert result.exit_code == 6 and "transforms=[Drop('optim.**')]" in result.stderr
+    ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", transforms=[Drop("optim.**")], context=FAST)
     assert ckptcore.load(tmp_path / "hf").keys() == {"model.w"}
 
 
@@ -128,3 +133,18 @@ def test_exports_of_steps(tmp_path: Path) -> None:
         checkpointer.save_blocking(1, trained())
     shapes = {"weight": AbstractArray((2, 2), "float32"), "bias": AbstractArray((2,), "float32")}
     assert ckptcore.load(tmp_path / "weights" / "1", shapes).keys() == shapes.keys()
+
+
+def test_the_pattern_to_drop_keeps_names_that_begin_alike(tmp_path: Path) -> None:
+    """A pattern `opt**` would drop the weights of an optic nerve."""
+    names = ("opt.exp_avg", "optic_nerve.weight", "options_embed.weight", "head.weight")
+    flat = {name: W.copy() for name in names}
+    nested = {"opt": {"exp_avg": W.copy()}, "optics": {"weight": W.copy()}}
+    for number, (state, kept) in enumerate([(flat, list(flat)[1:]), (nested, ["optics.weight"])]):
+        source = tmp_path / f"c{number}"
+        ckptcore.save(source, state, context=FAST)
+        found = find_optimizers(ckptcore.metadata(source).tree)
+        assert found is not None
+        drops = [Drop(pattern) for pattern in found.drops]
+        ckptcore.copy(source, tmp_path / f"w{number}", layout="safetensors", transforms=drops)
+        assert sorted(load_file(tmp_path / f"w{number}" / "model.safetensors")) == sorted(kept)

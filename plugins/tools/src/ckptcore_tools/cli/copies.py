@@ -454,8 +454,7 @@ def _everything(source: str, destination: str, context: Context) -> str:
     command = shlex.join(["ckptcore", "consolidate", source, destination, "--subtree"])
     ways = [f"`{command} {shlex.quote(name)}`" for name in parts.others]
     if not ways:
-        pattern = f"{parts.optimizers[0]}**"
-        ways = [f"in Python, ckptcore.copy(..., layout='safetensors', transforms=[Drop({pattern!r})])"]
+        ways = [f"in Python, ckptcore.copy(..., layout='safetensors', transforms={parts.transforms})"]
     raise TreeMismatchError(
         f"{source} has {parts}, which Hugging Face tools would take for weights. Write the weights alone: "
         f"{', or '.join(ways)}; or everything: `{command} ''`",

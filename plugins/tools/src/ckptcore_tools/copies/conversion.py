@@ -159,7 +159,7 @@ class _Conversion:
     def _warn_of_optimizers(self, opened: Checkpoint) -> None:
         """Log that files of weights for other software will have the state of an optimizer."""
         if self._copy_id is None and self._layout.name == "safetensors" and (parts := find_optimizers(opened.tree)):
-            name = f"subtree={parts.others[0]!r}" if parts.others else f"transforms=[Drop('{parts.optimizers[0]}**')]"
+            name = f"subtree={parts.others[0]!r}" if parts.others else f"transforms={parts.transforms}"
             logger.warning(
                 "%s has %s, and so has the copy. For files of weights for other software, copy with %s",
                 opened.location.display,
