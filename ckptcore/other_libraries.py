@@ -175,7 +175,7 @@ ARGUMENTS: Final[Mapping[str, str]] = {
 _IN_PLACE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("device", "device_map", "framework", "map_location", "sharding", "shardings"),
-        "nothing: arrays of the target are filled where they are",
+        "no such argument: arrays of the target are filled where they are",
     ),
     **dict.fromkeys(("dtype", "torch_dtype"), _CASTS),
     **dict.fromkeys(("abstract", "into", "model", "state", "state_dict"), "the second argument: the target"),

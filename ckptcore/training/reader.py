@@ -145,7 +145,7 @@ class StepReader(ExplainsAttributes):
     def best(self, metric: str, mode: Literal["min", "max"]) -> int:
         """Return the step with the best value of a metric, as for `ckptcore.policies.BestN`; the leader chooses it.
 
-        Steps that are damaged, were deleted, or lack the metric are left out.
+        Steps that are damaged, were deleted, or lack the metric are left out. In a job all processes call it.
 
         Args:
             metric: the name of a metric that was passed to ``save``.

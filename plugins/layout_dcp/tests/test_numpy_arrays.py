@@ -195,3 +195,20 @@ def test_one_list_in_many_places_is_limited(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_one_text_in_many_places_is_limited(tmp_path: Path) -> None:
+    """Each of the calls encodes the text again: 2 MB became 8 GB."""
+    text = b"X" + (200_000).to_bytes(4, "little") + b"x" * 200_000
+    call = b"c_codecs\nencode\nh\0X\x06\0\0\0latin1\x86R"
+    pickle = b"\x80\x02](" + text + b"q\0" + call * 1000 + b"e."
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as file:
+        file.writestr("archive/data.pkl", pickle)
+    ckptcore.save(tmp_path / "warm", {"w": 1})  # imports what a load needs
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="far more leaves than bytes"):
+            ckptcore.load(tmp_path / "file.pt")
+        assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    finally:
+        tracemalloc.stop()

@@ -71,6 +71,12 @@ _ATTRIBUTE_DEPTH: Final = 3
 """Depth of ``{"_metadata": {module: {"version": number}}}``."""
 
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
+_TEXTS: Final = frozenset([str, bytes])
+_SHORT: Final = 64
+"""Longest text that counts as a leaf only, and that is compared with another one."""
+_MAX_TEXT_GROWTH: Final = 16
+"""Most bytes of texts in a tree for each byte of a pickle, which may have one text in many places."""
+_ALWAYS_ALLOWED_TEXT: Final = 1 << 26
 _MIN_COLUMN: Final = 1000
 """Fewest values of a column. Only flat ones: the pickle may have one list in many places of another."""
 _MAX_DEPTH: Final = 150
@@ -129,6 +135,7 @@ class _TreeBuilder:
         self._key = key
         self._numpy = numpy
         self._remaining = limit
+        self._text_bytes = _MAX_TEXT_GROWTH * limit + _ALWAYS_ALLOWED_TEXT
         self._containers: set[int] = set()  # around the current value, by identity
         self.leaves: list[Leaf] = []
 
@@ -138,6 +145,7 @@ class _TreeBuilder:
         if self._remaining < 0 or depth > _MAX_DEPTH:
             raise self._too_large(path)
         if type(value) in _PLAIN:
+            self._count_text(value, path)
             self.leaves.append(cast(Leaf, value))
             return LEAF
         if isinstance(value, list | tuple | dict) and len(value) >= _MIN_COLUMN and _is_flat(value):
@@ -170,6 +178,8 @@ class _TreeBuilder:
         for key, value in values:
             if type(value) in plain:  # without a call: there may be millions
                 self._remaining -= 1
+                if type(value) in _TEXTS:
+                    self._count_text(value, path)
                 leaves.append(cast(Leaf, value))
                 children.append(LEAF)
             else:
@@ -177,6 +187,12 @@ class _TreeBuilder:
         if self._remaining < 0:
             raise self._too_large(path)
         return tuple(children)
+
+    def _count_text(self, value: Value, path: TreePath) -> None:
+        if isinstance(value, str | bytes) and len(value) > _SHORT:
+            self._text_bytes -= len(value)
+            if self._text_bytes < 0:
+                raise self._too_large(path)
 
     def _too_large(self, path: TreePath) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -402,7 +418,11 @@ def _repeats(attributes: Mapping[str, Value], pairs: Sequence[tuple[Value, Value
 
 
 def _is_same(first: Value, second: Value) -> bool:
-    return first is second or (type(first) in _PLAIN and type(first) is type(second) and first == second)
+    if first is second:
+        return True
+    if type(first) not in _PLAIN or type(first) is not type(second):
+        return False
+    return not (isinstance(first, str | bytes) and len(first) > _SHORT) and first == second
 
 
 def _qualified_name(name: Global) -> str:

@@ -1,0 +1,14 @@
+"""Transforms of the trees that are loaded and copied: the module of another distribution, for `from ckptcore.transforms import ...`."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from ckptcore.distributions import import_name
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    def __getattr__(name: str) -> Any: ...
+
+
+sys.modules[__name__] = import_name("transforms")  # type: ignore[assignment]  # a module
