@@ -106,7 +106,7 @@ BACKGROUND: Final = [
 
 LOADING: Final = [
     Guess('ckptcore.load("chekpoint")', error="CheckpointNotFoundError: chekpoint does not exist...check the path"),
-    Guess('ckptcore.load("notes.txt")', error="CheckpointNotFoundError: notes.txt is not a checkpoint...begins with"),
+    Guess('ckptcore.load("notes.txt")', error="CheckpointNotFoundError: notes.txt is not a checkpoint...it is a text"),
     Guess('ckptcore.load("empty")', error="CheckpointNotFoundError: empty does not exist or is empty...check the path"),
     Guess(
         'ckptcore.load("runs/torch")',
