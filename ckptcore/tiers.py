@@ -1,4 +1,4 @@
-"""Runs in two tiers, one near and one far: the module of another distribution, for `from ckptcore.tiers import ...`."""
+"""Runs in two tiers, near and far: the module of another distribution, for imports of its names."""
 
 import sys
 from typing import TYPE_CHECKING

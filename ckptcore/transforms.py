@@ -1,4 +1,4 @@
-"""Transforms of the trees that are loaded and copied: the module of another distribution, for `from ckptcore.transforms import ...`."""
+"""Transforms of trees that are loaded or copied: the module of another distribution, for imports of its names."""
 
 import sys
 from typing import TYPE_CHECKING
