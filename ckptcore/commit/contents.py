@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, split_rank
@@ -21,10 +21,10 @@ from ckptcore.protocols import StorageBackend
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
-__all__ = ["OwnsKey", "expect_no_nested", "expect_removable", "find_other_files"]
+__all__ = ["OwnKeys", "expect_no_nested", "expect_removable", "find_other_files"]
 
-OwnsKey: TypeAlias = Callable[[str], bool]
-"""Returns True for the keys of files that belong to a checkpoint of other software."""
+OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
+"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
 
 _SHOWN: Final = 5
 
@@ -46,7 +46,7 @@ _UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNot
 
 
 def expect_removable(
-    location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnsKey | None = None
+    location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnKeys | None = None
 ) -> None:
     """Refuse to remove a checkpoint if more than the checkpoint would be removed with its directory. Lists it.
 
@@ -64,7 +64,7 @@ def expect_removable(
     _refuse_nested(location, contents)
     if other_files:
         return
-    others = contents.others() if owns is None else [key for key in contents.keys if not (owns(key) or _is_known(key))]
+    others = contents.others() if owns is None else contents.not_in(owns(contents.keys))
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise CheckpointExistsError(
@@ -135,6 +135,10 @@ class _Contents:
         Unknown are all files next to a root that cannot be read, or without a root.
         """
         return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
+
+    def not_in(self, own: Collection[str]) -> list[str]:
+        """Return the keys that are not among those of a checkpoint of other software, sorted."""
+        return sorted([key for key in {*self.keys}.difference(own) if not _is_known(key)])
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""

@@ -33,7 +33,7 @@ from ckptcore.errors import (
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnsKey
+    from ckptcore.commit.contents import OwnKeys
     from ckptcore.commit.location import Location
 
 __all__ = [
@@ -78,7 +78,7 @@ Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-f
 
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
-FindForeign: TypeAlias = "Callable[[Location], OwnsKey | None]"
+FindForeign: TypeAlias = "Callable[[Location], OwnKeys | None]"
 """Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
@@ -93,7 +93,7 @@ _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree i
 _DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or save elsewhere"
 
 
-def none_foreign(location: Location) -> OwnsKey | None:
+def none_foreign(location: Location) -> OwnKeys | None:
     """Return None: see `FindForeign`."""
     return None
 
@@ -140,7 +140,7 @@ def find_existing(
         )
     if overwrite not in OVERWRITES:
         raise unknown_overwrite(overwrite)
-    owns: OwnsKey | None = None
+    owns: OwnKeys | None = None
     if root is not None:
         if is_partial(root):
             raise partial_exists(location)

@@ -166,6 +166,30 @@ def test_files_next_to_a_checkpoint_of_other_software_stay(write: Callable[[Path
     assert ckptcore.load(tmp_path / "x") == {"n": 2}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("write", "added"),
+    [
+        (_write_dcp, ["model.safetensors", "model.safetensors.index.json", "export/pytorch_model.bin"]),
+        (_write_orbax, ["tokenizer/vocab.txt", "eval/results.json", "logs/d/x"]),
+    ],
+)
+def test_only_what_other_software_wrote_is_its_own(
+    write: Callable[[Path], None], added: list[str], tmp_path: Path
+) -> None:
+    """The names of files of a user may be those of other software, in a directory of the user's."""
+    write(tmp_path / "x")
+    for name in added:
+        store_at(f"{tmp_path}/x").put(name, b"mine")
+    with pytest.raises(CheckpointExistsError, match="no checkpoint wrote") as raised:
+        ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert all(name in str(raised.value) for name in added)
+    for name in added:
+        (tmp_path / "x" / name).unlink()
+    ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
 def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None:
     """Otherwise the run would end at every attempt to save the step again."""
     with ckptcore.Checkpointer(tmp_path) as run:
