@@ -42,6 +42,16 @@ _TEMPORARY: Final = re.compile(
 )
 """The names of temporary files of ckptcore, and of files that file systems and file managers create."""
 
+_OBJECT: Final = re.compile(
+    r"[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
+    r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
+    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)",
+    re.DOTALL,
+)
+"""The keys of files that saves write. A checkpoint has others, too, which only its root names."""
+
+_OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
+
 _UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError)
 
 
@@ -132,7 +142,9 @@ class _Contents:
     def others(self) -> list[str]:
         """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
 
-        Unknown are all files next to a root that cannot be read, or without a root.
+        Next to a root that cannot be read, or without a root, all files with names that no save writes count as files
+        that no checkpoint wrote. Next to the claim of a save that has failed, only such files outside of directories:
+        the save may have had an object that writes files of its own. In subdirectories, the owners are unknown.
         """
         return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
 
@@ -144,22 +156,34 @@ class _Contents:
         """Yield the keys below a directory that its root does not name."""
         prefix = f"{directory}/" if directory else ""
         summary = self._summary(directory)
-        if summary is None or not summary.committed or summary.objects is None:
+        if summary is not None and (not summary.committed or summary.objects is None):
+            is_claim, summary = not summary.committed, None
+        else:
+            is_claim = False
+        named: set[str] = set()
+        if summary is not None:
+            own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
+            named.update([prefix + key for key in own])
+        elif directory:
             return
-        named = {prefix + key for key in (*summary.objects, *summary.parts, *(summary.files or ()), summary.index_key)}
         inner = _outermost([
             key.removesuffix(f"/{ROOT_KEY}") for key in keys if key.endswith(f"/{ROOT_KEY}") and key not in named
             and key != prefix + ROOT_KEY
         ])  # fmt: skip
+        arrays = {key.rpartition("/")[0] for key in keys if key.endswith(_OF_ARRAYS)} if summary is None else set()
         below: dict[str, list[str]] = {name: [] for name in inner}
         for key in keys:
             within = key.removeprefix(prefix)
             top, _, rest = within.partition("/")
-            owner = next((name for name in inner if key.startswith(f"{name}/")), None)
+            above = set(_directories(key))
+            owner = next((name for name in above if name in below), None)
             if owner is not None:
                 below[owner].append(key)
             elif key in named or _RESERVED.fullmatch(top):
                 continue
+            elif summary is None:
+                if not (_OBJECT.fullmatch(key) or above & arrays or (is_claim and rest)):
+                    yield key
             elif rest and _is_member(summary, top):
                 continue  # of a checkpointable without a root, so that nothing says what it had
             elif not rest and summary.members is not None and summary.files is None:
@@ -216,8 +240,10 @@ def _is_member(summary: RootSummary, directory: str) -> bool:
 
 def _outermost(names: Iterable[str]) -> list[str]:
     """Return the directories that are in no other one of them."""
-    found: list[str] = []
-    for name in sorted(names, key=lambda name: (name.count("/"), name)):
-        if not any(name.startswith(f"{outer}/") for outer in found):
-            found.append(name)
-    return found
+    every = set(names)
+    return [name for name in sorted(every) if every.isdisjoint(_directories(name))]
+
+
+def _directories(key: str) -> Iterator[str]:
+    """Yield the directories around a key, from the outermost to the innermost."""
+    return (key[:index] for index, character in enumerate(key) if character == "/")

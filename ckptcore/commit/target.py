@@ -90,7 +90,8 @@ _MAX_MEMBERS: Final = 1000
 _SHOWN: Final = 5
 
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
-_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or save elsewhere"
+_WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
+_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or "
 
 
 def none_foreign(location: Location) -> OwnKeys | None:
@@ -165,9 +166,10 @@ def find_existing(
         )
     from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
 
-    keeps = existing != "checkpoint" or overwrite in ("keep-other-files", "with-other-files")
-    remedy = _KEEP_FILES + _DELETE_FIRST if location.commits.replaces_atomically else _DELETE_FIRST
-    expect_removable(location, other_files=keeps, remedy=remedy, owns=owns)
+    keeps = overwrite in ("keep-other-files", "with-other-files")
+    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
+    expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
     return existing
 
 
@@ -211,8 +213,8 @@ def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
         "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or delete the whole "
-        f"directory first with ckptcore.delete({display!r}, other_files=True). Nothing was changed"
+        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or pass "
+        "overwrite='with-other-files' to delete the other files too. Nothing was changed"
     )
 
 

@@ -16,6 +16,8 @@ from ckptcore_testing.faults import FaultPlan
 import ckptcore
 from ckptcore.commit.contents import find_other_files
 from ckptcore.commit.location import resolve_location
+from ckptcore.commit.root import Claim
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
 from ckptcore.protocols import Coordinator
@@ -137,6 +139,47 @@ def test_a_damaged_root_is_replaced_because_its_files_are_unknown(tmp_path: Path
     assert ckptcore.load(tmp_path / "x") == {"n": 2}
 
 
+_USERS: Final = ("tokenizer.json", "logs/1.txt")
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3", "members"])
+def test_files_of_a_user_next_to_a_root_that_cannot_be_read_stay(layout: str, tmp_path: Path) -> None:
+    """A checkpoint whose root is damaged, lost or newer is replaced and deleted, but only files that saves write."""
+    place = tmp_path / "x"
+    if layout == "members":
+        ckptcore.save_checkpointables(place, _OBJECTS, layout="zarr3")
+        (place / "checkpoint.json").unlink()
+    else:
+        ckptcore.save(place, _STATE, layout=layout)
+        (place / "checkpoint.json").write_text("{")
+    assert _others(place) == []
+    for name in _USERS:
+        store_at(str(place)).put(name, b"mine")
+    removals: list[Callable[[], object]] = [lambda: ckptcore.save(place, _STATE, overwrite=True)]
+    if layout != "members":
+        removals.append(lambda: ckptcore.delete(place))
+    for remove in removals:
+        with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(logs/1.txt, tokenizer.json\)"):
+            remove()
+    assert {name for name in _USERS if (place / name).exists()} == {*_USERS}
+    ckptcore.save(place, _STATE, overwrite="with-other-files")
+    assert _others(place) == []
+
+
+def test_files_of_a_user_next_to_the_claim_of_a_failed_save_stay(tmp_path: Path) -> None:
+    place = new_place("memory", tmp_path)
+    claim = encode_claim(Claim("0123456789abcdef", "2020-01-01"))
+    for key, data in {"checkpoint.json": claim, "model.safetensors": b"", "files/of/an/object": b""}.items():
+        store_at(place).put(key, data)
+    store_at(place).put("tokenizer.json", b"mine")
+    for remove in (lambda: ckptcore.save(place, _STATE), lambda: ckptcore.delete(place)):
+        with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(tokenizer.json\)"):
+            remove()
+    store_at(place).delete(["tokenizer.json"])
+    ckptcore.save(place, _STATE)
+    assert sorted(store_at(place).list()) == ["checkpoint.json", "model.safetensors"]
+
+
 def _write_dcp(place: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -187,6 +230,17 @@ def test_only_what_other_software_wrote_is_its_own(
     for name in added:
         (tmp_path / "x" / name).unlink()
     ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
+    _write_dcp(tmp_path / "x")
+    (tmp_path / "x/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="pass overwrite='with-other-files'") as raised:
+        ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert "ckptcore.delete" not in str(raised.value)  # it refuses checkpoints of other software
+    ckptcore.save(tmp_path / "x", _STATE, overwrite="with-other-files")
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
 
 
