@@ -319,7 +319,11 @@ class RenameTransaction:
                 f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed next to "
                 "them: copy it to another location, or with a layout"
             )
-        self._objects.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
+        foreign: Collection[str] = ()
+        if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
+            foreign = owns(list(self._location.store.list()))  # its owner would still load the old values
+        index = new.index if isinstance(new, Root) else ""
+        self._objects.commit(root, index, self._claim.save_id, display, foreign)
 
     def settle(self) -> None:
         """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""

@@ -234,6 +234,22 @@ def test_only_what_other_software_wrote_is_its_own(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["dcp", "safetensors"])
+@pytest.mark.parametrize("write", [_write_dcp, _write_orbax])
+def test_the_checkpoint_of_other_software_goes_when_other_files_stay(
+    layout: str, write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Its owner would otherwise load the old values."""
+    write(tmp_path / "x")
+    (tmp_path / "x/notes.txt").write_text("mine")
+    before = {key for key in store_at(f"{tmp_path}/x").list() if key != "notes.txt"}
+    ckptcore.save(tmp_path / "x", _STATE, layout=layout, overwrite="keep-other-files")
+    assert before & {*store_at(f"{tmp_path}/x").list()} <= {".metadata"}  # of the new checkpoint
+    assert (tmp_path / "x/notes.txt").read_text() == "mine"
+    assert ckptcore.load(tmp_path / "x")["n"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
     _write_dcp(tmp_path / "x")
     (tmp_path / "x/notes.txt").write_text("mine")
