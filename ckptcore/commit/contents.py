@@ -76,6 +76,10 @@ def expect_removable(
         return
     others = contents.others() if owns is None else contents.not_in(owns(contents.keys))
     if others:
+        location.commits.sweep(location)  # a killed save may have moved objects into the directory
+        contents = _Contents(location.store)
+        others = contents.others() if owns is None else contents.not_in(owns(contents.keys))
+    if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise CheckpointExistsError(
             f"{location.display} has files that no checkpoint wrote ({', '.join(others[:_SHOWN])}{more}), which would "

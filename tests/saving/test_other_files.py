@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from ckptcore_integrations.added_files import SaveWithFiles
 from ckptcore_testing import ThreadJob
-from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
 from ckptcore.commit.contents import find_other_files
@@ -258,6 +259,24 @@ def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
     assert "ckptcore.delete" not in str(raised.value)  # it refuses checkpoints of other software
     ckptcore.save(tmp_path / "x", _STATE, overwrite="with-other-files")
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("remove", [ckptcore.delete, lambda place: ckptcore.save(place, _STATE, overwrite=True)])
+def test_objects_of_a_killed_save_beside_other_files_are_no_other_files(
+    remove: Callable[[str], object], tmp_path: Path
+) -> None:
+    seen, number, crashed = set(), 0, True
+    while crashed:
+        place = f"file://{tmp_path}/{number}/x"
+        ckptcore.save(place, _STATE)
+        plan = FaultPlan(CrashAt(number))
+        with suppress(SimulatedCrash):
+            ckptcore.save(through(place), _STATE, overwrite="keep-other-files", context=faulty_context(place, plan))
+        crashed, number = plan.crashed, number + 4
+        seen.add(bool(_others(place)))
+        remove(place)
+        assert _others(place) == []
+    assert seen == {True, False}
 
 
 def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None:
