@@ -391,6 +391,10 @@ class ConditionalPutMethod(CommitMethod):
             )
         if replaces == "nothing":
             return ConditionalPutTransaction(location, claim, found)
+        if overwrite == "with-other-files":
+            from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
+
+            warn_of_other_files(location, find_foreign)
         if not resume:
             transaction = ConditionalPutTransaction(location, claim, found)
             transaction.clear()

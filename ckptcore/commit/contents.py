@@ -16,12 +16,16 @@ from ckptcore.errors import (
     ObjectUnavailableError,
     UnsupportedVersionError,
 )
+from ckptcore.events import logger_named
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
+    from ckptcore.commit.target import FindForeign
 
-__all__ = ["OwnKeys", "expect_no_nested", "expect_removable", "find_other_files"]
+__all__ = ["OwnKeys", "expect_no_nested", "expect_removable", "find_other_files", "warn_of_other_files"]
+
+logger = logger_named("ckptcore.commit")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
 """Returns which of all keys in a directory belong to the checkpoint of other software there."""
@@ -74,17 +78,35 @@ def expect_removable(
     _refuse_nested(location, contents)
     if other_files:
         return
-    others = contents.others() if owns is None else contents.not_in(owns(contents.keys))
-    if others:
+    if contents.others(owns):
         location.commits.sweep(location)  # a killed save may have moved objects into the directory
         contents = _Contents(location.store)
-        others = contents.others() if owns is None else contents.not_in(owns(contents.keys))
-    if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    if others := contents.others(owns):
         raise CheckpointExistsError(
-            f"{location.display} has files that no checkpoint wrote ({', '.join(others[:_SHOWN])}{more}), which would "
-            f"be deleted with it: {remedy.format(location.display)}. Nothing was changed"
+            f"{location.display} has files that no checkpoint wrote ({_shown(others)}), which would be deleted with "
+            f"it: {remedy.format(location.display)}. Nothing was changed"
         )
+
+
+def warn_of_other_files(location: Location, find_foreign: FindForeign) -> None:
+    """Log the files that no checkpoint wrote, before a save deletes them with the old checkpoint. Lists the directory.
+
+    Args:
+        location: the location of the checkpoint.
+        find_foreign: finds a checkpoint of other software.
+    """
+    contents = _Contents(location.store)
+    if others := contents.others(None if ROOT_KEY in contents.keys else find_foreign(location)):
+        logger.warning(
+            "%s has files that no checkpoint wrote (%s), which are deleted with the checkpoint that is replaced",
+            location.display,
+            _shown(others),
+        )
+
+
+def _shown(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{', '.join(keys[:_SHOWN])}{more}"
 
 
 def expect_no_nested(location: Location) -> None:
@@ -143,18 +165,19 @@ class _Contents:
             if is_other and not any(self._stores(member, name) for member in members):
                 yield name
 
-    def others(self) -> list[str]:
+    def others(self, owns: OwnKeys | None = None) -> list[str]:
         """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
 
         Next to a root that cannot be read, or without a root, all files with names that no save writes count as files
         that no checkpoint wrote. Next to the claim of a save that has failed, only such files outside of directories:
         the save may have had an object that writes files of its own. In subdirectories, the owners are unknown.
-        """
-        return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
 
-    def not_in(self, own: Collection[str]) -> list[str]:
-        """Return the keys that are not among those of a checkpoint of other software, sorted."""
-        return sorted([key for key in {*self.keys}.difference(own) if not _is_known(key)])
+        Args:
+            owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
+        """
+        if owns is not None:
+            return sorted([key for key in {*self.keys}.difference(owns(self.keys)) if not _is_known(key)])
+        return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""

@@ -437,6 +437,10 @@ class RenameMethod(CommitMethod):
         replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
             refuse_other_spelling(location, "save to")
+            if overwrite == "with-other-files":
+                from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
+
+                warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)

@@ -123,6 +123,7 @@ class Checkpointer(CheckpointReader):
             layout=layout,
             strategy=strategy,
             when_busy="wait" if when_busy == "wait" else "queue",
+            other_files=other_files,
         )
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._saves = StepSaves()

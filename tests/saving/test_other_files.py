@@ -173,7 +173,8 @@ def test_files_of_a_user_next_to_the_claim_of_a_failed_save_stay(tmp_path: Path)
     for key, data in {"checkpoint.json": claim, "model.safetensors": b"", "files/of/an/object": b""}.items():
         store_at(place).put(key, data)
     store_at(place).put("tokenizer.json", b"mine")
-    for remove in (lambda: ckptcore.save(place, _STATE), lambda: ckptcore.delete(place)):
+    removals: list[Callable[[], object]] = [lambda: ckptcore.save(place, _STATE), lambda: ckptcore.delete(place)]
+    for remove in removals:
         with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(tokenizer.json\)"):
             remove()
     store_at(place).delete(["tokenizer.json"])
@@ -279,7 +280,19 @@ def test_objects_of_a_killed_save_beside_other_files_are_no_other_files(
     assert seen == {True, False}
 
 
-def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None:
+def test_a_run_that_owns_other_files_saves_a_step_again(tmp_path: Path) -> None:
+    for other_files in (True, False):
+        with ckptcore.Checkpointer(tmp_path / str(other_files), other_files=other_files) as run:
+            for overwrite in (False, "best-effort"):
+                if not other_files and overwrite:
+                    with pytest.raises(CheckpointExistsError, match="eval.json"):
+                        run.save_blocking(1, _STATE, overwrite="best-effort")
+                else:
+                    run.save_blocking(1, _STATE, overwrite=overwrite)
+                    (tmp_path / str(other_files) / "1/eval.json").write_text("{}")
+
+
+def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise the run would end at every attempt to save the step again."""
     with ckptcore.Checkpointer(tmp_path) as run:
         for step in (1, 2):
@@ -289,4 +302,5 @@ def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None
     with ckptcore.Checkpointer(tmp_path) as run:
         assert run.load()["w"][0] == 1
         run.save_blocking(2, {"w": np.full(3, 5)})
+        assert "no checkpoint wrote (scores.json), which are deleted" in caplog.text
         assert run.load()["w"][0] == 5
