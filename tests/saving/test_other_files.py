@@ -29,6 +29,11 @@ from tests.crashes.places import faulty_context, through
 _STATE: Final = {"w": np.ones((2, 3)), "n": 1}
 
 
+@pytest.fixture(params=["file", "memory"])
+def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
+
+
 def _others(place: str | Path) -> list[str]:
     return list(find_other_files(resolve_location(place, runtime_of(default_context()).storages).store))
 
@@ -260,6 +265,17 @@ def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
     assert "ckptcore.delete" not in str(raised.value)  # it refuses checkpoints of other software
     ckptcore.save(tmp_path / "x", _STATE, overwrite="with-other-files")
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("overwrite", [True, "non-atomic"])
+def test_a_copy_over_a_copy_of_the_same_save_says_which_files_stop_it(overwrite: Any, top: str) -> None:
+    ckptcore.save(f"{top}/a", _STATE)
+    ckptcore.copy(f"{top}/a", f"{top}/b")
+    store_at(f"{top}/b").put("notes.txt", b"mine")
+    if overwrite is True and top.startswith("memory"):
+        overwrite = "non-atomic"
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(notes.txt\)"):
+        ckptcore.copy(f"{top}/a", f"{top}/b", overwrite=overwrite)
 
 
 @pytest.mark.parametrize("remove", [ckptcore.delete, lambda place: ckptcore.save(place, _STATE, overwrite=True)])
