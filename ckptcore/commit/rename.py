@@ -473,9 +473,12 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location)
         with naming_place(location):
             lock = self.lock_hidden(hidden)
-        return PlacedFile(
-            location, self, hidden, RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
-        )
+        inner = RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
+        try:
+            return PlacedFile(location, self, hidden, inner, replaces=replaces)
+        except BaseException:
+            inner.abort()
+            raise
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""
