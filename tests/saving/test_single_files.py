@@ -98,6 +98,12 @@ def test_other_states_are_refused_with_both_ways(case: str, tmp_path: Path) -> N
     way = str(raised.value).partition("Save to a directory, such as '")[2].partition("'")[0]
     ckptcore.save(way, state)
     assert way == str(tmp_path / "m")
+    way = str(raised.value).partition("ends in '/', such as '")[2].partition("'")[0]
+    ckptcore.save(way, state)
+    assert (tmp_path / "m.safetensors/checkpoint.json").exists()
+    if case == "scalar":
+        assert "numpy.asarray" in str(raised.value)
+        ckptcore.save(tmp_path / "s.safetensors", {"a": np.asarray(state["a"])})
 
 
 @pytest.mark.parametrize(
@@ -153,6 +159,13 @@ def test_a_directory_is_not_replaced_by_a_file(top: str) -> None:
     with pytest.raises(CheckpointExistsError, match="is a directory"):
         ckptcore.save(f"{top}/m.safetensors", _STATE, overwrite=True)
     assert ckptcore.load(f"{top}/m.safetensors") == {"n": 1}
+
+
+def test_an_empty_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").mkdir()
+    with pytest.raises(CheckpointExistsError, match="m.safetensors is an empty directory.* remove it"):
+        ckptcore.save(tmp_path / "m.safetensors", _STATE, overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["m.safetensors"]
 
 
 @pytest.mark.parametrize("replaces", [False, True])
