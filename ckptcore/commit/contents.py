@@ -42,9 +42,12 @@ _RESERVED: Final = re.compile(
 """The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
 
 _TEMPORARY: Final = re.compile(
-    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|Thumbs\.db", re.DOTALL
+    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
+    r"|\.AppleDouble|\.fseventsd|\.Spotlight-V100|\.Trash.*|\.snapshot|lost\+found|\.directory|\.~lock\..*#"
+    r"|\.ipynb_checkpoints",
+    re.DOTALL,
 )
-"""The names of temporary files of ckptcore, and of files that file systems and file managers create."""
+"""The names of temporary files of ckptcore, and of files that file systems, file managers and editors create."""
 
 _OBJECT: Final = re.compile(
     r"[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"

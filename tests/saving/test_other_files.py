@@ -63,7 +63,12 @@ def test_every_file_that_a_save_writes_is_its_own(layout: str, tmp_path: Path) -
     ckptcore.save_checkpointables(
         place, _OBJECTS, layout=layout, overwrite=True, strategy=SaveWithFiles(files={"a/config.json": b"{}"}),
     )  # fmt: skip
-    (place / ".nfs00000000000000012").write_text("an open file that was deleted")
+    for name in (
+        ".nfs00000000000000012", "@eaDir/a.txt", "desktop.ini", "Thumbs.db", ".AppleDouble/a", ".~lock.notes.odt#",
+        ".ipynb_checkpoints/a-checkpoint.json", ".Trash-1000/a", ".snapshot/a", ".directory", "lost+found/a",
+        ".fseventsd/a", ".Spotlight-V100/a",
+    ):  # fmt: skip
+        store_at(str(place)).put(name, b"of the system")
     assert _others(place) == []
     for added in ("config.json", "checkpoint.pt", "model/vocab.txt", "files/a/c.txt"):
         (place / added).write_text("mine")
