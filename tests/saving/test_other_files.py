@@ -21,6 +21,7 @@ from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
+from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 from tests.copying.places import new_place, store_at
@@ -311,6 +312,28 @@ def test_a_run_that_owns_other_files_saves_a_step_again(tmp_path: Path) -> None:
                 else:
                     run.save_blocking(1, _STATE, overwrite=overwrite)
                     (tmp_path / str(other_files) / "1/eval.json").write_text("{}")
+
+
+def test_retention_asks_again_only_when_the_files_of_a_step_change(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/run"
+    plan = FaultPlan()
+    with ckptcore.Checkpointer(
+        through(place), preservation_policy=LatestN(1), context=faulty_context(place, plan)
+    ) as run:
+        run.save_blocking(1, _STATE)
+        run.wait()
+        (tmp_path / "run/1/notes.txt").write_text("mine")
+        begun: list[bool] = []
+        for step in (2, 3):
+            plan.operations.clear()
+            run.save_blocking(step, _STATE)
+            run.wait()
+            begun.append(any("/deleting/1." in key for one in plan.operations for key in one.keys))
+        assert begun == [True, False]
+        (tmp_path / "run/1/notes.txt").unlink()
+        run.save_blocking(4, _STATE)
+        run.wait()
+        assert run.steps == (4,)
 
 
 def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
