@@ -85,7 +85,8 @@ class Checkpointer(CheckpointReader):
                 notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
             other_files: True to delete steps also if their directories have files that no save wrote, such as the
-                results of an evaluation. Otherwise these steps stay, with a warning.
+                results of an evaluation. Otherwise these steps stay, with a warning. Saves with
+                ``overwrite="best-effort"`` or ``"non-atomic"`` delete these files, too.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
