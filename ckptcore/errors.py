@@ -223,6 +223,7 @@ _REMEDIES: Final = (
     ("overwrite", r"pass overwrite=True to replace it\.", "delete it with ckptcore.delete to save it again."),
     ("overwrite", r"pass overwrite=True", "delete it with ckptcore.delete"),
     ("keep-other-files", r"pass overwrite='keep-other-files' to keep them \([^)]*\), or ", ""),
+    ("with-other-files", r"pass overwrite='with-other-files' to delete them too, or ", ""),
     ("non-atomic", r"pass overwrite='non-atomic'", "delete it with ckptcore.delete first"),
     (
         "if_in_use",

@@ -47,7 +47,7 @@ def save(
             a warning where a replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like
             True, but files that no save wrote stay, and other processes may write them at any time. Needs the layout
             dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
-            ``"with-other-files"`` is like ``"non-atomic"``, and deletes these files too.
+            ``"with-other-files"`` is like ``"non-atomic"``, deletes these files too, and logs their names.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that

@@ -180,7 +180,7 @@ class SafetensorsLayout(Layout):
             raise UnsupportedLeafError(
                 "overwrite='keep-other-files' replaces a checkpoint by an index of its files, and safetensors has no "
                 "index for arrays that several processes write in slices: save with the layout dcp, to another "
-                "location, or after ckptcore.delete(location, other_files=True)"
+                "location, or with overwrite='with-other-files', which deletes the other files too"
             )
         leaf_column: list[int] = []
         file_column: list[int] = []

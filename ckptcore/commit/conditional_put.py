@@ -380,6 +380,9 @@ class ConditionalPutMethod(CommitMethod):
         found = find_object(location.store, ROOT_KEY)
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
+        if resume and found is not None and is_claimed_by(found[0], claim.save_id):
+            find_existing(location, found[0], "with-other-files")  # the files are those of the killed copy
+            return ConditionalPutTransaction(location, claim, found)
         replaces = find_existing(location, None if found is None else found[0], overwrite, find_foreign)
         if replaces == "checkpoint" and overwrite not in ("non-atomic", "with-other-files"):
             raise AtomicityError(
@@ -388,12 +391,14 @@ class ConditionalPutMethod(CommitMethod):
             )
         if replaces == "nothing":
             return ConditionalPutTransaction(location, claim, found)
+        if overwrite == "with-other-files":
+            from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
+
+            warn_of_other_files(location, find_foreign)
         if not resume:
             transaction = ConditionalPutTransaction(location, claim, found)
             transaction.clear()
             return transaction
-        if found is not None and is_claimed_by(found[0], claim.save_id):
-            return ConditionalPutTransaction(location, claim, found)
         # Remove the objects of other saves under a temporary claim with a new save id. So none of them exists once this
         # save id has the claim.
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, split_rank
@@ -16,15 +16,19 @@ from ckptcore.errors import (
     ObjectUnavailableError,
     UnsupportedVersionError,
 )
+from ckptcore.events import logger_named
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
+    from ckptcore.commit.target import FindForeign
 
-__all__ = ["OwnsKey", "expect_no_nested", "expect_removable", "find_other_files"]
+__all__ = ["OwnKeys", "expect_no_nested", "expect_removable", "find_other_files", "warn_of_other_files"]
 
-OwnsKey: TypeAlias = Callable[[str], bool]
-"""Returns True for the keys of files that belong to a checkpoint of other software."""
+logger = logger_named("ckptcore.commit")
+
+OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
+"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
 
 _SHOWN: Final = 5
 
@@ -38,15 +42,28 @@ _RESERVED: Final = re.compile(
 """The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
 
 _TEMPORARY: Final = re.compile(
-    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|Thumbs\.db", re.DOTALL
+    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
+    r"|\.AppleDouble|\.fseventsd|\.Spotlight-V100|\.Trash.*|\.snapshot|lost\+found|\.directory|\.~lock\..*#"
+    r"|\.ipynb_checkpoints",
+    re.DOTALL,
 )
-"""The names of temporary files of ckptcore, and of files that file systems and file managers create."""
+"""The names of temporary files of ckptcore, and of files that file systems, file managers and editors create."""
+
+_OBJECT: Final = re.compile(
+    r"[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
+    r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
+    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)",
+    re.DOTALL,
+)
+"""The keys of files that saves write. A checkpoint has others, too, which only its root names."""
+
+_OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
 
 _UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError)
 
 
 def expect_removable(
-    location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnsKey | None = None
+    location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnKeys | None = None
 ) -> None:
     """Refuse to remove a checkpoint if more than the checkpoint would be removed with its directory. Lists it.
 
@@ -64,13 +81,35 @@ def expect_removable(
     _refuse_nested(location, contents)
     if other_files:
         return
-    others = contents.others() if owns is None else [key for key in contents.keys if not (owns(key) or _is_known(key))]
-    if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    if contents.others(owns):
+        location.commits.sweep(location)  # a killed save may have moved objects into the directory
+        contents = _Contents(location.store)
+    if others := contents.others(owns):
         raise CheckpointExistsError(
-            f"{location.display} has files that no checkpoint wrote ({', '.join(others[:_SHOWN])}{more}), which would "
-            f"be deleted with it: {remedy.format(location.display)}. Nothing was changed"
+            f"{location.display} has files that no checkpoint wrote ({_shown(others)}), which would be deleted with "
+            f"it: {remedy.format(location.display)}. Nothing was changed"
         )
+
+
+def warn_of_other_files(location: Location, find_foreign: FindForeign) -> None:
+    """Log the files that no checkpoint wrote, before a save deletes them with the old checkpoint. Lists the directory.
+
+    Args:
+        location: the location of the checkpoint.
+        find_foreign: finds a checkpoint of other software.
+    """
+    contents = _Contents(location.store)
+    if others := contents.others(None if ROOT_KEY in contents.keys else find_foreign(location)):
+        logger.warning(
+            "%s has files that no checkpoint wrote (%s), which are deleted with the checkpoint that is replaced",
+            location.display,
+            _shown(others),
+        )
+
+
+def _shown(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"{', '.join(keys[:_SHOWN])}{more}"
 
 
 def expect_no_nested(location: Location) -> None:
@@ -129,33 +168,52 @@ class _Contents:
             if is_other and not any(self._stores(member, name) for member in members):
                 yield name
 
-    def others(self) -> list[str]:
+    def others(self, owns: OwnKeys | None = None) -> list[str]:
         """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
 
-        Unknown are all files next to a root that cannot be read, or without a root.
+        Next to a root that cannot be read, or without a root, all files with names that no save writes count as files
+        that no checkpoint wrote. Next to the claim of a save that has failed, only such files outside of directories:
+        the save may have had an object that writes files of its own. In subdirectories, the owners are unknown.
+
+        Args:
+            owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
         """
+        if owns is not None:
+            return sorted([key for key in {*self.keys}.difference(owns(self.keys)) if not _is_known(key)])
         return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""
         prefix = f"{directory}/" if directory else ""
         summary = self._summary(directory)
-        if summary is None or not summary.committed or summary.objects is None:
+        if summary is not None and (not summary.committed or summary.objects is None):
+            is_claim, summary = not summary.committed, None
+        else:
+            is_claim = False
+        named: set[str] = set()
+        if summary is not None:
+            own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
+            named.update([prefix + key for key in own])
+        elif directory:
             return
-        named = {prefix + key for key in (*summary.objects, *summary.parts, *(summary.files or ()), summary.index_key)}
         inner = _outermost([
             key.removesuffix(f"/{ROOT_KEY}") for key in keys if key.endswith(f"/{ROOT_KEY}") and key not in named
             and key != prefix + ROOT_KEY
         ])  # fmt: skip
+        arrays = {key.rpartition("/")[0] for key in keys if key.endswith(_OF_ARRAYS)} if summary is None else set()
         below: dict[str, list[str]] = {name: [] for name in inner}
         for key in keys:
             within = key.removeprefix(prefix)
             top, _, rest = within.partition("/")
-            owner = next((name for name in inner if key.startswith(f"{name}/")), None)
+            above = set(_directories(key))
+            owner = next((name for name in above if name in below), None)
             if owner is not None:
                 below[owner].append(key)
             elif key in named or _RESERVED.fullmatch(top):
                 continue
+            elif summary is None:
+                if not (_OBJECT.fullmatch(key) or above & arrays or (is_claim and rest)):
+                    yield key
             elif rest and _is_member(summary, top):
                 continue  # of a checkpointable without a root, so that nothing says what it had
             elif not rest and summary.members is not None and summary.files is None:
@@ -212,8 +270,10 @@ def _is_member(summary: RootSummary, directory: str) -> bool:
 
 def _outermost(names: Iterable[str]) -> list[str]:
     """Return the directories that are in no other one of them."""
-    found: list[str] = []
-    for name in sorted(names, key=lambda name: (name.count("/"), name)):
-        if not any(name.startswith(f"{outer}/") for outer in found):
-            found.append(name)
-    return found
+    every = set(names)
+    return [name for name in sorted(every) if every.isdisjoint(_directories(name))]
+
+
+def _directories(key: str) -> Iterator[str]:
+    """Yield the directories around a key, from the outermost to the innermost."""
+    return (key[:index] for index, character in enumerate(key) if character == "/")

@@ -68,6 +68,6 @@ def refuse_file_name(location: AnyLocation, reason: str) -> InvalidLocationError
     shown, suffix = shown_location(location), file_suffix(location)
     return InvalidLocationError(
         f"cannot save to {shown}: {reason}. Save to a directory, such as {shown[: -len(suffix)]!r}, or write the file "
-        f"with {_WRITERS[suffix]}. To name a directory like a file all the same, end the location with '/'. Nothing "
-        "was written"
+        f"with {_WRITERS[suffix]}. To name a directory like a file all the same, pass text that ends in '/', such "
+        f"as {shown.rstrip('/') + '/'!r}; a path of pathlib loses the '/'. Nothing was written"
     )

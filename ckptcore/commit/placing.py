@@ -12,7 +12,7 @@ The journal has a stamp of each file, so that no file is deleted that was writte
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import xxhash
@@ -76,7 +76,7 @@ class PlacedObjects:
         self._old = subdirectory(parent, name)
         self._new = subdirectory(parent, hidden)
 
-    def commit(self, root: bytes, index: str, save_id: str, display: str) -> None:
+    def commit(self, root: bytes, index: str, save_id: str, display: str, foreign: Collection[str] = ()) -> None:
         """Move the objects, and replace the root.
 
         Args:
@@ -84,6 +84,7 @@ class PlacedObjects:
             index: the key of the index of the layout; empty if it has none.
             save_id: the save id, which is part of names of their own.
             display: the location, for errors.
+            foreign: the files of a checkpoint of other software, which the commit replaces.
 
         Raises:
             CheckpointExistsError: a file has the name of an object. Nothing was changed.
@@ -104,7 +105,7 @@ class PlacedObjects:
         # Also those of other software: what only its owner could read stays private.
         for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
-        removed = (owned | replaced.keys()) - {ROOT_KEY, index}
+        removed = (owned | replaced.keys() | {*foreign}) - {ROOT_KEY, index}
         journal = _Journal(
             self._hidden,
             _digest(root),
@@ -113,7 +114,8 @@ class PlacedObjects:
             self._stamps(self._hidden, keys),
             # Other software must not find an index of files that are gone, so metadata is deleted first.
             self._stamps(
-                self._name, sorted(removed, key=lambda key: (key[0] != "." and not key.endswith(".json"), key))
+                self._name,
+                sorted(removed, key=lambda key: (key[0] not in "._" and not key.endswith((".json", ".ocdbt")), key)),
             ),
         )
         self._new.put(_JOURNAL, json.dumps(journal._asdict()).encode())

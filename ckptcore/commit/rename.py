@@ -319,7 +319,11 @@ class RenameTransaction:
                 f"{display} has other files, and a checkpoint without checkpoint.json cannot be committed next to "
                 "them: copy it to another location, or with a layout"
             )
-        self._objects.commit(root, new.index if isinstance(new, Root) else "", self._claim.save_id, display)
+        foreign: Collection[str] = ()
+        if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
+            foreign = owns(list(self._location.store.list()))  # its owner would still load the old values
+        index = new.index if isinstance(new, Root) else ""
+        self._objects.commit(root, index, self._claim.save_id, display, foreign)
 
     def settle(self) -> None:
         """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""
@@ -433,6 +437,10 @@ class RenameMethod(CommitMethod):
         replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
             refuse_other_spelling(location, "save to")
+            if overwrite == "with-other-files":
+                from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
+
+                warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
             lock = self.lock_hidden(hidden, waits=resume)
@@ -465,9 +473,12 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location)
         with naming_place(location):
             lock = self.lock_hidden(hidden)
-        return PlacedFile(
-            location, self, hidden, RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
-        )
+        inner = RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
+        try:
+            return PlacedFile(location, self, hidden, inner, replaces=replaces)
+        except BaseException:
+            inner.abort()
+            raise
 
     def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
         """See `CommitMethod`."""

@@ -46,7 +46,9 @@ def file_exists(location: Location, *, meanwhile: bool = False) -> CheckpointExi
 class PlacedFile:
     """A file that is written in a hidden directory next to its location."""
 
-    def __init__(self, location: Location, method: RenameMethod, hidden: str, inner: RenameTransaction) -> None:
+    def __init__(
+        self, location: Location, method: RenameMethod, hidden: str, inner: RenameTransaction, *, replaces: bool
+    ) -> None:
         """Remember which file the commit replaces.
 
         Args:
@@ -54,12 +56,13 @@ class PlacedFile:
             method: the commit method of its directory.
             hidden: the name of the hidden directory.
             inner: the transaction that has locked it.
+            replaces: True if it may replace another file.
         """
         self._location = location
         self._method = method
         self._hidden = hidden
         self._inner = inner
-        self._stamp = method.directories.stamps([location.name]).get(location.name)
+        self._stamp = method.directories.stamps([location.name]).get(location.name) if replaces else None
         if self._stamp is not None:
             method.directories.hide_from_others(location.name, hidden)
 

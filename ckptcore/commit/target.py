@@ -33,7 +33,7 @@ from ckptcore.errors import (
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnsKey
+    from ckptcore.commit.contents import OwnKeys
     from ckptcore.commit.location import Location
 
 __all__ = [
@@ -78,7 +78,7 @@ Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-f
 
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
-FindForeign: TypeAlias = "Callable[[Location], OwnsKey | None]"
+FindForeign: TypeAlias = "Callable[[Location], OwnKeys | None]"
 """Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
@@ -90,10 +90,11 @@ _MAX_MEMBERS: Final = 1000
 _SHOWN: Final = 5
 
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
-_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or save elsewhere"
+_WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
+_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or "
 
 
-def none_foreign(location: Location) -> OwnsKey | None:
+def none_foreign(location: Location) -> OwnKeys | None:
     """Return None: see `FindForeign`."""
     return None
 
@@ -140,7 +141,7 @@ def find_existing(
         )
     if overwrite not in OVERWRITES:
         raise unknown_overwrite(overwrite)
-    owns: OwnsKey | None = None
+    owns: OwnKeys | None = None
     if root is not None:
         if is_partial(root):
             raise partial_exists(location)
@@ -165,9 +166,10 @@ def find_existing(
         )
     from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
 
-    keeps = existing != "checkpoint" or overwrite in ("keep-other-files", "with-other-files")
-    remedy = _KEEP_FILES + _DELETE_FIRST if location.commits.replaces_atomically else _DELETE_FIRST
-    expect_removable(location, other_files=keeps, remedy=remedy, owns=owns)
+    keeps = overwrite in ("keep-other-files", "with-other-files")
+    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
+    expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
     return existing
 
 
@@ -211,8 +213,8 @@ def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
         "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or delete the whole "
-        f"directory first with ckptcore.delete({display!r}, other_files=True). Nothing was changed"
+        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or pass "
+        "overwrite='with-other-files' to delete the other files too. Nothing was changed"
     )
 
 

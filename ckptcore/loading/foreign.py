@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnsKey
+    from ckptcore.commit.contents import OwnKeys
 
 __all__ = [
     "find_composite",
@@ -356,7 +357,7 @@ def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
     return owner_of_files(storage, context) is not None
 
 
-def owner_of_files(storage: StorageBackend, context: Context) -> OwnsKey | None:
+def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
     """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none."""
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
@@ -367,8 +368,17 @@ def owner_of_files(storage: StorageBackend, context: Context) -> OwnsKey | None:
         except CheckpointError:
             return None  # unfinished or damaged: its extent is unknown
         if found:
-            return None if _has_single_files(layout, store) else layout.owns
+            return None if _has_single_files(layout, store) else _own_keys(layout, store)
     return None
+
+
+def _own_keys(layout: Layout, store: ObjectReader) -> OwnKeys | None:
+    """Return which files belong to a checkpoint of a layout; None if that is unknown."""
+    try:
+        found = layout.inspect_composite(store)
+    except CheckpointError:
+        return None
+    return functools.partial(layout.own_keys, members=() if found is None else tuple(found.members))
 
 
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:

@@ -459,16 +459,17 @@ class Layout(Protocol):
         """
         return None
 
-    def owns(self, key: str) -> bool:
-        """Return True if a file in the directory of a checkpoint of this layout belongs to the checkpoint.
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files in the directory of a checkpoint of this layout that belong to the checkpoint.
 
         Asked only where other software wrote the checkpoint, before a save replaces it. Other files, such as a
         configuration or a tokenizer, are the user's, and stop the save. By default all files belong to it.
 
         Args:
-            key: the key of the file.
+            keys: the keys of all files.
+            members: the names of the checkpointables that `inspect_composite` finds.
         """
-        return True
+        return keys
 
     # --- arrays in pieces
 

@@ -20,7 +20,7 @@ from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnsKey
+    from ckptcore.commit.contents import OwnKeys
 
 __all__ = [
     "NOTHING_COMMITTED",
@@ -284,7 +284,7 @@ def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
 def foreign_checkpoints(context: Context) -> FindForeign:
     """Return a function that detects checkpoints of other software. See `ckptcore.loading.foreign`."""
 
-    def find_foreign(location: Location) -> OwnsKey | None:
+    def find_foreign(location: Location) -> OwnKeys | None:
         from ckptcore.loading import foreign  # not needed for a save to an empty location
 
         return foreign.foreign_checkpoints(context)(location)

@@ -107,6 +107,11 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
             f"{location.display} is a directory, and a file does not replace it: delete it with ckptcore.delete, or "
             "save elsewhere. Nothing was changed"
         )
+    elif location.commits.replaces_atomically and f"{location.name}/" in location.parent.list_names():
+        raise CheckpointExistsError(
+            f"{location.display} is an empty directory, and a file does not replace it: remove it, or save elsewhere. "
+            "Nothing was changed"
+        )
 
 
 def _problem(descriptions: Sequence[PartDescription]) -> str:
@@ -130,7 +135,7 @@ def _reason(tree: TreeMetadata, leaf: int) -> str:
     if str(tree.paths[leaf][0]) in ("__metadata__", ""):
         return "an entry that safetensors reserves"
     if record.kind != PLAIN_ARRAY and not record.kind.endswith("tensor"):
-        return f"a {record.kind}"
+        return f"a {record.kind}" + (" (numpy.asarray makes an array of it)" if record.kind == "numpy.scalar" else "")
     return "" if record.spec.dtype in DTYPES else f"of dtype {record.spec.dtype}, which safetensors lacks"
 
 

@@ -85,7 +85,8 @@ class Checkpointer(CheckpointReader):
                 notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
             other_files: True to delete steps also if their directories have files that no save wrote, such as the
-                results of an evaluation. Otherwise these steps stay, with a warning.
+                results of an evaluation. Otherwise these steps stay, with a warning. Saves with
+                ``overwrite="best-effort"`` or ``"non-atomic"`` delete these files, too.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
@@ -123,6 +124,7 @@ class Checkpointer(CheckpointReader):
             layout=layout,
             strategy=strategy,
             when_busy="wait" if when_busy == "wait" else "queue",
+            other_files=other_files,
         )
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._saves = StepSaves()

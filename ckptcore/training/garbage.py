@@ -16,6 +16,7 @@ from ckptcore.commit.delete import bases_in, find_bases, forget_bases, referring
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.locks import Lock
 from ckptcore.commit.root import Base, new_save_id
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -244,6 +245,8 @@ class StepDeleter:
         """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
         self._updates: set[int] = set()  # steps that refer to others, and are being deleted
+        self._refused: dict[int, Sequence[str]] = {}
+        """By step that a policy could not delete because of other files in its directory: all files there."""
         self._whole: set[str] = set()
         """The save ids of steps whose files have the right sizes."""
         self._deleting: dict[int, threading.Event] = {}
@@ -318,8 +321,9 @@ class StepDeleter:
 
             def is_deleted(step: int) -> bool:
                 try:
-                    return self._delete(step, _Decision(since, keep))
+                    return not self._is_refused(step) and self._delete(step, _Decision(since, keep))
                 except CheckpointExistsError as error:  # its directory has another checkpoint, or other files
+                    self._refused[step] = self._listing(step)
                     self._steps.warn_once("step %d in %s stays: %s", step, self._steps.display, error)
                     return False
                 except StorageError as error:
@@ -337,6 +341,17 @@ class StepDeleter:
                     failed[0].add_note(f"another step cannot be deleted: {other}")
                 raise failed[0]
             return deleted
+
+    def _is_refused(self, step: int) -> bool:
+        """Return True if other files have stopped the deletion of a step, and are still there. One listing if so."""
+        refused = self._refused.get(step)
+        if refused is None or refused == self._listing(step):
+            return refused is not None
+        del self._refused[step]
+        return False
+
+    def _listing(self, step: int) -> Sequence[str]:
+        return sorted(subdirectory(self._store, self._steps.name(step)).list())
 
     def begin(
         self,

@@ -102,11 +102,13 @@ class StepOptions:
         layout: the layout of arrays.
         strategy: writes and commits each step; None: the strategy of the directory.
         when_busy: what an asynchronous save does while another is running.
+        other_files: True to delete files that no save wrote with the step that has them.
     """
 
     layout: str | Layout
     strategy: StepStrategy[SaveStrategy[SaveDraft, Save]] | None
     when_busy: Literal["wait", "queue"]
+    other_files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +298,14 @@ class StepSaver:
     def _request(self, request: StepSaveRequest, name: str, last: LastSave) -> SaveRequest:
         step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
+        overwrite = request.overwrite
+        # True stays: only it promises an atomic replacement.
+        if target.is_unusable or (self._options.other_files and overwrite in ("best-effort", "non-atomic")):
+            overwrite = "with-other-files"
         return SaveRequest(
             destination=SaveDestination(
                 target.location,
-                "with-other-files" if target.is_unusable else request.overwrite,
+                overwrite,
                 name=f"{self._directory}/{name}",  # hosts may have different paths of one directory
             ),
             values=request.values,

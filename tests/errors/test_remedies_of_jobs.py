@@ -155,17 +155,15 @@ def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
 
     _refused_in_job(
         lambda context, rank: save(context, rank, overwrite="keep-other-files"),
-        "save with the layout dcp, to another location, or after ckptcore.delete(location, other_files=True)",
+        "save with the layout dcp, to another location, or with overwrite='with-other-files', which deletes the other",
     )
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
     ways: dict[str, dict[str, Any]] = {
         "layout": {"layout": "dcp", "overwrite": "keep-other-files"},
         "location": {"name": "d"},
-        "delete": {},
+        "delete": {"overwrite": "with-other-files"},
     }
     options = ways[follow]
-    if follow == "delete":
-        ckptcore.delete(tmp_path / "c", other_files=True)
     _in_job(lambda context, rank: save(context, rank, **options))
     assert same(ckptcore.load(tmp_path / options.get("name", "c")), {"w": np.arange(6.0)})
     assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")

@@ -222,8 +222,8 @@ def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
     (tmp_path / "c" / "notes.txt").write_text("mine")
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"w": TWO}, layout="ocdbt", overwrite="keep-other-files"),
-        "Save one tree with the layout dcp or safetensors, save elsewhere, or delete the whole directory first with "
-        f"ckptcore.delete({str(tmp_path / 'c')!r}, other_files=True). Nothing was changed",
+        "Save one tree with the layout dcp or safetensors, save elsewhere, or pass overwrite='with-other-files' to "
+        "delete the other files too. Nothing was changed",
         error=CheckpointExistsError,
     )
     assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
@@ -233,9 +233,8 @@ def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
             ckptcore.save(location, {"w": TWO}, layout=layout, overwrite="keep-other-files")
             assert same(ckptcore.load(location), {"w": TWO})
     else:
-        if follow == "delete":
-            ckptcore.delete(location, other_files=True)
-        ckptcore.save(location, {"w": TWO}, layout="ocdbt")
+        overwrite: Any = "with-other-files" if follow == "delete" else False
+        ckptcore.save(location, {"w": TWO}, layout="ocdbt", overwrite=overwrite)
     assert same(ckptcore.load(location), {"w": TWO})
     assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,19 +12,27 @@ import numpy as np
 import pytest
 from ckptcore_integrations.added_files import SaveWithFiles
 from ckptcore_testing import ThreadJob
-from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
 from ckptcore.commit.contents import find_other_files
 from ckptcore.commit.location import resolve_location
+from ckptcore.commit.root import Claim
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
+from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 
 _STATE: Final = {"w": np.ones((2, 3)), "n": 1}
+
+
+@pytest.fixture(params=["file", "memory"])
+def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
 
 
 def _others(place: str | Path) -> list[str]:
@@ -55,7 +64,12 @@ def test_every_file_that_a_save_writes_is_its_own(layout: str, tmp_path: Path) -
     ckptcore.save_checkpointables(
         place, _OBJECTS, layout=layout, overwrite=True, strategy=SaveWithFiles(files={"a/config.json": b"{}"}),
     )  # fmt: skip
-    (place / ".nfs00000000000000012").write_text("an open file that was deleted")
+    for name in (
+        ".nfs00000000000000012", "@eaDir/a.txt", "desktop.ini", "Thumbs.db", ".AppleDouble/a", ".~lock.notes.odt#",
+        ".ipynb_checkpoints/a-checkpoint.json", ".Trash-1000/a", ".snapshot/a", ".directory", "lost+found/a",
+        ".fseventsd/a", ".Spotlight-V100/a",
+    ):  # fmt: skip
+        store_at(str(place)).put(name, b"of the system")
     assert _others(place) == []
     for added in ("config.json", "checkpoint.pt", "model/vocab.txt", "files/a/c.txt"):
         (place / added).write_text("mine")
@@ -137,6 +151,48 @@ def test_a_damaged_root_is_replaced_because_its_files_are_unknown(tmp_path: Path
     assert ckptcore.load(tmp_path / "x") == {"n": 2}
 
 
+_USERS: Final = ("tokenizer.json", "logs/1.txt")
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3", "members"])
+def test_files_of_a_user_next_to_a_root_that_cannot_be_read_stay(layout: str, tmp_path: Path) -> None:
+    """A checkpoint whose root is damaged, lost or newer is replaced and deleted, but only files that saves write."""
+    place = tmp_path / "x"
+    if layout == "members":
+        ckptcore.save_checkpointables(place, _OBJECTS, layout="zarr3")
+        (place / "checkpoint.json").unlink()
+    else:
+        ckptcore.save(place, _STATE, layout=layout)
+        (place / "checkpoint.json").write_text("{")
+    assert _others(place) == []
+    for name in _USERS:
+        store_at(str(place)).put(name, b"mine")
+    removals: list[Callable[[], object]] = [lambda: ckptcore.save(place, _STATE, overwrite=True)]
+    if layout != "members":
+        removals.append(lambda: ckptcore.delete(place))
+    for remove in removals:
+        with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(logs/1.txt, tokenizer.json\)"):
+            remove()
+    assert {name for name in _USERS if (place / name).exists()} == {*_USERS}
+    ckptcore.save(place, _STATE, overwrite="with-other-files")
+    assert _others(place) == []
+
+
+def test_files_of_a_user_next_to_the_claim_of_a_failed_save_stay(tmp_path: Path) -> None:
+    place = new_place("memory", tmp_path)
+    claim = encode_claim(Claim("0123456789abcdef", "2020-01-01"))
+    for key, data in {"checkpoint.json": claim, "model.safetensors": b"", "files/of/an/object": b""}.items():
+        store_at(place).put(key, data)
+    store_at(place).put("tokenizer.json", b"mine")
+    removals: list[Callable[[], object]] = [lambda: ckptcore.save(place, _STATE), lambda: ckptcore.delete(place)]
+    for remove in removals:
+        with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(tokenizer.json\)"):
+            remove()
+    store_at(place).delete(["tokenizer.json"])
+    ckptcore.save(place, _STATE)
+    assert sorted(store_at(place).list()) == ["checkpoint.json", "model.safetensors"]
+
+
 def _write_dcp(place: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -166,7 +222,121 @@ def test_files_next_to_a_checkpoint_of_other_software_stay(write: Callable[[Path
     assert ckptcore.load(tmp_path / "x") == {"n": 2}
 
 
-def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("write", "added"),
+    [
+        (_write_dcp, ["model.safetensors", "model.safetensors.index.json", "export/pytorch_model.bin"]),
+        (_write_orbax, ["tokenizer/vocab.txt", "eval/results.json", "logs/d/x"]),
+    ],
+)
+def test_only_what_other_software_wrote_is_its_own(
+    write: Callable[[Path], None], added: list[str], tmp_path: Path
+) -> None:
+    """The names of files of a user may be those of other software, in a directory of the user's."""
+    write(tmp_path / "x")
+    for name in added:
+        store_at(f"{tmp_path}/x").put(name, b"mine")
+    with pytest.raises(CheckpointExistsError, match="no checkpoint wrote") as raised:
+        ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert all(name in str(raised.value) for name in added)
+    for name in added:
+        (tmp_path / "x" / name).unlink()
+    ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", ["dcp", "safetensors"])
+@pytest.mark.parametrize("write", [_write_dcp, _write_orbax])
+def test_the_checkpoint_of_other_software_goes_when_other_files_stay(
+    layout: str, write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Its owner would otherwise load the old values."""
+    write(tmp_path / "x")
+    (tmp_path / "x/notes.txt").write_text("mine")
+    before = {key for key in store_at(f"{tmp_path}/x").list() if key != "notes.txt"}
+    ckptcore.save(tmp_path / "x", _STATE, layout=layout, overwrite="keep-other-files")
+    assert before & {*store_at(f"{tmp_path}/x").list()} <= {".metadata"}  # of the new checkpoint
+    assert (tmp_path / "x/notes.txt").read_text() == "mine"
+    assert ckptcore.load(tmp_path / "x")["n"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_remedies_next_to_other_software_work(tmp_path: Path) -> None:
+    _write_dcp(tmp_path / "x")
+    (tmp_path / "x/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="pass overwrite='with-other-files'") as raised:
+        ckptcore.save(tmp_path / "x", _STATE, overwrite=True)
+    assert "ckptcore.delete" not in str(raised.value)  # it refuses checkpoints of other software
+    ckptcore.save(tmp_path / "x", _STATE, overwrite="with-other-files")
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("overwrite", [True, "non-atomic"])
+def test_a_copy_over_a_copy_of_the_same_save_says_which_files_stop_it(overwrite: Any, top: str) -> None:
+    ckptcore.save(f"{top}/a", _STATE)
+    ckptcore.copy(f"{top}/a", f"{top}/b")
+    store_at(f"{top}/b").put("notes.txt", b"mine")
+    if overwrite is True and top.startswith("memory"):
+        overwrite = "non-atomic"
+    with pytest.raises(CheckpointExistsError, match=r"no checkpoint wrote \(notes.txt\)"):
+        ckptcore.copy(f"{top}/a", f"{top}/b", overwrite=overwrite)
+
+
+@pytest.mark.parametrize("remove", [ckptcore.delete, lambda place: ckptcore.save(place, _STATE, overwrite=True)])
+def test_objects_of_a_killed_save_beside_other_files_are_no_other_files(
+    remove: Callable[[str], object], tmp_path: Path
+) -> None:
+    seen, number, crashed = set(), 0, True
+    while crashed:
+        place = f"file://{tmp_path}/{number}/x"
+        ckptcore.save(place, _STATE)
+        plan = FaultPlan(CrashAt(number))
+        with suppress(SimulatedCrash):
+            ckptcore.save(through(place), _STATE, overwrite="keep-other-files", context=faulty_context(place, plan))
+        crashed, number = plan.crashed, number + 4
+        seen.add(bool(_others(place)))
+        remove(place)
+        assert _others(place) == []
+    assert seen == {True, False}
+
+
+def test_a_run_that_owns_other_files_saves_a_step_again(tmp_path: Path) -> None:
+    for other_files in (True, False):
+        with ckptcore.Checkpointer(tmp_path / str(other_files), other_files=other_files) as run:
+            for overwrite in (False, "best-effort"):
+                if not other_files and overwrite:
+                    with pytest.raises(CheckpointExistsError, match="eval.json"):
+                        run.save_blocking(1, _STATE, overwrite="best-effort")
+                else:
+                    run.save_blocking(1, _STATE, overwrite=overwrite)
+                    (tmp_path / str(other_files) / "1/eval.json").write_text("{}")
+
+
+def test_retention_asks_again_only_when_the_files_of_a_step_change(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/run"
+    plan = FaultPlan()
+    with ckptcore.Checkpointer(
+        through(place), preservation_policy=LatestN(1), context=faulty_context(place, plan)
+    ) as run:
+        run.save_blocking(1, _STATE)
+        run.wait()
+        (tmp_path / "run/1/notes.txt").write_text("mine")
+        begun: list[bool] = []
+        for step in (2, 3):
+            plan.operations.clear()
+            run.save_blocking(step, _STATE)
+            run.wait()
+            begun.append(any("/deleting/1." in key for one in plan.operations for key in one.keys))
+        assert begun == [True, False]
+        (tmp_path / "run/1/notes.txt").unlink()
+        run.save_blocking(4, _STATE)
+        run.wait()
+        assert run.steps == (4,)
+
+
+def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise the run would end at every attempt to save the step again."""
     with ckptcore.Checkpointer(tmp_path) as run:
         for step in (1, 2):
@@ -176,4 +346,5 @@ def test_a_damaged_step_is_replaced_with_the_files_in_it(tmp_path: Path) -> None
     with ckptcore.Checkpointer(tmp_path) as run:
         assert run.load()["w"][0] == 1
         run.save_blocking(2, {"w": np.full(3, 5)})
+        assert "no checkpoint wrote (scores.json), which are deleted" in caplog.text
         assert run.load()["w"][0] == 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,9 @@ from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
-from ckptcore.errors import CheckpointExistsError, InvalidLocationError, SaveLostError
+from ckptcore.builtin.local import LocalStorage
+from ckptcore.commit.rename import RenameMethod
+from ckptcore.errors import CheckpointExistsError, InvalidLocationError, SaveLostError, StorageError
 from ckptcore.protocols import Coordinator
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -96,6 +98,12 @@ def test_other_states_are_refused_with_both_ways(case: str, tmp_path: Path) -> N
     way = str(raised.value).partition("Save to a directory, such as '")[2].partition("'")[0]
     ckptcore.save(way, state)
     assert way == str(tmp_path / "m")
+    way = str(raised.value).partition("ends in '/', such as '")[2].partition("'")[0]
+    ckptcore.save(way, state)
+    assert (tmp_path / "m.safetensors/checkpoint.json").exists()
+    if case == "scalar":
+        assert "numpy.asarray" in str(raised.value)
+        ckptcore.save(tmp_path / "s.safetensors", {"a": np.asarray(state["a"])})
 
 
 @pytest.mark.parametrize(
@@ -153,6 +161,13 @@ def test_a_directory_is_not_replaced_by_a_file(top: str) -> None:
     assert ckptcore.load(f"{top}/m.safetensors") == {"n": 1}
 
 
+def test_an_empty_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").mkdir()
+    with pytest.raises(CheckpointExistsError, match="m.safetensors is an empty directory.* remove it"):
+        ckptcore.save(tmp_path / "m.safetensors", _STATE, overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["m.safetensors"]
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_kill_leaves_the_old_file_or_the_new_one(replaces: bool, scheme: str, tmp_path: Path) -> None:
@@ -175,6 +190,33 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(replaces: bool, scheme: str, 
     old = 0.0 if replaces else None
     assert outcomes[0] == old and outcomes[-1] == 1.0
     assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda one: one == 1.0)
+
+
+def test_a_file_that_appears_after_the_check_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = RenameMethod.lock_hidden
+
+    def appear(method: RenameMethod, *args: Any, **options: Any) -> Any:
+        (tmp_path / "a.safetensors").write_bytes(b"other")
+        return lock(method, *args, **options)
+
+    monkeypatch.setattr(RenameMethod, "lock_hidden", appear)
+    with pytest.raises(CheckpointExistsError, match="another process has written it meanwhile"):
+        ckptcore.save(tmp_path / "a.safetensors", _STATE)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"other"]
+
+
+def test_a_save_of_a_file_that_fails_to_begin_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "a.safetensors"
+    ckptcore.save(place, _STATE)
+
+    def fail(storage: LocalStorage, keys: Sequence[str]) -> dict[str, str]:
+        raise StorageError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "stamps", fail)
+        with pytest.raises(StorageError, match="is gone"):
+            ckptcore.save(place, _STATE, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]  # its hidden directory was not locked
 
 
 @pytest.mark.parametrize("replaces", [False, True])

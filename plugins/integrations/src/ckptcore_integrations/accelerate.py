@@ -141,7 +141,7 @@ class CheckpointMixin(_Accelerator):
             handle = save(
                 location,
                 {**_numbered("model", models), **self._objects(), "process": process},
-                overwrite=False if self.project_configuration.automatic_checkpoint_naming else "best-effort",
+                overwrite=False if self.project_configuration.automatic_checkpoint_naming else "with-other-files",
                 metadata={"files": self._digests_of_all(files)},
                 strategy=SaveWithFiles(files=files),
                 context=kind.context,

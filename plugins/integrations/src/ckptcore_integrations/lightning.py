@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -132,7 +132,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         checkpoint = self._notes.plain(checkpoint)
         recover(path, self._context)
         if is_replaced_later(path, self._context):
-            self._save(ckptcore.save, replacing_path(path), checkpoint, "non-atomic")
+            self._save(ckptcore.save, replacing_path(path), checkpoint)
             finish_replacement(path, self._context)
         elif os.path.basename(path).startswith(_REQUEUED) and "://" not in os.fspath(path):
             # Lightning reads the numbers in all names that contain this, also of hidden directories of a killed save.
@@ -148,9 +148,8 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         save: Callable[..., SaveHandle | None],
         path: _Path,
         state: dict[str, Any],
-        overwrite: Literal["best-effort", "non-atomic"] = "best-effort",
     ) -> SaveHandle | None:
-        return save(as_directory(path), state, layout=self._layout, overwrite=overwrite, context=self._context)
+        return save(as_directory(path), state, layout=self._layout, overwrite="with-other-files", context=self._context)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -304,7 +303,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
             as_directory(replacing_path(path) if replaces else path),
             own,
             layout=self._checkpoint_layout,
-            overwrite="non-atomic" if replaces else "best-effort",
+            overwrite="with-other-files",
             context=self._checkpoint_context,
         )
         if replaces:

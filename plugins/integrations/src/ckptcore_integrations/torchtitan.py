@@ -184,10 +184,10 @@ class CkptcoreManager(BaseCheckpointManager):
         # Ranks hold shards, and files for Hugging Face have whole tensors. A killed process may have left either.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
         ckptcore.save(
-            shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="non-atomic", context=self.context
+            shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="with-other-files", context=self.context
         )
         exported = filesystem.join(self.folder, f"step-{step}")
-        ckptcore.copy(shards, exported, subtree=(), overwrite="non-atomic", context=self.context)
+        ckptcore.copy(shards, exported, subtree=(), overwrite="with-other-files", context=self.context)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             ckptcore.delete(shards, other_files=True, context=self.context)
 

@@ -376,3 +376,12 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in code_blocks(page.read_text(encoding="utf-8")):
         if block.language == "python":
             run_python(block, page, module)
+
+
+def test_a_file_of_the_user_does_not_stop_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    run.project.automatic_checkpoint_naming = False
+    for _ in range(2):
+        run.accelerator.save_state(str(tmp_path / "state"))
+        (tmp_path / "state/tokenizer.json").write_text("{}")
+    assert "(tokenizer.json), which are deleted" in caplog.text  # by the second save

@@ -198,6 +198,14 @@ def test_a_deleted_checkpoint_does_not_return(tmp_path: Path, start: str, *, of_
         io.load_checkpoint(location)
 
 
+def test_a_file_of_the_user_does_not_stop_the_next_save(tmp_path: Path) -> None:
+    io = CkptcoreIO()
+    for number in range(2):
+        io.save_checkpoint({"w": number}, tmp_path / "last.ckpt")
+        (tmp_path / "last.ckpt/notes.txt").write_text("mine")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["w"] == 1
+
+
 def test_a_link_is_replaced_and_removed_without_its_target(tmp_path: Path) -> None:
     io = CkptcoreIO()
     io.save_checkpoint({"w": 1}, tmp_path / "step=8.ckpt")

@@ -14,7 +14,7 @@ a training state, such as ``model``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import ckptcore
@@ -23,10 +23,10 @@ from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
 __all__ = [
     "WRITER",
+    "dcp_files",
     "find_dcp_files",
     "find_rank_files",
     "inspect_step_directory",
-    "is_dcp_file",
     "is_torch_file",
     "unfinished",
 ]
@@ -36,10 +36,10 @@ WRITER: Final = "torch.distributed.checkpoint"
 _METADATA: Final = ".metadata"
 _OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
-_OWN: Final = re.compile(
-    r"\.metadata|__[0-9]+\.metadata|.+\.distcp|(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII
-)
-"""The names of files that torch.distributed.checkpoint writes, also with ``HuggingFaceStorageWriter``."""
+_OWN: Final = re.compile(r"\.metadata|__[0-9]+\.metadata|[^/]+\.distcp", re.ASCII)
+"""The names of files that torch.distributed.checkpoint writes."""
+_OWN_SAFETENSORS: Final = re.compile(r"(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII)
+"""The names of files that ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes instead."""
 _PART: Final = re.compile(
     r"(pytorch_)?(models?|modules?|weights|params|parameters|optim|opt|optimizers?|schedulers?|([a-z]+_)?states?|ema|actor"
     r"|critic|policy|generator|discriminator|unet|transformer|text_encoder|vae)((_fsdp)?_[0-9]+)?"
@@ -63,10 +63,22 @@ def find_dcp_files(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return [name for _, name in sorted(ranks)], files
 
 
-def is_dcp_file(key: str) -> bool:
-    """Return True for the key of a file of torch.distributed.checkpoint, or of a member of a step directory."""
-    directory, _, name = key.rpartition("/")
-    return _OWN.fullmatch(name) is not None or (bool(directory) and name.endswith((*_TORCH, _SAFETENSORS)))
+def dcp_files(keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+    """Return the keys of files of torch.distributed.checkpoint, and of the members of a step directory.
+
+    Args:
+        keys: the keys of all files in the directory of a checkpoint.
+        members: the names of its checkpointables: subdirectories and files.
+    """
+    own = [key for key in keys if _OWN.fullmatch(key)]
+    if not any(key.endswith(".distcp") for key in own):
+        own += [key for key in keys if _OWN_SAFETENSORS.fullmatch(key)]
+    for key in keys:
+        top, _, inside = key.partition("/")
+        name = inside.rpartition("/")[2]
+        if top in members and (not inside or _OWN.fullmatch(name) or name.endswith((*_TORCH, _SAFETENSORS))):
+            own.append(key)
+    return own
 
 
 def unfinished(store: ReadStore, directory: str, file: str) -> UncommittedCheckpointError:

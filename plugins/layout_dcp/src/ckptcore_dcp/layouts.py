@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore_dcp.chunk_index import dcp_index
-from ckptcore_dcp.directories import inspect_step_directory, is_dcp_file
+from ckptcore_dcp.directories import dcp_files, inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
@@ -148,9 +148,9 @@ class DcpLayout(Layout):
         """Recognise a directory of a training program that contains torch.distributed.checkpoint directories."""
         return inspect_step_directory(store)
 
-    def owns(self, key: str) -> bool:
-        """Return True for files that torch.distributed.checkpoint writes. Not for a tokenizer or a configuration."""
-        return is_dcp_file(key)
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files that torch.distributed.checkpoint writes. Not weights in other formats, or a tokenizer."""
+        return dcp_files(keys, members)
 
 
 @dataclass(frozen=True, slots=True)

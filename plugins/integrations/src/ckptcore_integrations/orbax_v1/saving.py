@@ -145,7 +145,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
         "location": str(path),
         "checkpointables": values,
         "layout": layout_of(context, rules, handlers),
-        "overwrite": "best-effort" if overwrite else False,
+        "overwrite": "with-other-files" if overwrite else False,  # as Orbax does
         "metadata": custom_metadata,
         "context": context_of(context),
     }

@@ -26,7 +26,7 @@ from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_file, ins
 from ckptcore_orbax.orbax.markers import write_marker_files
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
-from ckptcore_orbax.zarr.names import is_orbax_file
+from ckptcore_orbax.zarr.names import orbax_files
 from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, LayoutOptions, check_chunk_bytes, parse_compression
 from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
@@ -179,9 +179,9 @@ class _OrbaxLayout(Layout):
         """Recognise an Orbax checkpoint of several checkpointables, in any layout."""
         return inspect_composite(store)
 
-    def owns(self, key: str) -> bool:
-        """Return True for files that Orbax may write. Not for other files next to its directories."""
-        return is_orbax_file(key)
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files that Orbax writes. Not other files and directories next to its own."""
+        return orbax_files(keys, members)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from ckptcore.errors import NameCollisionError
 from ckptcore.model import TreePath, format_path
 from ckptcore.planning import leaf_names
 
-__all__ = ["directory_names", "is_orbax_file", "key_names"]
+__all__ = ["directory_names", "key_names", "orbax_files"]
 
 _RESERVED_NAMES: Final = frozenset(
     {
@@ -23,6 +24,15 @@ _RESERVED_NAMES: Final = frozenset(
 
 _OTHER_METADATA: Final = frozenset({"_CHECKPOINT_DELETION", ".zarray", ".zgroup", ".zattrs", "zarr.json"})
 
+_OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
+
+_INNER: Final = re.compile(
+    r"(d/|ocdbt\.process_|array_metadatas/|(python|grain|tf)_[0-9]+/).*|metrics/(metrics|commit_success\.txt)|"
+    r"descriptor/descriptor\.pbtxt",
+    re.DOTALL,
+)
+"""Files in directories with fixed names: of databases, of metadata, and of iterators of AXLearn."""
+
 _MAX_BYTES: Final = 200
 """Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
 
@@ -30,9 +40,27 @@ _MAX_NAME_BYTES: Final = 1024
 """Maximum length of a name in bytes. Systems allow paths of 4096; this leaves room for the location and chunk keys."""
 
 
-def is_orbax_file(key: str) -> bool:
-    """Return True for the key of a file that Orbax may write: metadata, and whatever is in the directories of items."""
-    return "/" in key or key in _RESERVED_NAMES or key in _OTHER_METADATA
+def orbax_files(keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+    """Return the keys of files that Orbax or AXLearn writes: metadata, arrays, databases, and whatever is in items.
+
+    Args:
+        keys: the keys of all files in the directory of a checkpoint.
+        members: the names of its items.
+    """
+    arrays = {key.rpartition("/")[0] for key in keys if key.endswith(_OF_ARRAYS)}
+    return [
+        key
+        for key in keys
+        if key in _RESERVED_NAMES
+        or key in _OTHER_METADATA
+        or _INNER.fullmatch(key)
+        or key.partition("/")[0] in members
+        or any(key[:end] in arrays for end in _slashes(key))
+    ]
+
+
+def _slashes(key: str) -> Iterator[int]:
+    return (index for index, character in enumerate(key) if character == "/")
 
 
 def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:

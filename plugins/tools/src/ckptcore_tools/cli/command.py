@@ -126,7 +126,7 @@ _CONTEXT_KEY: Final = "ckptcore.context"
 
 _SHELL_REMEDIES: Final = (
     (re.compile(r"if_in_use='take over'"), "--take-over"),
-    (re.compile(r"pass overwrite='keep-other-files' to keep them \([^)]*\), or "), ""),
+    (re.compile(r"pass overwrite='(keep|with)-other-files' to (keep them \([^)]*\)|delete them too), or "), ""),
     (
         re.compile(r"ckptcore\.delete\((['\"])(.*?)\1, other_files=True\)"),
         r"ckptcore.delete(\1\2\1, other_files=True) in Python",

@@ -137,8 +137,10 @@ def copy_checkpoint(
                 counted.end()
                 return copy.report()
         except (CheckpointExistsError, SaveLostError) as error:
-            # Another copy of the same save may have committed first, or have taken over this one's claim.
-            if error is copy.refused or (not copy.is_there() and not copy.is_claimed()):
+            # Another copy of the same save may have committed first, or have taken over this one's claim. A copy that
+            # replaces a checkpoint is refused only because of what else is there.
+            is_refused = error is copy.refused or (bool(overwrite) and isinstance(error, CheckpointExistsError))
+            if is_refused or (not copy.is_there() and not copy.is_claimed()):
                 raise
         except StorageError as error:
             # Another copy may have committed and aborted the uploads of this one.
