@@ -45,6 +45,9 @@ _SHOWN: Final = 30
 _PARTS: Final = 3
 """Limit of parts in the text of an error that would keep their present values."""
 
+_RENAMES: Final = 5
+"""Limit of transforms in the text of an error."""
+
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
 
@@ -146,9 +149,10 @@ def _ways_on(
     ways: list[str] = []
     moved = [found for found in differences if found.renamed is not None]
     if moved:
-        names = ", ".join([f"Rename{found.renamed}" for found in moved])
+        names = ", ".join([f"Rename{found.renamed}" for found in moved[:_RENAMES]])
+        others = f", and a Rename for each of {len(moved) - _RENAMES} more" if len(moved) > _RENAMES else ""
         keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
-        ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{keys}")
+        ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{others}{keys}")
     if lost:
         way = "if only the names differ, pass transforms=[Rename(stored, requested)] of ckptcore.transforms"
         if format_path(()) not in lost:

@@ -449,13 +449,13 @@ class _Comparison:
         if not any(number is not None and handler is not None for number, handler in pairs):
             skipped = zip(self.found, flat.handlers, strict=True)
             return [()] if missing or any(number is not None and handler for number, handler in skipped) else []
+        others = (_text(self.tree.paths[number]) for number in unexpected)
+        prefixes = {path[:length] for path in others for length in range(len(path) + 1)}
         found: list[TreePath] = []
         for path, _, leaves in outer_objects(flat.shape):
             counted = [position for position in leaves if self.handlers[position] is not None]
-            if counted and missing.issuperset(counted):
-                top = _text(path)
-                if any(_text(self.tree.paths[number])[: len(top)] == top for number in unexpected):
-                    found.append(path)
+            if counted and missing.issuperset(counted) and _text(path) in prefixes:
+                found.append(path)
         return found
 
     def sparse(self, flat: Flat, absent: Sequence[int]) -> Sequence[str]:

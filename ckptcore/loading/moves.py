@@ -17,6 +17,9 @@ __all__ = ["Move", "find_moves", "whole_parts"]
 _CANDIDATES: Final = 50
 """Most stored leaves with the same last keys that are compared with one requested leaf."""
 
+_MOST: Final = 20
+"""Most parts that are found to have moved: of more, the keys differ, or a transform of the user's own is shorter."""
+
 _SPECIAL: Final = frozenset("{}*/")
 """Characters of keys that have a meaning in patterns of transforms."""
 
@@ -87,7 +90,7 @@ def find_moves(
 ) -> Sequence[Move]:
     """Find parts that moved as a whole, in the order in which they can be renamed.
 
-    A part has at least two leaves, unless only a prefix was added or removed.
+    A part has at least two leaves, unless only a prefix was added or removed. More than `_MOST` parts are none.
 
     Args:
         requested: the paths of requested leaves that are not stored.
@@ -178,7 +181,10 @@ class _Parts:
         self._requested = requested
         self._stored = stored
         self._others = {path[:length] for path in others for length in range(len(path) + 1)}
-        self._below = Counter([path[:length] for path in stored.values() for length in range(len(path) + 1)])
+        self._below: dict[TreePath, list[int]] = {}
+        for number, path in stored.items():
+            for length in range(len(path) + 1):
+                self._below.setdefault(path[:length], []).append(number)
 
     def chosen(self, moves: Sequence[Move], *, with_others: bool) -> Sequence[Move]:
         """Return parts of which no two have a leaf in common, the largest first.
@@ -202,7 +208,7 @@ class _Parts:
         """Divide a part until it can move as a whole. Drops single leaves, unless only a prefix changed."""
         if not move.pairs or (len(move.pairs) < 2 and not move.is_prefix):
             return []
-        is_alone = self._below[move.stored] == len(move.pairs)
+        is_alone = len(self._below[move.stored]) == len(move.pairs)
         if move.stored not in self._others and (is_alone or (with_others and not self._collides(move))):
             return [move]
         parts: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
@@ -229,14 +235,19 @@ class _Parts:
         moved = {number for _, number in move.pairs}
         length = len(move.stored)
         return any(
-            path[:length] == move.stored and (*move.requested, *path[length:]) in self._others
-            for number, path in self._stored.items()
+            (*move.requested, *self._stored[number][length:]) in self._others
+            for number in self._below[move.stored]
             if number not in moved
         )
 
 
 def _in_order(moves: Sequence[Move]) -> Sequence[Move]:
-    """Sort moves so that a part moves away before another one takes its place. Empty if that is impossible."""
+    """Sort moves so that a part moves away before another one takes its place.
+
+    Empty if that is impossible, or if there are more than `_MOST`.
+    """
+    if len(moves) > _MOST:
+        return []
     left, found = list(moves), list[Move]()
     while left:
         free = next((one for one in left if not any(other is not one and _blocks(other, one) for other in left)), None)

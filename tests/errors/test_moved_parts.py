@@ -14,6 +14,7 @@ from ckptcore_transforms import Rename
 import ckptcore
 from ckptcore import PLACEHOLDER, Matching
 from ckptcore.errors import TreeMismatchError
+from ckptcore.loading import moves as of_moves
 from ckptcore.loading.moves import find_moves, whole_parts
 
 optax = pytest.importorskip("optax")
@@ -187,3 +188,36 @@ def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
     nested = {i: ("blocks", *path) for i, path in requested.items()}
     (move,) = find_moves(nested, {i: ("layers", *path) for i, path in requested.items()}, [], fits)
     assert len(move.pairs) == 4000 and compared == 4000
+
+
+def test_many_parts_that_moved_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order would take a cubic time, and their names a text without limit."""
+    compared, blocks = 0, of_moves._blocks
+
+    def counted(stays: Any, moves: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return blocks(stays, moves)
+
+    monkeypatch.setattr(of_moves, "_blocks", counted)
+    for count, found in ((20, 20), (1000, 0)):
+        compared = 0
+        stored = {i: (f"w{i}",) for i in range(count)}
+        requested = {i: ("model", *path) for i, path in stored.items()}
+        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == found
+        assert compared < 10 * 20**2
+
+
+def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
+    """With those that it shows, the next error shows the others."""
+    saved, state = ({f"w{i}": np.full(2, value) for i in range(8)} for value in (1, 0))
+    ckptcore.save(tmp_path / "c", {**saved, "step": 3})
+    text = refused(tmp_path / "c", {"model": state, "step": 0})
+    assert text.count("Rename") == 6 and "and a Rename for each of 3 more" in text
+    transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]")
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", {"model": state, "step": 0}, transforms=transforms)
+    transforms += eval(str(caught.value).partition("transforms=")[2].partition("]")[0] + "]")
+    assert len(transforms) == 8
+    loaded = ckptcore.load(tmp_path / "c", {"model": state, "step": 0}, transforms=transforms)
+    assert loaded["step"] == 3 and all(map(np.array_equal, loaded["model"].values(), saved.values()))
