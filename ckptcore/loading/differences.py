@@ -105,7 +105,12 @@ class Difference:
 
 
 def mismatch(
-    display: str, differences: Sequence[Difference], tree: TreeMetadata, kept: Sequence[str], lost: Sequence[str] = ()
+    display: str,
+    differences: Sequence[Difference],
+    tree: TreeMetadata,
+    kept: Sequence[str],
+    lost: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
 ) -> TreeMismatchError:
     """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
@@ -115,6 +120,7 @@ def mismatch(
         tree: the stored tree.
         kept: the names of the requested parts that are not stored; the whole tree if no leaf of it is.
         lost: the names of the parts of which a load must not keep everything; see `match_leaves`.
+        elsewhere: the names of such parts that are stored under another path.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -137,13 +143,17 @@ def mismatch(
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost)}",
+        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost, elsewhere)}",
         [difference.line for difference in differences],
     )
 
 
 def _ways_on(
-    differences: Sequence[Difference], sorts: Collection[str], kept: Sequence[str], lost: Sequence[str]
+    differences: Sequence[Difference],
+    sorts: Collection[str],
+    kept: Sequence[str],
+    lost: Sequence[str],
+    elsewhere: Sequence[str],
 ) -> str:
     """Return the transforms and the options that resolve differences, with what the options lose."""
     ways: list[str] = []
@@ -153,6 +163,9 @@ def _ways_on(
         others = f", and a Rename for each of {len(moved) - _RENAMES} more" if len(moved) > _RENAMES else ""
         keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
         ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{others}{keys}")
+        if elsewhere:
+            names = f"{', '.join(elsewhere[:_PARTS])}{_more(elsewhere)}"
+            ways.append(f"To keep the present values of {names} instead, put PLACEHOLDER in its place")
     if lost:
         way = "if only the names differ, pass transforms=[Rename(stored, requested)] of ckptcore.transforms"
         if format_path(()) not in lost:
