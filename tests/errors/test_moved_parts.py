@@ -221,3 +221,21 @@ def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
     assert len(transforms) == 8
     loaded = ckptcore.load(tmp_path / "c", {"model": state, "step": 0}, transforms=transforms)
     assert loaded["step"] == 3 and all(map(np.array_equal, loaded["model"].values(), saved.values()))
+
+
+@pytest.mark.parametrize(("optimizer", "found"), [("sgd", 0), ("adam_1", 1)])
+def test_variables_of_another_optimizer_of_keras(optimizer: str, found: int) -> None:
+    """The learning rate and the moments of one class are not those of another one, whatever their names."""
+    names = ("iteration", "learning_rate", "kernel_momentum", "bias_momentum")
+    stored = {i: ("model", "optimizer_variables", "adam", name) for i, name in enumerate(names)}
+    requested = {i: ("model", "optimizer_variables", optimizer, name) for i, name in enumerate(names)}
+    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == found
+
+
+@pytest.mark.parametrize(("depth", "found"), [(0, 0), (1, 1)])
+def test_a_part_with_many_other_variables_is_another_one(depth: int, found: int) -> None:
+    """Few common names do not make two lists of variables the same. Of a module, some layers may load themselves."""
+    below = [("layer",) * depth + (name,) for name in "abcdef"]
+    stored = {i: ("old", *path) for i, path in enumerate(below)}
+    requested = {i: ("new", *path) for i, path in enumerate(below[:3])}
+    assert len(find_moves(requested, stored, [], lambda position, number: True)) == found
