@@ -51,6 +51,9 @@ _RENAMES: Final = 5
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
 
+_OPTIMIZERS: Final = (".nnx.training.optimizer.Optimizer", ".nnx.training.optimizer.ModelAndOptimizer")
+"""The ends of the names of classes of Flax that have states of Optax as dicts, without their types."""
+
 _SEQUENCES: Final = ("list", "tuple")
 
 _ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
@@ -303,7 +306,7 @@ def state_differences(
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     found: dict[TreePath, Difference] = {}
 
-    def visit(one: Skeleton, other: Skeleton, path: TreePath, shown: TreePath) -> None:
+    def visit(one: Skeleton, other: Skeleton, path: TreePath, shown: TreePath, inside: bool = False) -> None:
         if path not in differing or not isinstance(one, Node) or not isinstance(other, Node):
             return
         if _are_other_states(one, other):
@@ -311,10 +314,18 @@ def state_differences(
             line = f"{format_path(shown)}: kind: a {kinds[0]} is requested, a {kinds[1]} is stored"
             found[path] = Difference("kind", line)
             return
+        if one.type == other.type and str(one.type).endswith(_OPTIMIZERS):
+            inside = True
+        elif inside and (fields := _other_fields(one, other)) is not None:
+            line = f"{format_path(shown)}: kind: a state with {fields[0]} is requested, one with {fields[1]} is stored"
+            found[path] = Difference("kind", line)
+            return
+        # Below the fields of a state are the names of parameters.
+        inside = inside and not (one.type is None and any(isinstance(key, str) for key in one.keys))
         children = {_plain(key): child for key, child in zip(other.keys, other.children, strict=True)}
         for key, child in zip(one.keys, one.children, strict=True):
             if _plain(key) in children:
-                visit(child, children[_plain(key)], (*path, _plain(key)), (*shown, key))
+                visit(child, children[_plain(key)], (*path, _plain(key)), (*shown, key), inside)
 
     visit(requested, stored, (), ())
     return found
@@ -331,6 +342,17 @@ def _are_other_states(one: Node, other: Node) -> bool:
     parts = [str(name).split(".") for name in names]
     is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
     return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
+
+
+def _other_fields(one: Node, other: Node) -> tuple[str, str] | None:
+    """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
+    if one.type is not None or other.type is not None or not leaf_count(one) or not leaf_count(other):
+        return None
+    fields = [set(map(_plain, node.keys)) for node in (one, other)]
+    if fields[0] <= fields[1] or fields[1] <= fields[0]:
+        return None
+    requested, stored = (", ".join(sorted(map(str, keys))) for keys in fields)
+    return requested, stored
 
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:

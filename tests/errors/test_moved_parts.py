@@ -117,6 +117,33 @@ def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
         assert_equal(loaded["p"], PARAMETERS)
 
 
+def test_another_optimizer_of_flax(tmp_path: Path) -> None:
+    """States of Optax are dicts there. The names of parameters may differ: a new head keeps its moments."""
+    nnx = pytest.importorskip("flax.nnx")
+    keep = Matching(missing="keep", unexpected="ignore")
+
+    def state(optimizer: Any, head: str = "head") -> Any:
+        shape = (len(head), 2)
+        model = nnx.Dict({name: nnx.Param(jnp.ones(shape)) for name in ("body", head)})
+        model["body"] = nnx.Param(jnp.ones(2))
+        return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    saved = state(ADAM)
+    saved.opt_state[0].mu["body"][...] = jnp.full(2, 7.0)
+    ckptcore.save(tmp_path / "c", {"opt": saved, "step": 3})
+    momentum = optax.sgd(1e-3, momentum=0.9)
+    for matching in (Matching(), keep):
+        with pytest.raises(
+            TreeMismatchError, match="a state with trace is requested, one with count, mu, nu"
+        ) as caught:
+            ckptcore.load_into(tmp_path / "c", {"opt": state(momentum), "step": 0}, matching=matching)
+        assert "matching=" not in str(caught.value) and "use PLACEHOLDER" in str(caught.value)
+    assert ckptcore.load_into(tmp_path / "c", {"opt": PLACEHOLDER, "step": 0})["step"] == 3
+    other = state(ADAM, "another")
+    ckptcore.load_into(tmp_path / "c", {"opt": other, "step": 0}, matching=keep)
+    assert (other.opt_state[0].mu["body"][...] == 7.0).all()
+
+
 def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:
     """No option is proposed that would return the caller's own values."""
     ckptcore.save(tmp_path / "c", {"params": PARAMETERS})
