@@ -45,8 +45,8 @@ _SHOWN: Final = 30
 _PARTS: Final = 3
 """Limit of parts in the text of an error that would keep their present values."""
 
-_RENAMES: Final = 5
-"""Limit of transforms in the text of an error."""
+_NAMES: Final = 5
+"""Limit of transforms, and of names in a selection, in the text of an error."""
 
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
@@ -114,6 +114,7 @@ def mismatch(
     kept: Sequence[str],
     lost: Sequence[str] = (),
     elsewhere: Sequence[str] = (),
+    misshapen: Sequence[str] = (),
 ) -> TreeMismatchError:
     """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
@@ -124,6 +125,7 @@ def mismatch(
         kept: the names of the requested parts that are not stored; the whole tree if no leaf of it is.
         lost: the names of the parts of which a load must not keep everything; see `match_leaves`.
         elsewhere: the names of such parts that are stored under another path.
+        misshapen: the names, for selections, of stored leaves that have another shape than those of objects.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -146,7 +148,7 @@ def mismatch(
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost, elsewhere)}",
+        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost, elsewhere, misshapen)}",
         [difference.line for difference in differences],
     )
 
@@ -157,13 +159,21 @@ def _ways_on(
     kept: Sequence[str],
     lost: Sequence[str],
     elsewhere: Sequence[str],
+    misshapen: Sequence[str],
 ) -> str:
     """Return the transforms and the options that resolve differences, with what the options lose."""
     ways: list[str] = []
+    if misshapen:
+        names = ", ".join(map(repr, misshapen[:_NAMES]))
+        others = f" (and {len(misshapen) - _NAMES} more)" if len(misshapen) > _NAMES else ""
+        ways.append(
+            "To load an object without what has another shape there, so that it keeps its present values, pass "
+            f"select=~ckptcore.select.names({names}){others}"
+        )
     moved = [found for found in differences if found.renamed is not None]
     if moved:
-        names = ", ".join([f"Rename{found.renamed}" for found in moved[:_RENAMES]])
-        others = f", and a Rename for each of {len(moved) - _RENAMES} more" if len(moved) > _RENAMES else ""
+        names = ", ".join([f"Rename{found.renamed}" for found in moved[:_NAMES]])
+        others = f", and a Rename for each of {len(moved) - _NAMES} more" if len(moved) > _NAMES else ""
         keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
         ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{others}{keys}")
         if elsewhere:

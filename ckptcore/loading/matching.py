@@ -194,8 +194,9 @@ def match_leaves(
             differences = [of_trees.Difference("missing", "missing: no selected leaf is requested")]
         if differences:
             parts = compared.kept_parts(absent)
-            of_parts = [list(map(format_path, paths)) for paths in (lost, elsewhere)]
-            raise of_trees.mismatch(display, differences, tree, parts, *of_parts)
+            of_lost, of_elsewhere = (list(map(format_path, paths)) for paths in (lost, elsewhere))
+            sizes = compared.misshapen_in_objects(flat) if in_place and chosen is None else []
+            raise of_trees.mismatch(display, differences, tree, parts, of_lost, of_elsewhere, sizes)
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -319,6 +320,7 @@ class _Comparison:
             replaces the handler.
         found: by leaf, the number of the stored leaf, or None.
         arrays: by position of a leaf, the array that `of_leaves` built from a stored Python number.
+        misshapen: positions of leaves of which `of_leaves` found that another shape is stored.
     """
 
     tree: TreeMetadata
@@ -329,6 +331,7 @@ class _Comparison:
     by_name: bool
     is_none_absent: bool
     arrays: dict[int, HostArray] = field(default_factory=dict)
+    misshapen: list[int] = field(default_factory=list)
 
     def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
         """Describe a leaf of the abstract tree.
@@ -549,6 +552,12 @@ class _Comparison:
                 )
         return found
 
+    def misshapen_in_objects(self, flat: Flat) -> list[str]:
+        """Return the names for a selection of stored leaves that have another shape than those of objects."""
+        inside = {position for _, _, leaves in outer_objects(flat.shape) for position in leaves}
+        numbers = [self.found[position] for position in self.misshapen if position in inside]
+        return ["/".join(map(str, self.tree.paths[number])) for number in numbers if number is not None]
+
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""
         from ckptcore.loading.differences import Difference, Remedy  # only if the trees differ
@@ -590,6 +599,8 @@ class _Comparison:
                         changes[number] = change
                     else:
                         found.extend(change)
+                        if any(one.sort == "shape" for one in change):
+                            self.misshapen.append(position)
                 continue
             can_change = self.by_name or matching.values == "stored"
             if _is_of_form(requested, record):

@@ -254,3 +254,30 @@ def test_a_container_of_which_nothing_is_loaded_is_a_warning(tmp_path: Path, cap
         with caplog.at_level(logging.WARNING, "ckptcore"):
             ckptcore.load_into(tmp_path / "c", {"params": new, "other": {"a": np.ones(2)}, "step": 0}, matching=KEEP)
         assert [record.getMessage().partition("c: ")[2].partition(", are")[0] for record in caplog.records] == warned
+
+
+def test_a_head_for_another_task(tmp_path: Path) -> None:
+    """The error also says how to keep the new head: as the old one, or with a size of its own."""
+    ckptcore.save(tmp_path / "c", {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"old": nn.Linear(2, 2)})})
+    new = {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"new": nn.Linear(2, 2)})}
+    with pytest.raises(TreeMismatchError, match="present values of heads instead, put PLACEHOLDER in its place"):
+        ckptcore.load_into(tmp_path / "c", new, matching=KEEP)
+    ckptcore.load_into(tmp_path / "c", {**new, "heads": PLACEHOLDER})
+
+
+def test_a_head_of_another_size(tmp_path: Path) -> None:
+    saved, model, head = with_head(Network()), Network(), nn.Linear(4, 5, bias=False)
+    ckptcore.save(tmp_path / "c", {"model": saved, "size": np.ones(2)})
+    model.add_module("head", head)
+    before = head.weight.clone()
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load_into(tmp_path / "c", {"model": model, "size": np.zeros(2)})
+    code = str(caught.value).partition("select=")[2].partition(")")[0] + ")"
+    assert code == "~ckptcore.select.names('model/head.weight')"
+    target: dict[str, Any] = {"model": model, "size": np.zeros(2)}
+    ckptcore.load_into(tmp_path / "c", target, select=eval(code, {"ckptcore": ckptcore}))
+    expected = {**saved.state_dict(), "head.weight": before}
+    assert same(model.state_dict(), expected) and target["size"].tolist() == [1, 1]
+    with pytest.raises(TreeMismatchError) as caught:  # of an array alone nothing would be left
+        ckptcore.load_into(tmp_path / "c", {"model": with_head(Network()), "size": np.zeros(3)})
+    assert "select=" not in str(caught.value)
