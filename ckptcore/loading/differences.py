@@ -45,8 +45,14 @@ _SHOWN: Final = 30
 _PARTS: Final = 3
 """Limit of parts in the text of an error that would keep their present values."""
 
+_NAMES: Final = 5
+"""Limit of transforms, and of names in a selection, in the text of an error."""
+
 _LONGEST: Final = 600
 """Limit of a line, in characters."""
+
+_OPTIMIZERS: Final = (".nnx.training.optimizer.Optimizer", ".nnx.training.optimizer.ModelAndOptimizer")
+"""The ends of the names of classes of Flax that have states of Optax as dicts, without their types."""
 
 _SEQUENCES: Final = ("list", "tuple")
 
@@ -102,7 +108,13 @@ class Difference:
 
 
 def mismatch(
-    display: str, differences: Sequence[Difference], tree: TreeMetadata, kept: Sequence[str], lost: Sequence[str] = ()
+    display: str,
+    differences: Sequence[Difference],
+    tree: TreeMetadata,
+    kept: Sequence[str],
+    lost: Sequence[str] = (),
+    elsewhere: Sequence[str] = (),
+    misshapen: Sequence[str] = (),
 ) -> TreeMismatchError:
     """Return the error for differences. Its message shows some of each sort; its attribute `differences` has all.
 
@@ -112,6 +124,8 @@ def mismatch(
         tree: the stored tree.
         kept: the names of the requested parts that are not stored; the whole tree if no leaf of it is.
         lost: the names of the parts of which a load must not keep everything; see `match_leaves`.
+        elsewhere: the names of such parts that are stored under another path.
+        misshapen: the names, for selections, of stored leaves that have another shape than those of objects.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -134,21 +148,37 @@ def mismatch(
     return TreeMismatchError(
         f"{display} does not match the requested tree{counted}:{''.join(shown)}\n"
         "Change the requested tree to match the stored one (metadata(location).abstract), or use PLACEHOLDER for parts "
-        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost)}",
+        f"that are not to be loaded{dequantizing}{_ways_on(differences, by_sort, kept, lost, elsewhere, misshapen)}",
         [difference.line for difference in differences],
     )
 
 
 def _ways_on(
-    differences: Sequence[Difference], sorts: Collection[str], kept: Sequence[str], lost: Sequence[str]
+    differences: Sequence[Difference],
+    sorts: Collection[str],
+    kept: Sequence[str],
+    lost: Sequence[str],
+    elsewhere: Sequence[str],
+    misshapen: Sequence[str],
 ) -> str:
     """Return the transforms and the options that resolve differences, with what the options lose."""
     ways: list[str] = []
+    if misshapen:
+        names = ", ".join(map(repr, misshapen[:_NAMES]))
+        others = f" (and {len(misshapen) - _NAMES} more)" if len(misshapen) > _NAMES else ""
+        ways.append(
+            "To load an object without what has another shape there, so that it keeps its present values, pass "
+            f"select=~ckptcore.select.names({names}){others}"
+        )
     moved = [found for found in differences if found.renamed is not None]
     if moved:
-        names = ", ".join([f"Rename{found.renamed}" for found in moved])
+        names = ", ".join([f"Rename{found.renamed}" for found in moved[:_NAMES]])
+        others = f", and a Rename for each of {len(moved) - _NAMES} more" if len(moved) > _NAMES else ""
         keys = ' and matching=Matching(keys="text")' if any(found.allowed_by is not None for found in moved) else ""
-        ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{keys}")
+        ways.append(f"Load what moved with transforms=[{names}] of ckptcore.transforms{others}{keys}")
+        if elsewhere:
+            names = f"{', '.join(elsewhere[:_PARTS])}{_more(elsewhere)}"
+            ways.append(f"To keep the present values of {names} instead, put PLACEHOLDER in its place")
     if lost:
         way = "if only the names differ, pass transforms=[Rename(stored, requested)] of ckptcore.transforms"
         if format_path(()) not in lost:
@@ -286,7 +316,7 @@ def state_differences(
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     found: dict[TreePath, Difference] = {}
 
-    def visit(one: Skeleton, other: Skeleton, path: TreePath, shown: TreePath) -> None:
+    def visit(one: Skeleton, other: Skeleton, path: TreePath, shown: TreePath, inside: bool = False) -> None:
         if path not in differing or not isinstance(one, Node) or not isinstance(other, Node):
             return
         if _are_other_states(one, other):
@@ -294,10 +324,18 @@ def state_differences(
             line = f"{format_path(shown)}: kind: a {kinds[0]} is requested, a {kinds[1]} is stored"
             found[path] = Difference("kind", line)
             return
+        if one.type == other.type and str(one.type).endswith(_OPTIMIZERS):
+            inside = True
+        elif inside and (fields := _other_fields(one, other)) is not None:
+            line = f"{format_path(shown)}: kind: a state with {fields[0]} is requested, one with {fields[1]} is stored"
+            found[path] = Difference("kind", line)
+            return
+        # Below the fields of a state are the names of parameters.
+        inside = inside and not (one.type is None and any(isinstance(key, str) for key in one.keys))
         children = {_plain(key): child for key, child in zip(other.keys, other.children, strict=True)}
         for key, child in zip(one.keys, one.children, strict=True):
             if _plain(key) in children:
-                visit(child, children[_plain(key)], (*path, _plain(key)), (*shown, key))
+                visit(child, children[_plain(key)], (*path, _plain(key)), (*shown, key), inside)
 
     visit(requested, stored, (), ())
     return found
@@ -314,6 +352,17 @@ def _are_other_states(one: Node, other: Node) -> bool:
     parts = [str(name).split(".") for name in names]
     is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
     return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
+
+
+def _other_fields(one: Node, other: Node) -> tuple[str, str] | None:
+    """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
+    if one.type is not None or other.type is not None or not leaf_count(one) or not leaf_count(other):
+        return None
+    fields = [set(map(_plain, node.keys)) for node in (one, other)]
+    if fields[0] <= fields[1] or fields[1] <= fields[0]:
+        return None
+    requested, stored = (", ".join(sorted(map(str, keys))) for keys in fields)
+    return requested, stored
 
 
 def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:

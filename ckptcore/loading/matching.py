@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
@@ -33,10 +33,11 @@ from ckptcore.model.metadata import (
 from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
-from ckptcore.tree.shapes import outer_objects
+from ckptcore.tree.shapes import outer_objects, outer_parts
 
 if TYPE_CHECKING:
     from ckptcore.loading.differences import Difference
+    from ckptcore.loading.moves import Move
 
 __all__ = ["Matched", "match_leaves"]
 
@@ -127,7 +128,8 @@ def match_leaves(
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed. Also if no requested leaf is stored, whatever is
-            allowed, or no leaf of an object that is stored with other names.
+            allowed, no leaf of an object that is stored with other names, or none of a part that is stored under
+            another path.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -159,13 +161,19 @@ def match_leaves(
         from ckptcore.loading import differences as of_trees  # only if the trees differ
 
         before: list[Difference] = []
+        elsewhere: list[TreePath] = []
         if absent and unexpected and (lost or (matching.missing, matching.unexpected) != ("keep", "ignore")):
             related = compared.take_related(absent, unexpected)
             before.extend(related)
+            lost_before = [path for path in lost if path]
             if () in lost and any(found.sort in ("moved", "key") for found in related):
                 lost = []
             elif lost:
                 lost = [path for path in compared.unmatched(flat, absent, unexpected) if path in lost]
+            elsewhere = [path for path in lost_before if path not in lost]
+        elif absent and unexpected:
+            moved, elsewhere = compared.of_moved_parts(flat, absent, unexpected)
+            before.extend(moved)
         if absent or unexpected:
             before.extend(compared.take_other_states(flat.skeleton, absent, unexpected))
         if matching.missing == "error" or lost:
@@ -186,7 +194,9 @@ def match_leaves(
             differences = [of_trees.Difference("missing", "missing: no selected leaf is requested")]
         if differences:
             parts = compared.kept_parts(absent)
-            raise of_trees.mismatch(display, differences, tree, parts, list(map(format_path, lost)))
+            of_lost, of_elsewhere = (list(map(format_path, paths)) for paths in (lost, elsewhere))
+            sizes = compared.misshapen_in_objects(flat) if in_place and chosen is None else []
+            raise of_trees.mismatch(display, differences, tree, parts, of_lost, of_elsewhere, sizes)
     if matching.missing == "placeholder":
         for position in absent:
             handlers[position] = None
@@ -194,7 +204,7 @@ def match_leaves(
     loaded = {number for number in found if number is not None}
     unrequested = [number for number in tree.held_by if number not in loaded]
     ignored = sorted({*unexpected, *unrequested, *unchosen})
-    sparse = compared.sparse(flat, absent) if absent and chosen is None else ()
+    sparse = compared.sparse(flat, absent, unexpected) if absent and chosen is None else ()
     return Matched(
         numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves, sparse=sparse
     )
@@ -282,6 +292,23 @@ def _add_leafless(node: Skeleton, path: TreePath, found: set[TreePath]) -> bool:
     return False
 
 
+class _Related(NamedTuple):
+    """Missing and unexpected leaves that belong together.
+
+    Attributes:
+        named: the requested and the stored path of leaves whose keys have the same text.
+        of_structure: by path, the differences of leaves where the other tree has a container.
+        requested, stored: the paths of the other requested and stored leaves.
+        moves: parts of these that have another path.
+    """
+
+    named: Sequence[tuple[str, str]]
+    of_structure: Mapping[TreePath, Difference]
+    requested: Mapping[int, TreePath]
+    stored: Mapping[int, TreePath]
+    moves: Sequence[Move]
+
+
 @dataclass(frozen=True, slots=True)
 class _Comparison:
     """An abstract tree and the stored one, after matching by path.
@@ -293,6 +320,7 @@ class _Comparison:
             replaces the handler.
         found: by leaf, the number of the stored leaf, or None.
         arrays: by position of a leaf, the array that `of_leaves` built from a stored Python number.
+        misshapen: positions of leaves of which `of_leaves` found that another shape is stored.
     """
 
     tree: TreeMetadata
@@ -303,6 +331,7 @@ class _Comparison:
     by_name: bool
     is_none_absent: bool
     arrays: dict[int, HostArray] = field(default_factory=dict)
+    misshapen: list[int] = field(default_factory=list)
 
     def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
         """Describe a leaf of the abstract tree.
@@ -365,11 +394,20 @@ class _Comparison:
         Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
         another path.
         """
-        from ckptcore.loading.differences import (  # only if the trees differ
-            key_differences,
-            moved_parts,
-            structure_differences,
-        )
+        from ckptcore.loading.differences import key_differences, moved_parts  # only if the trees differ
+
+        related = self._related(absent, unexpected)
+        moved = [{pair[side] for move in related.moves for pair in move.pairs} for side in (0, 1)]
+        absent[:] = [position for position in related.requested if position not in moved[0]]
+        unexpected[:] = [number for number in related.stored if number not in moved[1]]
+        return [
+            *key_differences(related.named),
+            *dict.fromkeys(related.of_structure.values()),
+            *moved_parts(related.moves),
+        ]
+
+    def _related(self, absent: Sequence[int], unexpected: Sequence[int]) -> _Related:
+        from ckptcore.loading.differences import structure_differences  # only if the trees differ
         from ckptcore.loading.moves import find_moves
 
         requested = {position: self.paths[position] for position in absent}
@@ -391,10 +429,35 @@ class _Comparison:
         if self.by_name and all(len(path) == 1 for path in self.tree.paths):  # names that join the keys by dots
             requested = {position: _dotted(path) for position, path in requested.items()}
         moves = find_moves(requested, stored, others, self._fits)
-        moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
-        absent[:] = [position for position in requested if position not in moved[0]]
-        unexpected[:] = [number for number in stored if number not in moved[1]]
-        return [*key_differences(named), *dict.fromkeys(of_structure.values()), *moved_parts(moves)]
+        return _Related(named, of_structure, requested, stored, moves)
+
+    def of_moved_parts(
+        self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]
+    ) -> tuple[list[Difference], list[TreePath]]:
+        """Return the differences and the paths of parts that are not loaded at all, but are stored under another path.
+
+        These are objects, and plain containers directly below the root or with most leaves of the container around
+        them. A new part of a network of arrays is neither.
+        """
+        from ckptcore.loading.differences import moved_parts  # only if the trees differ
+
+        missing, sizes = set(absent), dict[TreePath, int]()
+        lost: dict[TreePath, list[int]] = {}
+        for part in outer_parts(flat.shape):
+            counted = self._counted(part.leaves)
+            sizes[part.path] = len(counted)
+            is_large = part.is_object or len(part.path) == 1 or 2 * len(counted) > sizes[part.path[:-1]]
+            if part.path and is_large and len(counted) > 1 and missing.issuperset(counted):
+                lost[part.path] = counted
+        if not lost:
+            return [], []
+        moves = self._related(absent, unexpected).moves
+        moved = {position for move in moves for position, _ in move.pairs}
+        found = {path: counted for path, counted in lost.items() if moved.issuperset(counted)}
+        positions = {position for counted in found.values() for position in counted}
+        chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
+        outermost = [path for path in found if not any(path[:length] in found for length in range(len(path)))]
+        return list(moved_parts(chosen)), outermost
 
     def take_other_states(self, skeleton: Skeleton, absent: list[int], unexpected: list[int]) -> Sequence[Difference]:
         """Return the differences of states of another class of a library, and remove their leaves from the lists.
@@ -426,16 +489,22 @@ class _Comparison:
             return True
         return requested.spec.shape == stored.spec.shape
 
+    def _counted(self, positions: Sequence[int]) -> list[int]:
+        """Drop the positions of placeholders, and of None that is not stored."""
+        found: list[int] = []
+        for position in positions:
+            handler = self.handlers[position]
+            is_stored = self.found[position] is not None
+            if handler is not None and (is_stored or not _is_none(self._described(handler, position))):
+                found.append(position)
+        return found
+
     def kept_parts(self, absent: Sequence[int]) -> Sequence[str]:
         """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
         from ckptcore.loading.moves import whole_parts  # only if the trees differ
 
         missing = set(absent)
-        counted = [
-            position
-            for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
-            if handler is not None and not (number is None and _is_none(self._described(handler, position)))
-        ]
+        counted = self._counted(range(len(self.paths)))
         chosen = [place for place, position in enumerate(counted) if position in missing]
         return list(map(format_path, whole_parts([self.paths[position] for position in counted], chosen)))
 
@@ -449,27 +518,45 @@ class _Comparison:
         if not any(number is not None and handler is not None for number, handler in pairs):
             skipped = zip(self.found, flat.handlers, strict=True)
             return [()] if missing or any(number is not None and handler for number, handler in skipped) else []
+        prefixes = self._prefixes(unexpected)
         found: list[TreePath] = []
         for path, _, leaves in outer_objects(flat.shape):
-            counted = [position for position in leaves if self.handlers[position] is not None]
-            if counted and missing.issuperset(counted):
-                top = _text(path)
-                if any(_text(self.tree.paths[number])[: len(top)] == top for number in unexpected):
-                    found.append(path)
+            counted = self._counted(leaves)
+            if counted and missing.issuperset(counted) and _text(path) in prefixes:
+                found.append(path)
         return found
 
-    def sparse(self, flat: Flat, absent: Sequence[int]) -> Sequence[str]:
-        """Return a message for each object of which less than half of the leaves are stored."""
+    def _prefixes(self, numbers: Sequence[int]) -> set[TreePath]:
+        """Return the paths, as text, of stored leaves and of the containers around them."""
+        paths = (_text(self.tree.paths[number]) for number in numbers)
+        return {path[:length] for path in paths for length in range(len(path) + 1)}
+
+    def sparse(self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]) -> Sequence[str]:
+        """Return a message for each object of which less than half of the leaves are stored.
+
+        Also for each plain container of which none is stored, but others are in its place.
+        """
         missing, found = set(absent), list[str]()
-        for path, value, leaves in outer_objects(flat.shape):
-            counted = [position for position in leaves if self.handlers[position] is not None]
+        prefixes, empty = self._prefixes(unexpected), set[TreePath]()
+        for part in outer_parts(flat.shape):
+            counted = self._counted(part.leaves)
             stored = len(counted) - len(missing.intersection(counted))
-            if 2 * stored < len(counted):
+            is_empty = bool(counted) and not stored and _text(part.path) in prefixes
+            if (part.is_object and 2 * stored < len(counted)) or (is_empty and not part.is_object):
+                if any(part.path[:length] in empty for length in range(len(part.path))):
+                    continue
+                empty.add(part.path)
                 found.append(
-                    f"only {stored} of the {len(counted)} leaves of {format_path(path)}, a {type(value).__qualname__}, "
-                    "are stored; a LoadReport lists the others"
+                    f"only {stored} of the {len(counted)} leaves of {format_path(part.path)}, a "
+                    f"{type(part.like).__qualname__}, are stored; a LoadReport lists the others"
                 )
         return found
+
+    def misshapen_in_objects(self, flat: Flat) -> list[str]:
+        """Return the names for a selection of stored leaves that have another shape than those of objects."""
+        inside = {position for _, _, leaves in outer_objects(flat.shape) for position in leaves}
+        numbers = [self.found[position] for position in self.misshapen if position in inside]
+        return ["/".join(map(str, self.tree.paths[number])) for number in numbers if number is not None]
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""
@@ -512,6 +599,8 @@ class _Comparison:
                         changes[number] = change
                     else:
                         found.extend(change)
+                        if any(one.sort == "shape" for one in change):
+                            self.misshapen.append(position)
                 continue
             can_change = self.by_name or matching.values == "stored"
             if _is_of_form(requested, record):

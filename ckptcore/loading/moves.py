@@ -5,6 +5,7 @@ Names with dots are divided like paths, so that the prefix of a wrapper is found
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,12 @@ __all__ = ["Move", "find_moves", "whole_parts"]
 
 _CANDIDATES: Final = 50
 """Most stored leaves with the same last keys that are compared with one requested leaf."""
+
+_MOST: Final = 20
+"""Most parts that are found to have moved: of more, the keys differ, or a transform of the user's own is shorter."""
+
+_OPTIMIZERS: Final = "optimizer_variables"
+"""In models of Keras, the key above the class of the optimizer. Other classes have variables of the same names."""
 
 _SPECIAL: Final = frozenset("{}*/")
 """Characters of keys that have a meaning in patterns of transforms."""
@@ -70,13 +77,16 @@ class Move:
 
     @property
     def can_be_named(self) -> bool:
-        """True if a transform can name both paths, and they are no two fields of one object."""
+        """True if a transform can name both paths, and they are no two fields of one object, nor two optimizers."""
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False
         # The momentum of an optimizer is not the mean of another one.
         is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
-        return not (is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1])
+        if is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]:
+            return False
+        one, other = map(_optimizer, paths)
+        return one is None or other is None or one == other
 
 
 def find_moves(
@@ -87,7 +97,7 @@ def find_moves(
 ) -> Sequence[Move]:
     """Find parts that moved as a whole, in the order in which they can be renamed.
 
-    A part has at least two leaves, unless only a prefix was added or removed.
+    A part has at least two leaves, unless only a prefix was added or removed. More than `_MOST` parts are none.
 
     Args:
         requested: the paths of requested leaves that are not stored.
@@ -109,6 +119,13 @@ def find_moves(
     ]
     # Other leaves that are not requested may move together with a part, unless another part needs them.
     return _in_order(parts.chosen(ordered, with_others=True)) or _in_order(parts.chosen(ordered, with_others=False))
+
+
+def _optimizer(path: Sequence[str]) -> str | None:
+    """Return the name that Keras gives to the class of an optimizer, without a number; None without one."""
+    if _OPTIMIZERS not in path[:-1]:
+        return None
+    return re.sub(r"_\d+$", "", path[path.index(_OPTIMIZERS) + 1])
 
 
 def _divided(path: TreePath) -> TreePath:
@@ -178,7 +195,10 @@ class _Parts:
         self._requested = requested
         self._stored = stored
         self._others = {path[:length] for path in others for length in range(len(path) + 1)}
-        self._below = Counter([path[:length] for path in stored.values() for length in range(len(path) + 1)])
+        self._below: dict[TreePath, list[int]] = {}
+        for number, path in stored.items():
+            for length in range(len(path) + 1):
+                self._below.setdefault(path[:length], []).append(number)
 
     def chosen(self, moves: Sequence[Move], *, with_others: bool) -> Sequence[Move]:
         """Return parts of which no two have a leaf in common, the largest first.
@@ -202,8 +222,8 @@ class _Parts:
         """Divide a part until it can move as a whole. Drops single leaves, unless only a prefix changed."""
         if not move.pairs or (len(move.pairs) < 2 and not move.is_prefix):
             return []
-        is_alone = self._below[move.stored] == len(move.pairs)
-        if move.stored not in self._others and (is_alone or (with_others and not self._collides(move))):
+        is_alone = len(self._below[move.stored]) == len(move.pairs)
+        if move.stored not in self._others and (is_alone or (with_others and not self._keeps_others(move))):
             return [move]
         parts: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
         leaves: list[Move] = []
@@ -224,19 +244,29 @@ class _Parts:
                 leaves.append(Move(self._requested[pair[0]], self._stored[pair[1]], pairs, is_leaf=True))
         return leaves
 
-    def _collides(self, move: Move) -> bool:
-        """Return True if another leaf below the path would get the path of a stored one."""
+    def _keeps_others(self, move: Move) -> bool:
+        """Return True if other leaves below the path must stay.
+
+        One would get the path of a stored leaf, or the part has another name and is a list of variables of which too
+        many are not requested: such as the optimizer of another class.
+        """
         moved = {number for _, number in move.pairs}
         length = len(move.stored)
-        return any(
-            path[:length] == move.stored and (*move.requested, *path[length:]) in self._others
-            for number, path in self._stored.items()
-            if number not in moved
-        )
+        left = [self._stored[number] for number in self._below[move.stored] if number not in moved]
+        direct = [path for path in left if len(path) == length + 1]
+        is_renamed = not move.is_prefix and move.requested[-1:] != move.stored[-1:]
+        if is_renamed and 2 * len(direct) > len(move.pairs):
+            return True
+        return any((*move.requested, *path[length:]) in self._others for path in left)
 
 
 def _in_order(moves: Sequence[Move]) -> Sequence[Move]:
-    """Sort moves so that a part moves away before another one takes its place. Empty if that is impossible."""
+    """Sort moves so that a part moves away before another one takes its place.
+
+    Empty if that is impossible, or if there are more than `_MOST`.
+    """
+    if len(moves) > _MOST:
+        return []
     left, found = list(moves), list[Move]()
     while left:
         free = next((one for one in left if not any(other is not one and _blocks(other, one) for other in left)), None)

@@ -27,6 +27,7 @@ def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugin
     Raises:
         TreeMismatchError: an object lacks a value that the selection leaves out.
     """
+    paths = list(flat.paths())
     kept: dict[int, object] = {}
     untouched: list[TreePath] = []
     for found in objects_in(flat.shape):
@@ -38,14 +39,14 @@ def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugin
         if all(matched.numbers[position] is None for position in found.leaves):
             untouched.append(found.path)
         elif left_out:
-            kept.update(_own_values(display, flat, found, left_out, registry))
+            kept.update(_own_values(display, paths, found, left_out, registry))
     return replace(matched, kept=kept, untouched=frozenset(untouched))
 
 
 def _own_values(
-    display: str, flat: Flat, found: LiveObject, positions: Sequence[int], registry: Plugins
+    display: str, paths: Sequence[TreePath], found: LiveObject, positions: Sequence[int], registry: Plugins
 ) -> Mapping[int, object]:
-    paths, state = list(flat.paths()), _OwnState(found.node.handler.flatten(found.node.like), registry)
+    state = _OwnState(found.node.handler.flatten(found.node.like), registry)
     values: dict[int, object] = {}
     for position in positions:
         try:

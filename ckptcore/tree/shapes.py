@@ -14,12 +14,14 @@ __all__ = [
     "LiveObject",
     "NewContainer",
     "ObjectNode",
+    "Part",
     "Shape",
     "holds_refusing",
     "lacks_object_at",
     "objects_in",
     "objects_that_may_refuse",
     "outer_objects",
+    "outer_parts",
     "rank_of_key",
     "unflatten",
     "unflatten_states",
@@ -128,6 +130,22 @@ def _in_order(
     return children
 
 
+class Part(NamedTuple):
+    """A container or an object in a value.
+
+    Attributes:
+        path: its path.
+        like: the container or the object.
+        leaves: the positions of its leaves.
+        is_object: True for a module or another object that is restored as a whole.
+    """
+
+    path: TreePath
+    like: object
+    leaves: range
+    is_object: bool
+
+
 class LiveObject(NamedTuple):
     """An object in a value.
 
@@ -202,18 +220,25 @@ def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObje
 
 def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
     """Yield modules and other objects in a value that are in no other object, with their paths and leaves."""
-    yield from _outer_objects(shape, (), 0)
+    for part in outer_parts(shape):
+        if part.is_object:
+            yield part.path, part.like, part.leaves
 
 
-def _outer_objects(shape: Shape, path: TreePath, start: int) -> Iterator[tuple[TreePath, object, range]]:
-    if isinstance(shape, ObjectNode | Container) and (
-        shape.handler.is_object if isinstance(shape, ObjectNode) else shape.handler.is_object(shape.like)
-    ):
-        yield path, shape.like, range(start, start + shape.leaves)
-    elif isinstance(shape, Container):
+def outer_parts(shape: Shape) -> Iterator[Part]:
+    """Yield the containers and objects in a value that are in no other object. Outer ones are before inner ones."""
+    yield from _outer_parts(shape, (), 0)
+
+
+def _outer_parts(shape: Shape, path: TreePath, start: int) -> Iterator[Part]:
+    if not isinstance(shape, ObjectNode | Container):
+        return
+    is_object = shape.handler.is_object if isinstance(shape, ObjectNode) else shape.handler.is_object(shape.like)
+    yield Part(path, shape.like, range(start, start + shape.leaves), is_object)
+    if isinstance(shape, Container) and not is_object:
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
-                yield from _outer_objects(child, (*path, key), start)
+                yield from _outer_parts(child, (*path, key), start)
             start += 1 if child is None else child.leaves
 
 

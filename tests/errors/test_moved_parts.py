@@ -14,6 +14,7 @@ from ckptcore_transforms import Rename
 import ckptcore
 from ckptcore import PLACEHOLDER, Matching
 from ckptcore.errors import TreeMismatchError
+from ckptcore.loading import moves as of_moves
 from ckptcore.loading.moves import find_moves, whole_parts
 
 optax = pytest.importorskip("optax")
@@ -116,6 +117,33 @@ def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
         assert_equal(loaded["p"], PARAMETERS)
 
 
+def test_another_optimizer_of_flax(tmp_path: Path) -> None:
+    """States of Optax are dicts there. The names of parameters may differ: a new head keeps its moments."""
+    nnx = pytest.importorskip("flax.nnx")
+    keep = Matching(missing="keep", unexpected="ignore")
+
+    def state(optimizer: Any, head: str = "head") -> Any:
+        shape = (len(head), 2)
+        model = nnx.Dict({name: nnx.Param(jnp.ones(shape)) for name in ("body", head)})
+        model["body"] = nnx.Param(jnp.ones(2))
+        return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    saved = state(ADAM)
+    saved.opt_state[0].mu["body"][...] = jnp.full(2, 7.0)
+    ckptcore.save(tmp_path / "c", {"opt": saved, "step": 3})
+    momentum = optax.sgd(1e-3, momentum=0.9)
+    for matching in (Matching(), keep):
+        with pytest.raises(
+            TreeMismatchError, match="a state with trace is requested, one with count, mu, nu"
+        ) as caught:
+            ckptcore.load_into(tmp_path / "c", {"opt": state(momentum), "step": 0}, matching=matching)
+        assert "matching=" not in str(caught.value) and "use PLACEHOLDER" in str(caught.value)
+    assert ckptcore.load_into(tmp_path / "c", {"opt": PLACEHOLDER, "step": 0})["step"] == 3
+    other = state(ADAM, "another")
+    ckptcore.load_into(tmp_path / "c", {"opt": other, "step": 0}, matching=keep)
+    assert (other.opt_state[0].mu["body"][...] == 7.0).all()
+
+
 def test_nothing_that_is_requested_is_stored(tmp_path: Path) -> None:
     """No option is proposed that would return the caller's own values."""
     ckptcore.save(tmp_path / "c", {"params": PARAMETERS})
@@ -187,3 +215,54 @@ def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
     nested = {i: ("blocks", *path) for i, path in requested.items()}
     (move,) = find_moves(nested, {i: ("layers", *path) for i, path in requested.items()}, [], fits)
     assert len(move.pairs) == 4000 and compared == 4000
+
+
+def test_many_parts_that_moved_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order would take a cubic time, and their names a text without limit."""
+    compared, blocks = 0, of_moves._blocks
+
+    def counted(stays: Any, moves: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return blocks(stays, moves)
+
+    monkeypatch.setattr(of_moves, "_blocks", counted)
+    for count, found in ((20, 20), (1000, 0)):
+        compared = 0
+        stored = {i: (f"w{i}",) for i in range(count)}
+        requested = {i: ("model", *path) for i, path in stored.items()}
+        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == found
+        assert compared < 10 * 20**2
+
+
+def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
+    """With those that it shows, the next error shows the others."""
+    saved, state = ({f"w{i}": np.full(2, value) for i in range(8)} for value in (1, 0))
+    ckptcore.save(tmp_path / "c", {**saved, "step": 3})
+    text = refused(tmp_path / "c", {"model": state, "step": 0})
+    assert text.count("Rename") == 6 and "and a Rename for each of 3 more" in text
+    transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]")
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", {"model": state, "step": 0}, transforms=transforms)
+    transforms += eval(str(caught.value).partition("transforms=")[2].partition("]")[0] + "]")
+    assert len(transforms) == 8
+    loaded = ckptcore.load(tmp_path / "c", {"model": state, "step": 0}, transforms=transforms)
+    assert loaded["step"] == 3 and all(map(np.array_equal, loaded["model"].values(), saved.values()))
+
+
+@pytest.mark.parametrize(("optimizer", "found"), [("sgd", 0), ("adam_1", 1)])
+def test_variables_of_another_optimizer_of_keras(optimizer: str, found: int) -> None:
+    """The learning rate and the moments of one class are not those of another one, whatever their names."""
+    names = ("iteration", "learning_rate", "kernel_momentum", "bias_momentum")
+    stored = {i: ("model", "optimizer_variables", "adam", name) for i, name in enumerate(names)}
+    requested = {i: ("model", "optimizer_variables", optimizer, name) for i, name in enumerate(names)}
+    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == found
+
+
+@pytest.mark.parametrize(("depth", "found"), [(0, 0), (1, 1)])
+def test_a_part_with_many_other_variables_is_another_one(depth: int, found: int) -> None:
+    """Few common names do not make two lists of variables the same. Of a module, some layers may load themselves."""
+    below = [("layer",) * depth + (name,) for name in "abcdef"]
+    stored = {i: ("old", *path) for i, path in enumerate(below)}
+    requested = {i: ("new", *path) for i, path in enumerate(below[:3])}
+    assert len(find_moves(requested, stored, [], lambda position, number: True)) == found

@@ -48,15 +48,15 @@ def with_head(module: nn.Module) -> nn.Module:
     return module
 
 
-def followed(path: Path, target: Any) -> LoadReport:
+def followed(path: Path, target: Any, given: Matching | None = None) -> LoadReport:
     """Load with the transforms and options that the error proposes."""
     with pytest.raises(TreeMismatchError) as caught:
-        ckptcore.load_into(path, target)
+        ckptcore.load_into(path, target, matching=given or Matching())
     text = str(caught.value)
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
     _, found, code = text.rpartition("matching=")
-    matching = eval(code.partition(")")[0] + ")", names) if found else Matching()
+    matching = given or (eval(code.partition(")")[0] + ")", names) if found else Matching())
     report = LoadReport()
     ckptcore.load_into(path, target, transforms=transforms, matching=matching, report=report)
     return report
@@ -183,3 +183,101 @@ def test_less_than_half_of_a_module_is_a_warning(tmp_path: Path, caplog: pytest.
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == len(warned)
         assert all(any(text in message for message in messages) for text in warned)
+
+
+def arrays(value: float, **sizes: int) -> dict[str, Any]:
+    return {name: np.full(size, value) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("kind", ["module", "arrays", "at the root", "deeper", "nested names"])
+def test_a_renamed_part_beside_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
+    """That leaves may be missing is no wish to load nothing of a model. PLACEHOLDER in its place is that wish."""
+    one, other = (arrays(value, w=3, b=2) for value in (1, 0))
+    module = nn.Linear(2, 2)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "module": ({"net": nn.Linear(2, 2)}, {"model": module}),
+        "arrays": ({"net": one}, {"model": other}),
+        "at the root": (one, {"model": other}),
+        "deeper": ({"state": {"net": one, "step": 5}}, {"state": {"model": other, "step": 0}}),
+        "nested names": ({"params": {"params": one}}, {"params": other}),
+    }
+    stored, requested = cases[kind]
+    ckptcore.save(tmp_path / "c", {**stored, "epoch": 3})
+    target: dict[str, Any] = {**requested, "epoch": 0}
+    report = followed(tmp_path / "c", target, KEEP)
+    assert target["epoch"] == 3 and not report.defaulted and not report.ignored
+    if kind == "module":
+        assert same(module.state_dict(), stored["net"].state_dict())
+    else:
+        assert all(map(np.array_equal, other.values(), one.values()))
+    name = next(iter(requested))
+    empty = {"state": {"model": PLACEHOLDER, "step": 0}} if kind == "deeper" else {name: PLACEHOLDER}
+    assert ckptcore.load_into(tmp_path / "c", {**empty, "epoch": 0}, matching=KEEP)["epoch"] == 3
+
+
+def test_new_parts_keep_their_values(tmp_path: Path) -> None:
+    """Of new parts nothing is stored, or what is stored is loaded elsewhere, or it has other names or shapes."""
+    plain = arrays(1, w=3, b=2)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"old": nn.Linear(2, 5)}, {"head": nn.Linear(2, 3)}),  # a head with other classes
+        ({}, {"ema": Network()}),  # a copy of what is loaded
+        ({"note": 1}, {"opt": torch.optim.AdamW(nn.Linear(2, 2).parameters())}),
+        ({"old": {"kernel": np.ones(2), "b": np.ones(3)}}, {"head": arrays(0, w=3, b=2)}),
+        ({"old": plain, "older": plain}, {"head": arrays(0, w=3, b=2)}),  # which one is not known
+        ({"old": {"w": np.ones(3)}}, {"head": {"w": np.zeros(3)}}),  # one leaf
+        (
+            {"net": {"body": [plain, plain], "old": plain}},
+            {"net": {"body": [arrays(0, w=3, b=2), arrays(0, w=3, b=2)], "head": arrays(0, w=3, b=2)}},
+        ),
+        (
+            {"net": nn.ModuleDict({"a": nn.Linear(2, 2), "old": nn.Linear(2, 2)})},
+            {"net": nn.ModuleDict({"a": nn.Linear(2, 2), "head": nn.Linear(2, 2)})},
+        ),
+    ]
+    for number, (stored, new) in enumerate(cases):
+        path = tmp_path / str(number)
+        model, target = Network(), Network()
+        ckptcore.save(path, {**stored, "model": model})
+        report = LoadReport()
+        ckptcore.load_into(path, {**new, "model": target}, matching=KEEP, report=report)
+        assert report.defaulted and same(model.state_dict(), target.state_dict())
+
+
+def test_a_container_of_which_nothing_is_loaded_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As for objects, if others are in its place."""
+    ckptcore.save(tmp_path / "c", {"params": {"x": arrays(1, w=3, b=2)}, "step": 3})
+    for new, warned in (
+        ({"y": {"a": np.ones(2), "b": np.ones(9)}}, ["only 0 of the 2 leaves of params, a dict"]),
+        ({}, []),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ckptcore"):
+            ckptcore.load_into(tmp_path / "c", {"params": new, "other": {"a": np.ones(2)}, "step": 0}, matching=KEEP)
+        assert [record.getMessage().partition("c: ")[2].partition(", are")[0] for record in caplog.records] == warned
+
+
+def test_a_head_for_another_task(tmp_path: Path) -> None:
+    """The error also says how to keep the new head: as the old one, or with a size of its own."""
+    ckptcore.save(tmp_path / "c", {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"old": nn.Linear(2, 2)})})
+    new = {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"new": nn.Linear(2, 2)})}
+    with pytest.raises(TreeMismatchError, match="present values of heads instead, put PLACEHOLDER in its place"):
+        ckptcore.load_into(tmp_path / "c", new, matching=KEEP)
+    ckptcore.load_into(tmp_path / "c", {**new, "heads": PLACEHOLDER})
+
+
+def test_a_head_of_another_size(tmp_path: Path) -> None:
+    saved, model, head = with_head(Network()), Network(), nn.Linear(4, 5, bias=False)
+    ckptcore.save(tmp_path / "c", {"model": saved, "size": np.ones(2)})
+    model.add_module("head", head)
+    before = head.weight.clone()
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load_into(tmp_path / "c", {"model": model, "size": np.zeros(2)})
+    code = str(caught.value).partition("select=")[2].partition(")")[0] + ")"
+    assert code == "~ckptcore.select.names('model/head.weight')"
+    target: dict[str, Any] = {"model": model, "size": np.zeros(2)}
+    ckptcore.load_into(tmp_path / "c", target, select=eval(code, {"ckptcore": ckptcore}))
+    expected = {**saved.state_dict(), "head.weight": before}
+    assert same(model.state_dict(), expected) and target["size"].tolist() == [1, 1]
+    with pytest.raises(TreeMismatchError) as caught:  # of an array alone nothing would be left
+        ckptcore.load_into(tmp_path / "c", {"model": with_head(Network()), "size": np.zeros(3)})
+    assert "select=" not in str(caught.value)

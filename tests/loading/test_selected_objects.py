@@ -14,7 +14,9 @@ from torch import nn
 import ckptcore
 from ckptcore import PLACEHOLDER, LoadAs, select
 from ckptcore.errors import TreeMismatchError
+from ckptcore.loading import selected_objects
 from ckptcore.results import LoadReport
+from ckptcore.tree.flattening import Flat
 
 
 def trained(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -154,3 +156,24 @@ def test_state_trees(tmp_path: Path) -> None:
     model = Model(2.0)
     ckptcore.load_into(tmp_path / "c", {"model": model}, select=select.glob("**/kernel"))
     assert {name: held[0] for name, held in model.tree["variables"].items()} == {"kernel": 1.0, "bias": 2.0}
+
+
+def test_paths_are_listed_once_for_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list for each object would take a time that is quadratic in their number."""
+    calls, paths, keeping_objects = 0, Flat.paths, selected_objects.keeping_objects
+
+    def counted(flat: Flat) -> Any:
+        nonlocal calls
+        calls += 1
+        return paths(flat)
+
+    def observed(*args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Flat, "paths", counted)
+            return keeping_objects(*args)
+
+    monkeypatch.setattr(selected_objects, "keeping_objects", observed)
+    modules = {name: nn.Linear(1, 1) for name in "abcde"}
+    ckptcore.save(tmp_path / "c", modules)
+    ckptcore.load_into(tmp_path / "c", modules, select=select.glob("*/weight"))
+    assert calls == 1
