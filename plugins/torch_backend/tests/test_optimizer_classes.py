@@ -185,3 +185,89 @@ def test_a_hook_may_migrate_a_state(tmp_path: Path) -> None:
     optimizer.register_load_state_dict_pre_hook(migrate)
     ckptcore.load_into(tmp_path / "c", {"opt": optimizer})
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Wrapper(optim.Optimizer):
+    """A wrapper that has no options and hooks of its own, since it does not call ``super().__init__``."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.wrapped = optimizer
+        self.param_groups = optimizer.param_groups
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        return self.wrapped.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.wrapped.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+
+class PatchedWrapper(Wrapper):
+    """A wrapper whose methods are those of the optimizer in it, as attributes of the object."""
+
+    state_dict = optim.Optimizer.state_dict  # type: ignore[assignment]
+    load_state_dict = optim.Optimizer.load_state_dict  # type: ignore[assignment]
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.__dict__.update(state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)
+
+
+class RateScaling(Wrapper):
+    """A wrapper as LARC: what it does not have is looked up in the optimizer, but its options are not."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "defaults":
+            raise AttributeError(name)
+        return getattr(self.__dict__["wrapped"], name)
+
+
+class Accelerated(Wrapper):
+    """A wrapper as that of Accelerate: its options are those of its attribute ``optimizer``."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.optimizer = optimizer
+
+    @property  # type: ignore[override]
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+
+def prepared(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Return the wrapper of Accelerate itself."""
+    wrapper: optim.Optimizer = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
+    return wrapper
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, PatchedWrapper, RateScaling, Accelerated, prepared])
+def test_a_wrapper_without_options_and_hooks_loads(tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]) -> None:
+    source = run("AdamW", 0)[1]
+    ckptcore.save(tmp_path / "plain", {"opt": source})
+    ckptcore.save(tmp_path / "wrapped", {"opt": wrap(source)})
+    for name, stepped in itertools.product(("plain", "wrapped"), (False, True)):
+        model, inner = run("AdamW", 1, stepped=stepped)
+        ckptcore.load_into(tmp_path / name, {"opt": wrap(inner)})
+        assert frozen(inner) == frozen(source)
+        wrapper = wrap(run("AdamW", 1, stepped=stepped)[1])
+        ckptcore.load_into(tmp_path / name, {"opt": NamedOptimizer(model, wrap(inner))})
+        ckptcore.load_into(tmp_path / name, {"opt": wrapper})
+        wrapper.step()
+
+
+@pytest.mark.parametrize("wrap", [Accelerated, prepared])
+def test_a_wrapper_is_compared_by_the_optimizer_in_it(tmp_path: Path, wrap: Callable[[Any], optim.Optimizer]) -> None:
+    ckptcore.save(tmp_path / "c", {"opt": run("AdamW", 0)[1]})
+    inner = run("SGD", 1)[1]
+    with pytest.raises(TreeMismatchError, match="another class of optimizer than SGD"):
+        ckptcore.load_into(tmp_path / "c", {"opt": wrap(inner)})
+    wrapper = wrap(inner)
+    inner.register_load_state_dict_pre_hook(lambda _, state: {**state, "state": {}})
+    ckptcore.load_into(tmp_path / "c", {"opt": wrapper})
+    assert inner.param_groups[0]["betas"] == (0.9, 0.999) and not inner.state

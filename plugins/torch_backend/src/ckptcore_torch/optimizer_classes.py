@@ -80,6 +80,7 @@ def refuse_other_class(
     Raises:
         TreeMismatchError: numbers and names the options and states that differ.
     """
+    optimizer = _unwrapped(optimizer)
     if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # wrappers of other libraries have none
         return
     options = [
@@ -101,6 +102,13 @@ def refuse_other_class(
     )
 
 
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer in a wrapper that has no options and hooks of its own, as the one of Accelerate."""
+    held = vars(optimizer)
+    inner = None if "defaults" in held else held.get("optimizer")
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     """A stored group compared with the options of an optimizer.
@@ -118,7 +126,7 @@ class _Options:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, stored: Mapping[object, object]) -> _Options:
         """Compare a group with the options of an optimizer, and with what programs added to its groups."""
-        defaults = set(map(str, getattr(optimizer, "defaults", ())))
+        defaults = set(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
         found = set(map(str, stored))
         missing = defaults - found - _ANY

@@ -163,8 +163,8 @@ class OptimizerHandler(CheckpointableHandler):
         loader = type(target).load_state_dict
         return (
             loader is not torch.optim.Optimizer.load_state_dict
-            or bool(target._optimizer_load_state_dict_pre_hooks)
-            or bool(target._optimizer_load_state_dict_post_hooks)
+            or bool(getattr(target, "_optimizer_load_state_dict_pre_hooks", None))  # wrappers can have none
+            or bool(getattr(target, "_optimizer_load_state_dict_post_hooks", None))
             or not numbers_parameters(target.state_dict())
         )
 
