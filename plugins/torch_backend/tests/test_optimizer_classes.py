@@ -271,3 +271,22 @@ def test_a_wrapper_is_compared_by_the_optimizer_in_it(tmp_path: Path, wrap: Call
     inner.register_load_state_dict_pre_hook(lambda _, state: {**state, "state": {}})
     ckptcore.load_into(tmp_path / "c", {"opt": wrapper})
     assert inner.param_groups[0]["betas"] == (0.9, 0.999) and not inner.state
+
+
+def test_the_options_of_an_optimizer_are_collected_once_for_all_groups() -> None:
+    class Counting(optim.AdamW):
+        reads = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "param_groups":
+                Counting.reads += 1
+            return super().__getattribute__(name)
+
+    counts = []
+    for groups in (2, 20):
+        optimizer = Counting([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(groups)])
+        stored = optimizer.state_dict()["param_groups"]
+        Counting.reads = 0
+        refuse_other_class(optimizer, [], stored, [])
+        counts.append(Counting.reads)
+    assert counts == [1, 1]

@@ -83,9 +83,7 @@ def refuse_other_class(
     optimizer = _unwrapped(optimizer)
     if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # wrappers of other libraries have none
         return
-    options = [
-        _Options.of(optimizer, group) for group in stored_groups if isinstance(group, Mapping) and group.keys() - _ANY
-    ]
+    options = _Options.of(optimizer, stored_groups)
     states = _States.of(optimizer, own_states, stored_states)
     differ = any(one.missing or not _options_of_torch().isdisjoint(one.extra) for one in options)
     if not (
@@ -124,15 +122,26 @@ class _Options:
     is_of_another_class: bool
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, stored: Mapping[object, object]) -> _Options:
-        """Compare a group with the options of an optimizer, and with what programs added to its groups."""
-        defaults = set(map(str, getattr(optimizer, "defaults", None) or ()))
+    def of(cls, optimizer: torch.optim.Optimizer, stored_groups: Iterable[object]) -> list[_Options]:
+        """Compare groups with the options of an optimizer, and with what programs added to its groups.
+
+        Groups that only have entries of any class are left out. Groups with the same entries are compared once.
+        """
+        defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
-        found = set(map(str, stored))
+        name = _class_of_torch(optimizer)
+        compared = functools.cache(lambda found: cls._of_group(defaults, own, found, is_of_torch=name is not None))
+        found = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
+        return [compared(entries) for entries in found if entries - _ANY]
+
+    @classmethod
+    def _of_group(
+        cls, defaults: frozenset[str], own: frozenset[str], found: frozenset[str], *, is_of_torch: bool
+    ) -> _Options:
         missing = defaults - found - _ANY
         extra = found - own - _ANY
         common = len(defaults & found - _ANY)
-        if _class_of_torch(optimizer) is not None:
+        if is_of_torch:
             is_other = bool(missing and extra) or not extra.isdisjoint(_options_of_torch())
         else:
             has_loops = own.isdisjoint(_FLAGS) and len(found & _FLAGS) > 1
