@@ -24,10 +24,10 @@ _OF_ANY_CLASS: Final = frozenset(
 """Options that versions of PyTorch added to classes that existed before."""
 
 _OF_GROUPS: Final = frozenset((
-    "base_momentum", "initial_lr", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params", "swa_lr",
-    "weight_decay",
+    "base_momentum", "initial_lr", "k", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params",
+    "step", "swa_lr", "weight_decay",
 ))  # fmt: skip
-"""Entries of groups that nearly all classes have, or that schedulers and programs add."""
+"""Entries of groups that nearly all classes have, that steps add, or that schedulers and programs add."""
 
 _ANY: Final = _OF_ANY_CLASS | _OF_GROUPS
 
@@ -85,10 +85,9 @@ def refuse_other_class(
         return
     options = _Options.of(optimizer, stored_groups)
     states = _States.of(optimizer, own_states, stored_states)
-    differ = any(one.missing or not _options_of_torch().isdisjoint(one.extra) for one in options)
-    if not (
-        states.are_of_another_class(differ=differ) or (options and all(one.is_of_another_class for one in options))
-    ):
+    is_other = bool(options) and all(one.is_of_another_class for one in options)
+    is_same = bool(options) and not any(one.extra or one.missing for one in options)
+    if not (states.are_foreign(same_options=is_same) or (is_other and not states.agree)):
         return
     differences = [*_lines(options), *states.lines()]
     name = type(optimizer).__name__
@@ -140,12 +139,11 @@ class _Options:
     ) -> _Options:
         missing = defaults - found - _ANY
         extra = found - own - _ANY
-        common = len(defaults & found - _ANY)
+        is_other = any(not options <= own for options in _classes_of_torch(found))
         if is_of_torch:
-            is_other = bool(missing and extra) or not extra.isdisjoint(_options_of_torch())
+            is_other = is_other or (bool(missing) and (bool(extra) or len(found & _FLAGS) > 1))
         else:
-            has_loops = own.isdisjoint(_FLAGS) and len(found & _FLAGS) > 1
-            is_other = bool((missing or has_loops) and extra) or max(len(missing), len(extra)) > max(common, _ADDED)
+            is_other = is_other or max(len(missing), len(extra)) > max(len(defaults & found - _ANY), _ADDED)
         return cls(sorted(extra), sorted(missing), is_other)
 
 
@@ -172,13 +170,18 @@ class _States:
         own: entries of its states. None if they are not known, because it has made no step.
         stored: entries of the stored states.
         count: the number of stored states.
-        cannot_step: True if a class of PyTorch lacks entries that it needs, or has those of another class.
+        is_of_torch: True if it is of a class of PyTorch.
+        cannot_step: True if every state lacks entries that a class of PyTorch needs, or one lacks the count of steps,
+            without which PyTorch's own loader fails.
+        are_of_others: True if every state is one of another class of PyTorch, and has nothing of its own class.
     """
 
     own: frozenset[str] | None
     stored: frozenset[str]
     count: int
-    cannot_step: bool
+    is_of_torch: bool = False
+    cannot_step: bool = False
+    are_of_others: bool = False
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, own: Iterable[object], stored: Iterable[object]) -> _States:
@@ -188,19 +191,28 @@ class _States:
         name = _class_of_torch(optimizer)
         if name is not None and name in _STATES:
             always, others = (frozenset(text.split()) for text in _STATES[name])
-            foreign = _entries_of_torch() - always - others
-            cannot_step = any(not always <= entry or entry & foreign for entry in entries)
-            return cls(always | (others & found), found, len(entries), cannot_step)
+            counts = always & {"step"}
+            cannot_step = bool(entries) and (
+                not any(always <= entry for entry in entries) or not all(counts <= entry for entry in entries)
+            )
+            complete = [frozenset(needs.split()) for needs, _ in _STATES.values() if needs]
+            are_of_others = found.isdisjoint(always | others) and any(needs <= found for needs in complete)
+            return cls(always | (others & found), found, len(entries), True, cannot_step, are_of_others)
         present = frozenset[str]().union(*map(_entries, own))
-        return cls(present or None, found, len(entries), cannot_step=False)
+        return cls(present or None, found, len(entries), name is not None)
 
-    def are_of_another_class(self, *, differ: bool) -> bool:
-        """Return True if they are those of another class. `differ` is True if options differ too."""
-        if self.cannot_step or self.own is None or not self.stored:
-            return self.cannot_step
-        if self.own <= self.stored or self.stored <= self.own:
-            return differ and self.own != self.stored
-        return differ or self.own & self.stored <= {"step"}
+    @property
+    def agree(self) -> bool:
+        """True if a class of another library has these states. Of a class of PyTorch, the options tell enough."""
+        return not self.is_of_torch and bool(self.stored) and self.own == self.stored
+
+    def are_foreign(self, *, same_options: bool) -> bool:
+        """Return True if they are those of another class. Programs add entries, also to states that were empty."""
+        if self.is_of_torch:
+            return self.cannot_step or (self.are_of_others and not same_options)
+        if self.own is None or not self.stored or same_options or self.own <= self.stored or self.stored <= self.own:
+            return False
+        return self.own & self.stored <= {"step"}
 
     def lines(self) -> Iterator[str]:
         """Yield the difference of states, if any."""
@@ -218,18 +230,23 @@ def _entries(state: object) -> frozenset[str]:
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of a class of PyTorch itself; None for other classes, also those derived from one."""
     kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("ckptcore_torch."))
-    return kind.__name__ if kind.__module__.startswith("torch.optim.") else None
+    return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None
+
+
+def _classes_of_torch(found: frozenset[str]) -> Iterator[frozenset[str]]:
+    """Yield the options of each class of PyTorch that can have written a group: it has all of them, and its flags."""
+    for options, flags in _options_of_torch():
+        if options <= found and len(flags & found) >= min(2, len(flags)):
+            yield options
 
 
 @functools.cache
-def _entries_of_torch() -> frozenset[str]:
-    """Return the entries of states of all classes of PyTorch. Programs count steps in any of them."""
-    return frozenset(name for texts in _STATES.values() for text in texts for name in text.split()) - {"step"}
-
-
-@functools.cache
-def _options_of_torch() -> frozenset[str]:
-    """Return the options of all classes of PyTorch."""
+def _options_of_torch() -> frozenset[tuple[frozenset[str], frozenset[str]]]:
+    """Return the options of all classes of PyTorch, and their flags."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    of_kinds = [inspect.signature(kind).parameters for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-    return frozenset[str]().union(*of_kinds) - {"defaults"}
+    names = [
+        frozenset(inspect.signature(kind).parameters)
+        for kind in kinds
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]
+    return frozenset((of_kind - _ANY, of_kind & _FLAGS) for of_kind in names)
