@@ -409,3 +409,20 @@ def test_classes_of_pytorch_that_say_another_module_are_classes_of_pytorch() -> 
     muon.step()  # type: ignore[no-untyped-call]  # of torch
     sgd.step()
     assert refuses(muon, sgd.state_dict()) and refuses(sgd, muon.state_dict())
+
+
+def test_a_state_of_an_equivalent_class_can_be_loaded_unchecked(tmp_path: Path) -> None:
+    """As the message says, which does not say it of a state with which the optimizer cannot step."""
+    state = run("AdamW", 0)[1].state_dict()
+    group = state["param_groups"][0]
+    options = {name: group[name] for name in ("betas", "eps", "lr", "params", "weight_decay")}
+    state["param_groups"][0] = {**options, "correct_bias": True}  # as those of former versions of Transformers
+    ckptcore.save(tmp_path / "c", {"run": {"opt": state}})
+    target = run("AdamW", 1)[1]
+    with pytest.raises(TreeMismatchError, match=r"ckptcore\.load\(\.\.\., framework='torch'\) to load_state_dict of"):
+        ckptcore.load_into(tmp_path / "c", {"run": {"opt": target}})
+    target.load_state_dict(ckptcore.load(tmp_path / "c", framework="torch")["run"]["opt"])
+    target.step()
+    assert torch.equal(target.state_dict()["state"][0]["step"], torch.tensor(2.0))
+    with pytest.raises(TreeMismatchError, match="new state. Nothing was changed"):
+        OptimizerHandler().flatten_to_load(target, run("SGD", 0)[1].state_dict())

@@ -65,6 +65,8 @@ def refuse_other_class(
     own_states: Iterable[object],
     stored_groups: Sequence[object],
     stored_states: Iterable[object],
+    *,
+    by_name: bool = False,
 ) -> None:
     """Raise an error if the stored state is that of another class of optimizer.
 
@@ -76,6 +78,7 @@ def refuse_other_class(
         own_states: its present states of parameters.
         stored_groups: the stored groups of its parameters.
         stored_states: the stored states of its parameters.
+        by_name: True if the stored state names the parameters: `load_state_dict` takes no such state.
 
     Raises:
         TreeMismatchError: numbers and names the options and states that differ.
@@ -91,10 +94,16 @@ def refuse_other_class(
         return
     differences = [*_lines(options), *states.lines()]
     name = type(optimizer).__name__
+    anyway = (
+        ""
+        if by_name or states.cannot_step
+        else f" If its states mean the same, load them unchecked: pass this part of the result of "
+        f"ckptcore.load(..., framework='torch') to load_state_dict of the {name}."
+    )
     raise TreeMismatchError(
         f"the stored state is that of another class of optimizer than {name}: {'; '.join(differences[:_SHOWN])}. "
         f"Load it into an optimizer of the class that was saved, or put PLACEHOLDER in the place of the {name} to "
-        "start with a new state. Nothing was changed",
+        f"start with a new state.{anyway} Nothing was changed",
         differences,
     )
 
