@@ -367,7 +367,9 @@ def test_a_frozen_parameter_may_only_have_an_entry_of_a_program(tmp_path: Path, 
             ckptcore.load_into(tmp_path / name, {"opt": target})
             assert frozen(target) == frozen(source)
             continue
-        with pytest.raises(TreeMismatchError):
+        with pytest.raises(
+            TreeMismatchError, match="states of 2 parameters: not every one has exp_avg, exp_avg_sq, step"
+        ):
             ckptcore.load_into(tmp_path / name, {"opt": target})
         assert frozen(target) == before
         with pytest.raises(KeyError, match="step"):
@@ -426,3 +428,23 @@ def test_a_state_of_an_equivalent_class_can_be_loaded_unchecked(tmp_path: Path) 
     assert torch.equal(target.state_dict()["state"][0]["step"], torch.tensor(2.0))
     with pytest.raises(TreeMismatchError, match="new state. Nothing was changed"):
         OptimizerHandler().flatten_to_load(target, run("SGD", 0)[1].state_dict())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hook_that_migrates_nothing_does_not_break_an_optimizer(tmp_path: Path, named: bool) -> None:
+    """An optimizer that can step afterwards loads: its hook may be of a program that changes other things."""
+    for saved in ("Adagrad", "AdamW"):
+        model, optimizer = run("AdamW", 1)
+        optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+        source: Any = run(saved, 0)
+        one = {"opt": NamedOptimizer(*source) if named else source[1]}
+        ckptcore.save(tmp_path / saved, one)
+        target = {"opt": NamedOptimizer(model, optimizer) if named else optimizer}
+        before = frozen(optimizer)
+        if saved == "AdamW":
+            ckptcore.load_into(tmp_path / saved, target)
+            assert frozen(optimizer) == frozen(source[1])
+            continue
+        with pytest.raises(TreeMismatchError, match="step, sum are stored instead of exp_avg, exp_avg_sq, step"):
+            ckptcore.load_into(tmp_path / saved, target)
+        assert frozen(optimizer) == before

@@ -16,7 +16,7 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 
-__all__ = ["refuse_other_class"]
+__all__ = ["refuse_other_class", "refuse_unmigrated"]
 
 _OF_ANY_CLASS: Final = frozenset(
     ("adjust_lr_fn", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
@@ -71,7 +71,7 @@ def refuse_other_class(
     """Raise an error if the stored state is that of another class of optimizer.
 
     Options that only one of two versions of a class has are no difference, nor are entries that programs add to groups
-    or states. An optimizer with hooks for loading may migrate the state of another class.
+    or states. An optimizer with hooks for loading may migrate the state of another class, see `refuse_unmigrated`.
 
     Args:
         optimizer: the optimizer.
@@ -84,7 +84,7 @@ def refuse_other_class(
         TreeMismatchError: numbers and names the options and states that differ.
     """
     optimizer = _unwrapped(optimizer)
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # wrappers of other libraries have none
+    if _may_migrate(optimizer):
         return
     options = _Options.of(optimizer, stored_groups)
     states = _States.of(optimizer, own_states, stored_states)
@@ -96,7 +96,7 @@ def refuse_other_class(
     name = type(optimizer).__name__
     anyway = (
         ""
-        if by_name or states.cannot_step
+        if by_name or states.lacking
         else f" If its states mean the same, load them unchecked: pass this part of the result of "
         f"ckptcore.load(..., framework='torch') to load_state_dict of the {name}."
     )
@@ -106,6 +106,32 @@ def refuse_other_class(
         f"start with a new state.{anyway} Nothing was changed",
         differences,
     )
+
+
+def refuse_unmigrated(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if an optimizer cannot step with its state, which its hooks for loading have not migrated.
+
+    Raises:
+        TreeMismatchError: names the entries of states that differ.
+    """
+    optimizer = _unwrapped(optimizer)
+    if not _may_migrate(optimizer):
+        return
+    states = _States.of(optimizer, (), optimizer.state.values())
+    if states.lacking:
+        differences = list(states.lines())
+        name = type(optimizer).__name__
+        raise TreeMismatchError(
+            f"the hooks of the {name} for loading left the state of another class of optimizer: {differences[0]}. "
+            f"Load it into an optimizer of the class that was saved, or register a hook with "
+            "register_load_state_dict_pre_hook that returns the state of this class. Nothing was changed",
+            differences,
+        )
+
+
+def _may_migrate(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer has hooks that can change a state. Wrappers of other libraries have none."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -180,8 +206,8 @@ class _States:
         stored: entries of the stored states.
         count: the number of stored states.
         is_of_torch: True if it is of a class of PyTorch.
-        cannot_step: True if every state lacks entries that a class of PyTorch needs, or one lacks the count of steps,
-            without which PyTorch's own loader fails.
+        lacking: entries that a class of PyTorch needs, if it cannot step: every state lacks some of them, or one
+            lacks the count of steps, without which PyTorch's own loader fails.
         are_of_others: True if every state is one of another class of PyTorch, and has nothing of its own class.
     """
 
@@ -189,7 +215,7 @@ class _States:
     stored: frozenset[str]
     count: int
     is_of_torch: bool = False
-    cannot_step: bool = False
+    lacking: frozenset[str] = frozenset()
     are_of_others: bool = False
 
     @classmethod
@@ -201,12 +227,11 @@ class _States:
         if name is not None and name in _STATES:
             always, others = (frozenset(text.split()) for text in _STATES[name])
             counts = always & {"step"}
-            cannot_step = bool(entries) and (
-                not any(always <= entry for entry in entries) or not all(counts <= entry for entry in entries)
-            )
+            can_step = any(always <= entry for entry in entries) and all(counts <= entry for entry in entries)
+            lacking = frozenset[str]() if can_step else frozenset[str]().union(*[always - entry for entry in entries])
             complete = [frozenset(needs.split()) for needs, _ in _STATES.values() if needs]
             are_of_others = found.isdisjoint(always | others) and any(needs <= found for needs in complete)
-            return cls(always | (others & found), found, len(entries), True, cannot_step, are_of_others)
+            return cls(always | (others & found), found, len(entries), True, lacking, are_of_others)
         present = frozenset[str]().union(*map(_entries, own))
         return cls(present or None, found, len(entries), name is not None)
 
@@ -218,14 +243,18 @@ class _States:
     def are_foreign(self, *, same_options: bool) -> bool:
         """Return True if they are those of another class. Programs add entries, also to states that were empty."""
         if self.is_of_torch:
-            return self.cannot_step or (self.are_of_others and not same_options)
+            return bool(self.lacking) or (self.are_of_others and not same_options)
         if self.own is None or not self.stored or same_options or self.own <= self.stored or self.stored <= self.own:
             return False
         return self.own & self.stored <= {"step"}
 
     def lines(self) -> Iterator[str]:
         """Yield the difference of states, if any."""
-        if self.stored and self.own is not None and self.own != self.stored:
+        if self.own is None or not self.stored:
+            return
+        if self.lacking and self.own <= self.stored:
+            yield f"states of {self.count} parameters: not every one has {', '.join(sorted(self.lacking))}"
+        elif self.own != self.stored:
             stored, own = (", ".join(sorted(one)) or "nothing" for one in (self.stored, self.own))
             yield f"states of {self.count} parameters: {stored} {'is' if len(self.stored) == 1 else 'are'} stored " + (
                 f"instead of {own}"
