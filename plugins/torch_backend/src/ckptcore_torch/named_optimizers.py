@@ -128,7 +128,7 @@ class NamedOptimizerHandler(CheckpointableHandler):
             sources = _source_groups(member, nested["param_groups"], group_of)
             groups = [nested["param_groups"][number] for numbers in sources for number in numbers]
             slots = [slots for name, slots in (nested.get("state") or {}).items() if name in member.aliases]
-            refuse_other_class(optimizer, member.slots.values(), groups, slots)
+            refuse_other_class(optimizer, member.slots.values(), groups, slots, by_name=True)
         request = {
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),

@@ -16,7 +16,7 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 
-__all__ = ["refuse_other_class"]
+__all__ = ["refuse_other_class", "refuse_unmigrated"]
 
 _OF_ANY_CLASS: Final = frozenset(
     ("adjust_lr_fn", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
@@ -24,10 +24,10 @@ _OF_ANY_CLASS: Final = frozenset(
 """Options that versions of PyTorch added to classes that existed before."""
 
 _OF_GROUPS: Final = frozenset((
-    "base_momentum", "initial_lr", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params", "swa_lr",
-    "weight_decay",
+    "base_momentum", "initial_lr", "k", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params",
+    "step", "swa_lr", "weight_decay",
 ))  # fmt: skip
-"""Entries of groups that nearly all classes have, or that schedulers and programs add."""
+"""Entries of groups that nearly all classes have, that steps add, or that schedulers and programs add."""
 
 _ANY: Final = _OF_ANY_CLASS | _OF_GROUPS
 
@@ -65,40 +65,80 @@ def refuse_other_class(
     own_states: Iterable[object],
     stored_groups: Sequence[object],
     stored_states: Iterable[object],
+    *,
+    by_name: bool = False,
 ) -> None:
     """Raise an error if the stored state is that of another class of optimizer.
 
     Options that only one of two versions of a class has are no difference, nor are entries that programs add to groups
-    or states. An optimizer with hooks for loading may migrate the state of another class.
+    or states. An optimizer with hooks for loading may migrate the state of another class, see `refuse_unmigrated`.
 
     Args:
         optimizer: the optimizer.
         own_states: its present states of parameters.
         stored_groups: the stored groups of its parameters.
         stored_states: the stored states of its parameters.
+        by_name: True if the stored state names the parameters: `load_state_dict` takes no such state.
 
     Raises:
         TreeMismatchError: numbers and names the options and states that differ.
     """
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # wrappers of other libraries have none
+    optimizer = _unwrapped(optimizer)
+    if _may_migrate(optimizer):
         return
-    options = [
-        _Options.of(optimizer, group) for group in stored_groups if isinstance(group, Mapping) and group.keys() - _ANY
-    ]
+    options = _Options.of(optimizer, stored_groups)
     states = _States.of(optimizer, own_states, stored_states)
-    differ = any(one.missing or not _options_of_torch().isdisjoint(one.extra) for one in options)
-    if not (
-        states.are_of_another_class(differ=differ) or (options and all(one.is_of_another_class for one in options))
-    ):
+    is_other = bool(options) and all(one.is_of_another_class for one in options)
+    is_same = bool(options) and not any(one.extra or one.missing for one in options)
+    if not (states.are_foreign(same_options=is_same) or (is_other and not states.agree)):
         return
     differences = [*_lines(options), *states.lines()]
     name = type(optimizer).__name__
+    anyway = (
+        ""
+        if by_name or states.lacking
+        else f" If its states mean the same, load them unchecked: pass this part of the result of "
+        f"ckptcore.load(..., framework='torch') to load_state_dict of the {name}."
+    )
     raise TreeMismatchError(
         f"the stored state is that of another class of optimizer than {name}: {'; '.join(differences[:_SHOWN])}. "
         f"Load it into an optimizer of the class that was saved, or put PLACEHOLDER in the place of the {name} to "
-        "start with a new state. Nothing was changed",
+        f"start with a new state.{anyway} Nothing was changed",
         differences,
     )
+
+
+def refuse_unmigrated(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if an optimizer cannot step with its state, which its hooks for loading have not migrated.
+
+    Raises:
+        TreeMismatchError: names the entries of states that differ.
+    """
+    optimizer = _unwrapped(optimizer)
+    if not _may_migrate(optimizer):
+        return
+    states = _States.of(optimizer, (), optimizer.state.values())
+    if states.lacking:
+        differences = list(states.lines())
+        name = type(optimizer).__name__
+        raise TreeMismatchError(
+            f"the hooks of the {name} for loading left the state of another class of optimizer: {differences[0]}. "
+            f"Load it into an optimizer of the class that was saved, or register a hook with "
+            "register_load_state_dict_pre_hook that returns the state of this class. Nothing was changed",
+            differences,
+        )
+
+
+def _may_migrate(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer has hooks that can change a state. Wrappers of other libraries have none."""
+    return bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer in a wrapper that has no options and hooks of its own, as the one of Accelerate."""
+    held = vars(optimizer)
+    inner = None if "defaults" in held else held.get("optimizer")
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +156,29 @@ class _Options:
     is_of_another_class: bool
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, stored: Mapping[object, object]) -> _Options:
-        """Compare a group with the options of an optimizer, and with what programs added to its groups."""
-        defaults = set(map(str, getattr(optimizer, "defaults", ())))
+    def of(cls, optimizer: torch.optim.Optimizer, stored_groups: Iterable[object]) -> list[_Options]:
+        """Compare groups with the options of an optimizer, and with what programs added to its groups.
+
+        Groups that only have entries of any class are left out. Groups with the same entries are compared once.
+        """
+        defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
-        found = set(map(str, stored))
+        name = _class_of_torch(optimizer)
+        compared = functools.cache(lambda found: cls._of_group(defaults, own, found, is_of_torch=name is not None))
+        found = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
+        return [compared(entries) for entries in found if entries - _ANY]
+
+    @classmethod
+    def _of_group(
+        cls, defaults: frozenset[str], own: frozenset[str], found: frozenset[str], *, is_of_torch: bool
+    ) -> _Options:
         missing = defaults - found - _ANY
         extra = found - own - _ANY
-        common = len(defaults & found - _ANY)
-        if _class_of_torch(optimizer) is not None:
-            is_other = bool(missing and extra) or not extra.isdisjoint(_options_of_torch())
+        is_other = any(not options <= own for options in _classes_of_torch(found))
+        if is_of_torch:
+            is_other = is_other or (bool(missing) and (bool(extra) or len(found & _FLAGS) > 1))
         else:
-            has_loops = own.isdisjoint(_FLAGS) and len(found & _FLAGS) > 1
-            is_other = bool((missing or has_loops) and extra) or max(len(missing), len(extra)) > max(common, _ADDED)
+            is_other = is_other or max(len(missing), len(extra)) > max(len(defaults & found - _ANY), _ADDED)
         return cls(sorted(extra), sorted(missing), is_other)
 
 
@@ -155,13 +205,18 @@ class _States:
         own: entries of its states. None if they are not known, because it has made no step.
         stored: entries of the stored states.
         count: the number of stored states.
-        cannot_step: True if a class of PyTorch lacks entries that it needs, or has those of another class.
+        is_of_torch: True if it is of a class of PyTorch.
+        lacking: entries that a class of PyTorch needs, if it cannot step: every state lacks some of them, or one
+            lacks the count of steps, without which PyTorch's own loader fails.
+        are_of_others: True if every state is one of another class of PyTorch, and has nothing of its own class.
     """
 
     own: frozenset[str] | None
     stored: frozenset[str]
     count: int
-    cannot_step: bool
+    is_of_torch: bool = False
+    lacking: frozenset[str] = frozenset()
+    are_of_others: bool = False
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, own: Iterable[object], stored: Iterable[object]) -> _States:
@@ -171,23 +226,35 @@ class _States:
         name = _class_of_torch(optimizer)
         if name is not None and name in _STATES:
             always, others = (frozenset(text.split()) for text in _STATES[name])
-            foreign = _entries_of_torch() - always - others
-            cannot_step = any(not always <= entry or entry & foreign for entry in entries)
-            return cls(always | (others & found), found, len(entries), cannot_step)
+            counts = always & {"step"}
+            can_step = any(always <= entry for entry in entries) and all(counts <= entry for entry in entries)
+            lacking = frozenset[str]() if can_step else frozenset[str]().union(*[always - entry for entry in entries])
+            complete = [frozenset(needs.split()) for needs, _ in _STATES.values() if needs]
+            are_of_others = found.isdisjoint(always | others) and any(needs <= found for needs in complete)
+            return cls(always | (others & found), found, len(entries), True, lacking, are_of_others)
         present = frozenset[str]().union(*map(_entries, own))
-        return cls(present or None, found, len(entries), cannot_step=False)
+        return cls(present or None, found, len(entries), name is not None)
 
-    def are_of_another_class(self, *, differ: bool) -> bool:
-        """Return True if they are those of another class. `differ` is True if options differ too."""
-        if self.cannot_step or self.own is None or not self.stored:
-            return self.cannot_step
-        if self.own <= self.stored or self.stored <= self.own:
-            return differ and self.own != self.stored
-        return differ or self.own & self.stored <= {"step"}
+    @property
+    def agree(self) -> bool:
+        """True if a class of another library has these states. Of a class of PyTorch, the options tell enough."""
+        return not self.is_of_torch and bool(self.stored) and self.own == self.stored
+
+    def are_foreign(self, *, same_options: bool) -> bool:
+        """Return True if they are those of another class. Programs add entries, also to states that were empty."""
+        if self.is_of_torch:
+            return bool(self.lacking) or (self.are_of_others and not same_options)
+        if self.own is None or not self.stored or same_options or self.own <= self.stored or self.stored <= self.own:
+            return False
+        return self.own & self.stored <= {"step"}
 
     def lines(self) -> Iterator[str]:
         """Yield the difference of states, if any."""
-        if self.stored and self.own is not None and self.own != self.stored:
+        if self.own is None or not self.stored:
+            return
+        if self.lacking and self.own <= self.stored:
+            yield f"states of {self.count} parameters: not every one has {', '.join(sorted(self.lacking))}"
+        elif self.own != self.stored:
             stored, own = (", ".join(sorted(one)) or "nothing" for one in (self.stored, self.own))
             yield f"states of {self.count} parameters: {stored} {'is' if len(self.stored) == 1 else 'are'} stored " + (
                 f"instead of {own}"
@@ -201,18 +268,23 @@ def _entries(state: object) -> frozenset[str]:
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of a class of PyTorch itself; None for other classes, also those derived from one."""
     kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("ckptcore_torch."))
-    return kind.__name__ if kind.__module__.startswith("torch.optim.") else None
+    return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None
+
+
+def _classes_of_torch(found: frozenset[str]) -> Iterator[frozenset[str]]:
+    """Yield the options of each class of PyTorch that can have written a group: it has all of them, and its flags."""
+    for options, flags in _options_of_torch():
+        if options <= found and len(flags & found) >= min(2, len(flags)):
+            yield options
 
 
 @functools.cache
-def _entries_of_torch() -> frozenset[str]:
-    """Return the entries of states of all classes of PyTorch. Programs count steps in any of them."""
-    return frozenset(name for texts in _STATES.values() for text in texts for name in text.split()) - {"step"}
-
-
-@functools.cache
-def _options_of_torch() -> frozenset[str]:
-    """Return the options of all classes of PyTorch."""
+def _options_of_torch() -> frozenset[tuple[frozenset[str], frozenset[str]]]:
+    """Return the options of all classes of PyTorch, and their flags."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    of_kinds = [inspect.signature(kind).parameters for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-    return frozenset[str]().union(*of_kinds) - {"defaults"}
+    names = [
+        frozenset(inspect.signature(kind).parameters)
+        for kind in kinds
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]
+    return frozenset((of_kind - _ANY, of_kind & _FLAGS) for of_kind in names)

@@ -17,7 +17,7 @@ from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
 from ckptcore_torch.composed_slots import with_composed_slots
 from ckptcore_torch.copies import OptimizerCopy
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.optimizer_classes import refuse_other_class
+from ckptcore_torch.optimizer_classes import refuse_other_class, refuse_unmigrated
 from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
@@ -121,6 +121,9 @@ class OptimizerHandler(CheckpointableHandler):
 
         PyTorch's ``load_state_dict`` alone would cast the state to the dtypes of the parameters,
         and copy options that are tensors.
+
+        Raises:
+            TreeMismatchError: if the optimizer has hooks, and cannot step with what they left.
         """
         state = with_objects(state)
         if not numbers_parameters(state):
@@ -143,6 +146,7 @@ class OptimizerHandler(CheckpointableHandler):
         numbers = numbered_parameters(target, state)
         own_options = [dict(group) for group in target.param_groups]
         target.load_state_dict(state)
+        refuse_unmigrated(target)
         for group, own in zip(target.param_groups, own_options, strict=True):
             for name, option in own.items():
                 group.setdefault(name, option)
@@ -163,8 +167,8 @@ class OptimizerHandler(CheckpointableHandler):
         loader = type(target).load_state_dict
         return (
             loader is not torch.optim.Optimizer.load_state_dict
-            or bool(target._optimizer_load_state_dict_pre_hooks)
-            or bool(target._optimizer_load_state_dict_post_hooks)
+            or bool(getattr(target, "_optimizer_load_state_dict_pre_hooks", None))  # wrappers can have none
+            or bool(getattr(target, "_optimizer_load_state_dict_post_hooks", None))
             or not numbers_parameters(target.state_dict())
         )
 
