@@ -178,9 +178,12 @@ class _Contents:
         Args:
             owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
         """
-        if owns is not None:
-            return sorted([key for key in {*self.keys}.difference(owns(self.keys)) if not _is_known(key)])
-        return sorted(self._others("", [key for key in self.keys if not _is_known(key)]))
+        keys = [key for key in self.keys if not _is_known(key)]
+        if owns is None:
+            return sorted(self._others("", keys))
+        # A composite that lost its root has members, and files of its layout by which other software finds it.
+        has_members = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
+        return sorted(set(self._others("", keys) if has_members else keys).difference(owns(self.keys)))
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""

@@ -151,8 +151,9 @@ def find_existing(
         return "nothing"
     elif (
         overwrite == "keep-other-files"
-        or has_members(location.store, names)
+        # A composite that lost its root has files of its layout, too: those by which other software finds it.
         or (owns := find_foreign(location)) is not None
+        or has_members(location.store, names)
     ):
         existing = "checkpoint"  # or a composite that lost its root, or files of other software
     else:
