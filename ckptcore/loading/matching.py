@@ -174,6 +174,8 @@ def match_leaves(
         elif absent and unexpected:
             moved, elsewhere = compared.of_moved_parts(flat, absent, unexpected)
             before.extend(moved)
+            if not moved:  # too many for the names of transforms
+                lost, elsewhere = elsewhere, []
         if absent or unexpected:
             before.extend(compared.take_other_states(flat.skeleton, absent, unexpected))
         if matching.missing == "error" or lost:
@@ -406,7 +408,7 @@ class _Comparison:
             *moved_parts(related.moves),
         ]
 
-    def _related(self, absent: Sequence[int], unexpected: Sequence[int]) -> _Related:
+    def _related(self, absent: Sequence[int], unexpected: Sequence[int], any_number: bool = False) -> _Related:
         from ckptcore.loading.differences import structure_differences  # only if the trees differ
         from ckptcore.loading.moves import find_moves
 
@@ -428,7 +430,7 @@ class _Comparison:
         others = [path for number, path in enumerate(self.tree.paths) if number not in stored]
         if self.by_name and all(len(path) == 1 for path in self.tree.paths):  # names that join the keys by dots
             requested = {position: _dotted(path) for position, path in requested.items()}
-        moves = find_moves(requested, stored, others, self._fits)
+        moves = find_moves(requested, stored, others, self._fits, any_number=any_number)
         return _Related(named, of_structure, requested, stored, moves)
 
     def of_moved_parts(
@@ -440,6 +442,7 @@ class _Comparison:
         them. A new part of a network of arrays is neither.
         """
         from ckptcore.loading.differences import moved_parts  # only if the trees differ
+        from ckptcore.loading.moves import in_order
 
         missing, sizes = set(absent), dict[TreePath, int]()
         lost: dict[TreePath, list[int]] = {}
@@ -451,13 +454,13 @@ class _Comparison:
                 lost[part.path] = counted
         if not lost:
             return [], []
-        moves = self._related(absent, unexpected).moves
+        moves = self._related(absent, unexpected, any_number=True).moves
         moved = {position for move in moves for position, _ in move.pairs}
         found = {path: counted for path, counted in lost.items() if moved.issuperset(counted)}
         positions = {position for counted in found.values() for position in counted}
         chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
         outermost = [path for path in found if not any(path[:length] in found for length in range(len(path)))]
-        return list(moved_parts(chosen)), outermost
+        return list(moved_parts(in_order(chosen))), outermost
 
     def take_other_states(self, skeleton: Skeleton, absent: list[int], unexpected: list[int]) -> Sequence[Difference]:
         """Return the differences of states of another class of a library, and remove their leaves from the lists.

@@ -13,7 +13,7 @@ from typing import Final
 
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
-__all__ = ["Move", "find_moves", "whole_parts"]
+__all__ = ["Move", "find_moves", "in_order", "whole_parts"]
 
 _CANDIDATES: Final = 50
 """Most stored leaves with the same last keys that are compared with one requested leaf."""
@@ -94,6 +94,8 @@ def find_moves(
     stored: Mapping[int, TreePath],
     others: Sequence[TreePath],
     fits: Callable[[int, int], bool],
+    *,
+    any_number: bool = False,
 ) -> Sequence[Move]:
     """Find parts that moved as a whole, in the order in which they can be renamed.
 
@@ -104,6 +106,7 @@ def find_moves(
         stored: the paths of stored leaves that are not requested.
         others: the paths of all other stored leaves. No part contains them.
         fits: returns True if a stored leaf can be loaded as the requested leaf at a position.
+        any_number: True to return all parts in any order.
     """
     requested, stored = ({number: _divided(path) for number, path in one.items()} for one in (requested, stored))
     votes = _votes(requested, stored, fits)
@@ -118,7 +121,9 @@ def find_moves(
         and all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))  # keys with the same text
     ]
     # Other leaves that are not requested may move together with a part, unless another part needs them.
-    return _in_order(parts.chosen(ordered, with_others=True)) or _in_order(parts.chosen(ordered, with_others=False))
+    if any_number:
+        return parts.chosen(ordered, with_others=True)
+    return in_order(parts.chosen(ordered, with_others=True)) or in_order(parts.chosen(ordered, with_others=False))
 
 
 def _optimizer(path: Sequence[str]) -> str | None:
@@ -260,7 +265,7 @@ class _Parts:
         return any((*move.requested, *path[length:]) in self._others for path in left)
 
 
-def _in_order(moves: Sequence[Move]) -> Sequence[Move]:
+def in_order(moves: Sequence[Move]) -> Sequence[Move]:
     """Sort moves so that a part moves away before another one takes its place.
 
     Empty if that is impossible, or if there are more than `_MOST`.

@@ -215,6 +215,18 @@ def test_a_renamed_part_beside_one_that_is_loaded(tmp_path: Path, kind: str) -> 
     assert ckptcore.load_into(tmp_path / "c", {**empty, "epoch": 0}, matching=KEEP)["epoch"] == 3
 
 
+def test_a_renamed_part_with_more_names_than_an_error_proposes(tmp_path: Path) -> None:
+    values = {f"w{i}": np.full(2, i) for i in range(30)}
+    ckptcore.save(tmp_path / "c", {**values, "step": 3})
+    target: dict[str, Any] = {"model": {name: np.zeros(2, int) for name in values}, "step": 0}
+    with pytest.raises(TreeMismatchError, match="No leaf of model is stored: if only the names differ") as caught:
+        ckptcore.load_into(tmp_path / "c", target, matching=KEEP)
+    assert "moved" not in str(caught.value) and target["step"] == 0
+    rename = Rename("w{number}", "model/w{number}")
+    ckptcore.load_into(tmp_path / "c", target, transforms=[rename])
+    assert all(map(np.array_equal, target["model"].values(), values.values()))
+
+
 def test_new_parts_keep_their_values(tmp_path: Path) -> None:
     """Of new parts nothing is stored, or what is stored is loaded elsewhere, or it has other names or shapes."""
     plain = arrays(1, w=3, b=2)
