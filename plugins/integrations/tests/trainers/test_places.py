@@ -91,7 +91,7 @@ def test_the_second_save_replaces_the_first(
     assert ckptcore.verify(saved).ok
     assert caplog.text.count("so a checkpoint is replaced by two renames") == 1
     with pytest.raises(AtomicityError):  # what the call is patched for
-        ckptcore.save(saved, {"n": 1}, overwrite=True)
+        ckptcore.save(f"{saved}/", {"n": 1}, overwrite=True)
 
 
 _LAST: Final = "kept://places/last.ckpt"
