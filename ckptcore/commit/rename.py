@@ -452,7 +452,8 @@ class RenameMethod(CommitMethod):
                 transaction.settle()
             self.directories.hide_from_others(location.name, hidden)
             transaction.probe(exchange=replaces and overwrite is True)
-            if replaces and overwrite in ("best-effort", "with-other-files") and not self.features(hidden, limits).exchanges:
+            weaker = replaces and overwrite in ("best-effort", "with-other-files")
+            if weaker and not self.features(hidden, limits).exchanges:
                 self._support.say_once(self._directory, _TWO_RENAMES)
         except BaseException:
             if resume:
