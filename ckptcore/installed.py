@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from functools import reduce
+from functools import cache, reduce
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ def entry_points(group: str) -> list[EntryPoint]:
     ]
 
 
+@cache
 def version_of(distribution: str) -> str:
     """Return the version of a distribution of this project.
 

@@ -168,7 +168,7 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     role: Role = "checkpoint"
     if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
-        if root.files is not None:
+        if root.files:
             own["files"] = sorted(root.files)
     else:
         role = root.role
@@ -532,7 +532,7 @@ def _decode_members(members: Any) -> dict[str, Member]:
 
 def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:
     """Return the files next to the checkpointables of a composite; None if they are unknown. No load needs them."""
-    files = document.get("files")
+    files = document.get("files", [])
     try:
         return tuple([check_key(_text(key)) for key in files]) if isinstance(files, list) else None
     except (CorruptCheckpointError, InvalidLocationError):

@@ -89,7 +89,8 @@ def test_steps_are_requested_concurrently(run: Run, steps: FarStorage, arguments
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") >= _STEPS
     assert steps.peak_at_once >= _ENOUGH_AT_ONCE
-    assert steps.count() <= 6 * _STEPS
+    per_step = 7 if arguments[0] == "gc" else 6  # gc lists steps that would go: files of others may keep them
+    assert steps.count() <= per_step * _STEPS
 
 
 def test_a_run_is_listed_with_one_small_request_per_step(steps: FarStorage) -> None:

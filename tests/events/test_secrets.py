@@ -121,7 +121,7 @@ def test_no_command_that_succeeds_shows_them(tmp_path: Path, told: list[str]) ->
         ["ls", run],
         ["steps", run],
         ["diff", f"{run}/1", f"{run}/2"],
-        ["consolidate", f"{run}/1", str(tmp_path / "w.safetensors")],
+        ["consolidate", f"{run}/1", str(tmp_path / "weights")],
         ["copy", f"{run}/1", str(tmp_path / "copy")],
         ["gc", run, "--policy", "latest_n=1", "--dry-run"],
         ["view", f"{run}/1", "--out", str(tmp_path / "report.html")],

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ckptcore.installed import version_of
 from tests.fuzzing.places import Place
 from tests.fuzzing.reads import Read
 from tests.fuzzing.targets import Target
@@ -60,6 +61,7 @@ class Observer:
         self._data = b""
         self._seen: list[str] = []
         self._thread = 0
+        version_of("ckptcore")  # errors name it, and it is found once
         sys.addaudithook(self._observe)
 
     @contextlib.contextmanager

@@ -98,6 +98,6 @@ def test_what_orbax_wrote_is_not_called_sound(capsys: pytest.CaptureFixture[str]
         return capsys.readouterr().out
 
     theirs = verified(Path(__file__).parent / "golden" / "v1_default")
-    assert theirs.startswith("readable: ")
+    assert theirs.startswith("complete: ")
     assert "sound" not in theirs
     assert verified(CHECKPOINTS[0]).startswith("sound: ")
