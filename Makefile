@@ -71,13 +71,13 @@ test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
 
 test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
-	$(BIN)/python -m tools.versions short --workers $(WORKERS) $(if $(PYTEST_ARGS),-- $(PYTEST_ARGS))
+	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
 
 test-oldest: $(STAMP)  ## test the lowest versions that the distributions accept: constraints-oldest.txt
-	$(BIN)/python -m tools.versions oldest --workers $(WORKERS) $(if $(PYTEST_ARGS),-- $(PYTEST_ARGS))
+	$(BIN)/python -m tools.versions oldest --workers $(WORKERS) -- $(PYTEST_ARGS)
 
 test-newest: $(STAMP)  ## test the newest packages on Python 3.12, 3.13 and 3.14 (PYTHON312=, PYTHON313=, PYTHON314=)
-	$(BIN)/python -m tools.versions newest --workers $(WORKERS) $(if $(PYTEST_ARGS),-- $(PYTEST_ARGS))
+	$(BIN)/python -m tools.versions newest --workers $(WORKERS) -- $(PYTEST_ARGS)
 
 # DeepSpeed compiles an operator when it is first used. A test that is killed meanwhile would leave a lock.
 COMPILE_DEEPSPEED := import deepspeed; deepspeed.init_distributed("gloo")

@@ -199,12 +199,17 @@ def _describe(python: Path) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests, and return the exit status: 0 if all runs passed, also if one was skipped."""
+    """Run the tests, and return the exit status: 0 if all runs passed, also if one was skipped.
+
+    Args:
+        arguments: the arguments; those after ``--`` are for pytest.
+    """
+    given = [*(sys.argv[1:] if arguments is None else arguments), "--"]
+    own, for_pytest = given[: given.index("--")], given[given.index("--") + 1 : -1]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=["oldest", "newest", "short"])
     parser.add_argument("--workers", default="2", help="processes that run the tests")
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(own)
     failed = []
     for run in runs_of(options.kind):
         interpreter = find_interpreter(run.python)
@@ -214,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         python = _prepare(run, interpreter)
         print(f"Python {run.python}, {run.constraints or 'newest versions'}:", *_describe(python), flush=True)
-        command = [str(python), "-m", "pytest", "-n", options.workers, *run.part.tests, *options.pytest]
+        command = [str(python), "-m", "pytest", "-n", options.workers, *run.part.tests, *for_pytest]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(run.python)
     if failed:

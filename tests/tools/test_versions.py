@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tools import versions
 from tools.versions import ROOT, find_interpreter, requirements, runs_of
 
 
@@ -30,3 +32,21 @@ def test_requirements_are_those_of_all_distributions_needed() -> None:
 def test_the_tests_of_every_run_exist(kind: str) -> None:
     paths = [test.removeprefix("--ignore=") for run in runs_of(kind) for test in run.part.tests]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("given", [[], ["--"], ["--", "-x", "--workers"]])
+def test_arguments_for_pytest_follow_two_dashes(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make test-versions` passes the dashes also without arguments."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(versions, "find_interpreter", lambda python: "python")
+    monkeypatch.setattr(versions, "_prepare", lambda run, interpreter: Path("python"))
+    monkeypatch.setattr(versions, "_describe", lambda python: [])
+    monkeypatch.setattr(subprocess, "run", run)
+    assert versions.main(["short", "--workers", "3", *given]) == 0
+    for command, tried in zip(commands, runs_of("short"), strict=True):
+        assert command == ["python", "-m", "pytest", "-n", "3", *tried.part.tests, *given[1:]]
