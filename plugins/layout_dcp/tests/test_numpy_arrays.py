@@ -97,6 +97,12 @@ def test_values_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     _assert_same(loaded["scalar"], state["scalar"])
 
 
+def test_scalars_of_protocol_0_are_numbers(tmp_path: Path) -> None:
+    """Its texts have escapes, so the bytes have no range in the file."""
+    torch.save({"scalar": np.float32(1.5), "step": np.int64(3)}, tmp_path / "file.pt", pickle_protocol=0)
+    assert ckptcore.load(tmp_path / "file.pt") == {"scalar": 1.5, "step": 3}
+
+
 def test_arrays_of_objects_are_lists(tmp_path: Path) -> None:
     torch.save({"one": np.array([None, {"a": 1}]), "two": np.array([[1, "b"], [2, None]], object)}, tmp_path / "f.pt")
     assert ckptcore.load(tmp_path / "f.pt") == {"one": [None, {"a": 1}], "two": [[1, "b"], [2, None]]}

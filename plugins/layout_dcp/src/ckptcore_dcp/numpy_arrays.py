@@ -19,7 +19,7 @@ from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
 
 __all__ = ["NumpyReader"]
 
-SCALAR: Final = "numpy.scalar"
+_SCALAR: Final = "numpy.scalar"
 """Kind of the records of NumPy scalars, as the core saves them."""
 
 _PACKAGES: Final = ("numpy.core", "numpy._core")
@@ -51,10 +51,11 @@ class NumpyReader:
     places: Places | None
 
     def read(self, call: Call, path: str) -> StoredTensor | bool | int | float | complex | list[Value] | None:
-        """Return the array or scalar that a call makes. Without places a scalar is a number.
+        """Return the array or scalar that a call makes.
 
-        An array of objects becomes nested lists. Returns None for other calls, and for arrays that
-        cannot be read from the file: of structures, without places, and in pickles of protocol 0.
+        An array of objects becomes nested lists. Without places, and in pickles of protocol 0, a scalar
+        is a number, and an array cannot be read from the file. Returns None then, for arrays of
+        structures, and for other calls.
 
         Raises:
             CorruptCheckpointError: the array is invalid.
@@ -98,8 +99,8 @@ class NumpyReader:
         found = _plain_bytes(data)
         if found is None or len(found) != kind.itemsize:
             return None  # it only looks like a scalar
-        if self.places is not None:
-            return self._stored((), (), kind, data, SCALAR, path)
+        if (stored := self._stored((), (), kind, data, _SCALAR, path)) is not None:
+            return stored
         number: object = np.frombuffer(found, kind)[0].item()
         return number if isinstance(number, bool | int | float | complex) else None
 
