@@ -1,0 +1,1 @@
+"""Reads checkpoints of other software, without that software."""

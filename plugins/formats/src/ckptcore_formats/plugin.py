@@ -1,0 +1,16 @@
+"""Entry module of the plugin: registers the layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import LayoutFactory
+
+__all__ = ["ckpt_layouts"]
+
+
+@hookimpl
+def ckpt_layouts() -> Mapping[str, LayoutFactory]:
+    """Register the layouts. Their modules are imported on first use."""
+    return {}
