@@ -303,6 +303,22 @@ def test_objects_that_write_files_load(tmp_path):
     assert_same(loaded["model"], STEP)
 
 
+def test_nodes_and_values_in_different_directories_load(tmp_path):
+    """Orbax's later versions of the database, and its merges, find both."""
+    large = "x" * 3000
+    layout = OcdbtLayout(separate_nodes=True)
+    ckptcore.save(tmp_path / "c", {**STEP, "text": large, "values": jnp.arange(2000.0)}, layout=layout)
+    assert_same(v1.load(tmp_path / "c"), {**STEP, "text": large, "values": jnp.arange(2000.0)})
+    files = {path.parent.name for path in (tmp_path / "c/state").rglob("*") if path.is_file()}
+    assert files >= {"ocdbt_meta", "ocdbt_data"}
+    assert "d" not in files
+    assert ckptcore.verify(tmp_path / "c").ok
+    ckptcore.copy(tmp_path / "c", tmp_path / "flat", layout=OcdbtLayout(separate_nodes=True, item=""))
+    (tmp_path / "flat" / "checkpoint.json").unlink()  # a checkpoint of Orbax, whose files are its own
+    ckptcore.save(tmp_path / "flat", STEP, overwrite=True)
+    assert_same(ckptcore.load(tmp_path / "flat")["count"], 3)
+
+
 @pytest.mark.parametrize("layout", FEW)
 def test_tied_arrays_load_under_each_name(tmp_path, layout):
     tied = jnp.arange(2000.0)

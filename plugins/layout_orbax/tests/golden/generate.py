@@ -47,6 +47,8 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import msgpack_utils
 from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
+from orbax.checkpoint._src.serialization import ocdbt_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils as ts_utils
 from orbax.checkpoint.experimental import v1
 
 HERE = Path(__file__).resolve().parent
@@ -93,6 +95,9 @@ PARAMS: dict[str, Any] = {
     },
     "step": array("int32"),
 }
+
+
+SEPARATE: dict[str, Any] = {**PARAMS, "values": array("float32", (64, 40), 3)}
 
 
 @golden
@@ -309,6 +314,20 @@ def flax_bytes(path: Path) -> Any:
     path.mkdir()
     (path / "weights").write_bytes(flax.serialization.to_bytes(numbers("float32", [3, 400], 2)))
     return {"file": "weights", "tree": array("float32", (3, 400), 2)}
+
+
+@golden
+def v1_separate_nodes(path: Path) -> Any:
+    """Nodes in ``ocdbt_meta`` and values in ``ocdbt_data``: an option of two internal functions of Orbax, here on."""
+    for function in (ts_utils.ArrayWriteSpec.__init__, ocdbt_utils.merge_ocdbt_per_process_files):
+        function.__kwdefaults__["store_ocdbt_metadata_and_values_separately"] = True
+    try:
+        with _options(use_compression=False):
+            v1.save(path, built(SEPARATE))
+    finally:
+        for function in (ts_utils.ArrayWriteSpec.__init__, ocdbt_utils.merge_ocdbt_per_process_files):
+            function.__kwdefaults__["store_ocdbt_metadata_and_values_separately"] = False
+    return {"tree": SEPARATE}
 
 
 @golden

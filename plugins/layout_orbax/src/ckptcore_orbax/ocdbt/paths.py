@@ -20,7 +20,12 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore_orbax.ocdbt.cursor import Cursor
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
-__all__ = ["DataFile", "check_path", "decode_files", "encode_files"]
+__all__ = ["NODES", "VALUES", "DataFile", "check_path", "decode_files", "encode_files"]
+
+NODES: Final = "ocdbt_meta"
+"""Directory of nodes, if values are in another one."""
+
+VALUES: Final = "ocdbt_data"
 
 _MAX_PATH_BYTES: Final = 65535
 """Limit of tensorstore."""
@@ -103,7 +108,7 @@ def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
 def encode_files(paths: Sequence[str]) -> bytes:
     """Return a table of paths relative to the database. Sorted paths take less space.
 
-    The base of each path ends before its ``d/<name>``, as in Orbax's databases. Files of
+    The base of each path ends before the directory of its file, as in Orbax's databases. Files of
     nodes have an empty base.
 
     Raises:
@@ -135,8 +140,6 @@ def encode_files(paths: Sequence[str]) -> bytes:
 
 
 def _base_length(path: str) -> int:
-    """Return the number of characters before ``d/<name>``."""
-    directory = path.rpartition("/")[0]
-    if directory == "d" or directory.endswith("/d"):
-        return len(directory) - 1
-    return 0
+    """Return the number of characters before ``d/<name>`` or ``ocdbt_data/<name>``."""
+    above, _, directory = path.rpartition("/")[0].rpartition("/")
+    return len(above) + 1 if above and directory in ("d", VALUES) else 0

@@ -27,6 +27,7 @@ from ckptcore.protocols import WriteStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.node import ValueLocation
+from ckptcore_orbax.ocdbt.paths import NODES, VALUES
 from ckptcore_orbax.orbax.item_files import item_files
 from ckptcore_orbax.orbax.values import value_array
 from ckptcore_orbax.zarr.chunking import unflatten_index
@@ -112,7 +113,7 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
         if isinstance(record, ValueRecord) and (array := value_array(record)) is not None
     }
     if options.storage == "ocdbt":
-        _write_database(tree, arrays, chunks, small, receipts, prefix, store)
+        _write_database(tree, arrays, chunks, small, receipts, options, prefix, store)
     else:
         _write_documents(arrays, small, options.zarr_format, prefix, store)
     shapes = {leaf: (stored.format.chunk, stored.format.inner) for leaf, stored in arrays.items()}
@@ -160,15 +161,17 @@ def _write_database(
     chunks: Sequence[_ReceiptChunks],
     small: Mapping[int, tuple[ZarrArray, bytes]],
     receipts: Sequence[Receipt],
+    options: LayoutOptions,
     prefix: str,
     store: WriteStore,
 ) -> None:
     """Merge the chunks of all processes into one database by reference, without copying elements."""
     unique = hashlib.blake2b(json.dumps([_receipt_id(receipt) for receipt in receipts]).encode(), digest_size=16)
-    node_file = f"d/{unique.hexdigest()}"
-    values, value_file = _value_locations(small, f"{node_file}.values")
-    if value_file:
-        store.write(f"{prefix}{node_file}.values", [BytesSegment(value_file)])
+    nodes, large = (NODES, VALUES) if options.separate_nodes else ("d", "d")
+    node_file, value_file = f"{nodes}/{unique.hexdigest()}", f"{large}/{unique.hexdigest()}.values"
+    values, value_bytes = _value_locations(small, value_file)
+    if value_bytes:
+        store.write(f"{prefix}{value_file}", [BytesSegment(value_bytes)])
     database = encode_database(
         _database_entries(tree, arrays, chunks, small, values),
         uuid=unique.digest(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
@@ -89,7 +89,7 @@ class _OrbaxLayout(Layout):
         raise NotImplementedError
 
     def _make_options(
-        self, zarr_format: Literal[2, 3], storage: Literal["ocdbt", "objects"], checksum: bool, data_file_bytes: int
+        self, zarr_format: Literal[2, 3], storage: Literal["ocdbt", "objects"], checksum: bool
     ) -> LayoutOptions:
         default = ArrayOptions(
             chunk_bytes=self.chunk_bytes or None,
@@ -101,8 +101,9 @@ class _OrbaxLayout(Layout):
             storage=storage,
             default=default,
             rules=tuple(self.rules),
-            data_file_bytes=data_file_bytes,
+            data_file_bytes=_DATA_FILE_BYTES,
             item=self.item,
+            separate_nodes=False,
         )
 
     def check(self, tree: TreeMetadata, size: int) -> None:
@@ -198,7 +199,7 @@ class ZarrLayout(_OrbaxLayout):
         return "zarr"
 
     def _layout_options(self) -> LayoutOptions:
-        return self._make_options(2, "objects", False, _DATA_FILE_BYTES)
+        return self._make_options(2, "objects", False)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a checkpoint of Orbax or AXLearn with zarr v2 arrays, or a file of Flax.
@@ -225,7 +226,7 @@ class Zarr3Layout(_OrbaxLayout):
         return "zarr3"
 
     def _layout_options(self) -> LayoutOptions:
-        return self._make_options(3, "objects", self.checksum, _DATA_FILE_BYTES)
+        return self._make_options(3, "objects", self.checksum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +238,14 @@ class OcdbtLayout(_OrbaxLayout):
             with zarr v2, which has no checksums.
         zarr_format: 3, or 2 as in Orbax v0.
         data_file_bytes: target size of a data file, in bytes.
+        separate_nodes: store the nodes of the database in ``ocdbt_meta``, and values in ``ocdbt_data``, as Orbax does
+            with ``store_ocdbt_metadata_and_values_separately``.
     """
 
     checksum: bool = True
     zarr_format: Literal[2, 3] = 3
     data_file_bytes: int = _DATA_FILE_BYTES
+    separate_nodes: bool = False
 
     def __post_init__(self) -> None:
         """Validate the options.
@@ -261,4 +265,5 @@ class OcdbtLayout(_OrbaxLayout):
         return "ocdbt"
 
     def _layout_options(self) -> LayoutOptions:
-        return self._make_options(self.zarr_format, "ocdbt", self.checksum, self.data_file_bytes)
+        options = self._make_options(self.zarr_format, "ocdbt", self.checksum)
+        return replace(options, data_file_bytes=self.data_file_bytes, separate_nodes=self.separate_nodes)

@@ -27,7 +27,7 @@ _OTHER_METADATA: Final = frozenset({"_CHECKPOINT_DELETION", ".zarray", ".zgroup"
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
 
 _INNER: Final = re.compile(
-    r"(d/|ocdbt\.process_|array_metadatas/|(python|grain|tf)_[0-9]+/).*|metrics/(metrics|commit_success\.txt)|"
+    r"(d/|ocdbt_(meta|data)/|ocdbt\.process_|array_metadatas/|(python|grain|tf)_[0-9]+/).*|metrics/(metrics|commit_success\.txt)|"
     r"descriptor/descriptor\.pbtxt",
     re.DOTALL,
 )

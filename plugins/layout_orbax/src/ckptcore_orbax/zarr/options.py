@@ -75,6 +75,7 @@ class LayoutOptions:
         rules: changes of these options for selected arrays, applied in order.
         data_file_bytes: target size of a data file of a database, in bytes.
         item: Orbax item name, which is the directory, for a checkpoint of one tree.
+        separate_nodes: the nodes and the values of a database are in different directories.
     """
 
     zarr_format: Literal[2, 3]
@@ -83,12 +84,14 @@ class LayoutOptions:
     rules: Sequence[ArrayRule]
     data_file_bytes: int
     item: str
+    separate_nodes: bool
 
     @property
     def description(self) -> str:
-        """Description of the options that must be equal in all processes: all except the size of data files."""
+        """Description of the options that must be equal in all processes: all but the size of data files."""
+        separate = " with nodes apart" if self.separate_nodes else ""
         rules = ", ".join(map(repr, self.rules))
-        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.default}, rules [{rules}]"
+        return f"zarr {self.zarr_format} as {self.storage}{separate} in {self.item!r}, {self.default}, rules [{rules}]"
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:

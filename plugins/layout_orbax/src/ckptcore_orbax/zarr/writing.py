@@ -17,6 +17,7 @@ from typing import Final, Self, TypeAlias
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
 from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.ocdbt.paths import VALUES
 from ckptcore_orbax.zarr.chunk_encoding import (
     ENCODED_FILE_BYTES,
     BoundedChunk,
@@ -32,7 +33,7 @@ from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, stored_format
 
-__all__ = ["data_directory", "forecast_arrays", "write_arrays"]
+__all__ = ["forecast_arrays", "write_arrays"]
 
 _THREADS: Final = 8
 """Threads that write encoded chunks as objects. They mostly wait for the storage."""
@@ -100,9 +101,9 @@ _LARGE_ALIGNMENT: Final = 4096
 """Alignment of chunks of at least `_SMALL_BYTES` in a data file, in bytes: one page."""
 
 
-def data_directory(rank: int) -> str:
+def _data_directory(rank: int, options: LayoutOptions) -> str:
     """Return the directory of a process's data files, as in Orbax."""
-    return f"ocdbt.process_{rank}/d"
+    return f"ocdbt.process_{rank}/{VALUES if options.separate_nodes else 'd'}"
 
 
 _StoredChunk: TypeAlias = EncodedChunk | BoundedChunk
@@ -188,7 +189,7 @@ def _write(snapshot: Snapshot, options: LayoutOptions, store: WriteStore, encode
     files: list[str] = []
     prefix = f"{directory}/" if directory else ""
     if options.storage == "ocdbt":
-        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, options.data_file_bytes, files, columns)
+        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, options, files, columns)
         writer.write_direct(direct)
         exact = len(files)
         with closing(encode(encoded)) as chunks:
@@ -219,7 +220,7 @@ class _DataFiles:
         prefix: str,
         rank: int,
         save_id: str,
-        max_file_bytes: int,
+        options: LayoutOptions,
         files: list[str],
         columns: _ReceiptColumns,
     ) -> None:
@@ -227,7 +228,7 @@ class _DataFiles:
         self._prefix = prefix
         self._rank = rank
         self._save_id = save_id
-        self._max_file_bytes = max_file_bytes
+        self._options = options
         self._files = files
         self._columns = columns
 
@@ -244,7 +245,7 @@ class _DataFiles:
             nbytes = array.chunk_bytes
             alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
             for index, outer in source.chunks:
-                if position and position + nbytes > self._max_file_bytes:
+                if position and position + nbytes > self._options.data_file_bytes:
                     yield self._next_file(), segments
                     segments, position = [], 0
                 if gap := -position % alignment:
@@ -267,7 +268,7 @@ class _DataFiles:
                 self._columns.add_digests(chunk)
                 segments.append(chunk.segment)
                 position += chunk.nbytes
-                if position >= min(self._max_file_bytes, ENCODED_FILE_BYTES):
+                if position >= min(self._options.data_file_bytes, ENCODED_FILE_BYTES):
                     if writing is not None:
                         writing.result()
                     writing = pool.submit(self._store.write, self._next_file(), segments)
@@ -280,7 +281,7 @@ class _DataFiles:
     def _next_file(self) -> str:
         text = f"{self._save_id}/{self._rank}/{len(self._files)}"
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._files.append(f"{data_directory(self._rank)}/{name}")
+        self._files.append(f"{_data_directory(self._rank, self._options)}/{name}")
         return f"{self._prefix}{self._files[-1]}"
 
     def _record_chunk(self, source: ChunkSource, index: tuple[int, ...], file: int, offset: int, length: int) -> None:
