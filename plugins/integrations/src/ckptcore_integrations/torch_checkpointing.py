@@ -1,0 +1,477 @@
+"""torch_checkpointing: its checkpoints on the storages of ckptcore, durable, and committed by one step.
+
+`CkptcoreStorageConfig` is a `StorageConfig`: pass it as ``storage_config`` to a `CheckpointManager`. Paths are local
+paths or URLs such as ``s3://bucket/run/step_100``. Other methods of torch_checkpointing, its files and its formats stay
+as they are.
+
+torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. Here a file is durable once it
+is closed. File systems rename the directory without replacing another one. Object stores have no directories to
+rename, and an earlier job may still write to them, so there
+
+- every file is an object with a name of its own, ``objects.ckptcore/model_0.pt@<number>-<random id>``, in the
+  directory of the checkpoint. The number is one more than that of the objects of the file that exist,
+- the rename creates the list of these objects, ``files.ckptcore.json``, if none exists. Without it there is no
+  checkpoint, and objects that are not in it do not count. Nothing is deleted before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
+from typing_extensions import Buffer
+
+from ckptcore import Context
+from ckptcore.commit.location import open_directory
+from ckptcore.errors import ConditionFailedError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.model.metadata import check_key
+from ckptcore.protocols import IF_ABSENT, StorageBackend
+from ckptcore.runtime import runtime_of
+from ckptcore_integrations.object_streams import InputStream, OutputStream
+
+__all__ = ["CkptcoreStorage", "CkptcoreStorageConfig"]
+
+_LIST: Final = "files.ckptcore.json"
+"""The list of the objects of a committed checkpoint in an object store."""
+
+_FORMAT: Final = "ckptcore-files"
+_VERSION: Final = 1
+
+_OBJECTS: Final = "objects.ckptcore"
+"""The directory of the objects in the directory of the checkpoint."""
+
+_OBJECT: Final = re.compile(_OBJECTS + r"/(.+)@([0-9]{1,9})-[0-9a-f]{32}", re.DOTALL)
+"""The key of an object in the directory of the checkpoint: its file, and its number."""
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
+"""A URL, of which a `Path` removes a slash."""
+
+_MAX_LIST_BYTES: Final = 1 << 26
+_DEPTH: Final = 4
+"""The most directories of a file within its checkpoint."""
+
+_COPY_BYTES: Final = 8 << 20
+"""Bytes of a file that are copied at a time."""
+
+
+@dataclass
+class CkptcoreStorageConfig(StorageConfig):
+    """Stores checkpoints on the storages of ckptcore. Can be pickled, for the process that writes.
+
+    Attributes:
+        context: options, such as those of storages; None: the default.
+        temp_dir_prefix: the option of the same name of the `CheckpointWriterConfig`.
+    """
+
+    context: Context | None = None
+    temp_dir_prefix: str = DEFAULT_TEMP_DIR_PREFIX
+
+    def create_storage(self) -> CkptcoreStorage:
+        """Return the storage. Makes no request."""
+        return CkptcoreStorage(self)
+
+
+class _Place(NamedTuple):
+    """A path on an object store.
+
+    Attributes:
+        directory: the URL of the directory of checkpoints.
+        checkpoint: the name of a checkpoint in it; empty if none is known.
+        file: the path within the checkpoint; empty for the checkpoint itself.
+        pending: True if the path is in the temporary directory of the checkpoint.
+    """
+
+    directory: str
+    checkpoint: str
+    file: str
+    pending: bool
+
+    @property
+    def key(self) -> str:
+        return "/".join(filter(None, (self.checkpoint, self.file)))
+
+
+class CkptcoreStorage(Storage):
+    """The storage of a `CkptcoreStorageConfig`. Thread-safe."""
+
+    def __init__(self, config: CkptcoreStorageConfig) -> None:
+        self._context = config.context or Context()
+        self._prefix = config.temp_dir_prefix
+        self._local = LocalFileSystemStorage(LocalFileSystemStorageConfig())
+
+    # --- read
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        """Open a file. The stream reads ranges, unless `ReadArgs.pre_read_full_file` requires the whole file.
+
+        Raises:
+            FileNotFoundError: there is no such file, or it is not committed.
+            OSError: it does not have the size that the caller expects.
+        """
+        url = _url(path)
+        if url is None:
+            return self._local.stream_read(path, read_args)
+        storage, key, size = self._find(path, url)
+        expected = read_args.known_size_bytes if read_args is not None else None
+        if expected is not None and expected != size:
+            raise OSError(f"{url} has {size} bytes, and its caller expects {expected}: it was replaced; load again")
+        if read_args is not None and not read_args.pre_read_full_file:
+            return InputStream(storage.open_reader(key), size)
+        return io.BytesIO(storage.get(key))  # type: ignore[return-value]  # as the storage of torch_checkpointing does
+
+    def getsize(self, path: Path) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file, or it is not committed.
+        """
+        url = _url(path)
+        return self._local.getsize(path) if url is None else self._find(path, url)[2]
+
+    def exists(self, path: Path) -> bool:
+        """Return True for a file or directory. A checkpoint in an object store exists once it is committed."""
+        url = _url(path)
+        return self._local.exists(path) if url is None else self._is_file(path, url) or self.isdir(path)
+
+    def isdir(self, path: Path) -> bool:
+        """Return True for a directory. A checkpoint in an object store exists once it is committed."""
+        url = _url(path)
+        return self._local.isdir(path) if url is None else bool(self._names(url))
+
+    def ls(self, path: Path) -> list[str]:
+        """Return the names in a directory.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+        """
+        url = _url(path)
+        if url is None:
+            return self._local.ls(path)
+        names = self._names(url)
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, "there is no such directory", url)
+        return names
+
+    def remap_path(self, path: Path) -> str:
+        """Return the local path or the URL."""
+        return _url(path) or str(path)
+
+    # --- write
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """Return a stream. Its file exists, durable, once the stream is closed without an error.
+
+        Raises:
+            FileExistsError: the path is in the temporary directory of a checkpoint that is committed.
+        """
+        url = _url(path)
+        if url is None:
+            storage, key = self._open(str(path.parent), to_write=True), path.name
+            return OutputStream(storage.open_writer(key))
+        place = self._place(url)
+        storage = self._open(place.directory, to_write=True)
+        if not place.pending:
+            return OutputStream(storage.open_writer(place.key))
+        self._refuse_committed(storage, place)
+        number = 1 + max([one.number for one in _versions(storage, place)], default=0)
+        key = f"{place.checkpoint}/{_OBJECTS}/{place.file}@{number}-{uuid.uuid4().hex}"
+        return OutputStream(storage.open_writer(key))
+
+    def write(self, path: Path, data: Buffer) -> None:
+        """Write a file. See `stream_write`."""
+        with self.stream_write(path) as stream:
+            stream.write(data)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Create a directory. In object stores directories appear with their first file.
+
+        Raises:
+            FileExistsError: the path is the temporary directory of a checkpoint that is committed.
+        """
+        url = _url(path)
+        if url is None:
+            self._local.mkdir(path, recursive)
+        elif (place := self._place(url)).pending:
+            self._refuse_committed(self._open(place.directory), place)
+
+    def rename(
+        self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
+    ) -> None:
+        """Commit a directory, or move a file. See `Storage.rename` for what raises.
+
+        Raises:
+            FileExistsError: the destination exists, or another job committed it meanwhile.
+            OSError: an object store cannot rename the directory, because it has not the temporary name of `dst_path`;
+                or two jobs write the same checkpoint.
+        """
+        source, destination = _url(src_path), _url(dst_path)
+        if (source is None) != (destination is None):
+            raise OSError(errno.EXDEV, f"cannot rename {src_path} to {dst_path}: they are on different storages")
+        if source is None or destination is None:
+            self._rename_locally(src_path, dst_path)
+        elif self._place(source).pending and not self._place(source).file:
+            self._commit(self._place(source), destination)
+        elif self._is_file(src_path, source):
+            self._move(src_path, source, dst_path, destination)
+        else:
+            raise OSError(
+                errno.ENOTSUP,
+                f"cannot rename {source} to {destination}: object stores have no directories. Only the temporary "
+                f"directory of a checkpoint, {self._prefix}<name>, is renamed to <name>",
+            )
+
+    def delete(self, path: Path) -> None:
+        """Delete a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            PermissionError: it is a file of a committed checkpoint in an object store, which `rmdir` deletes.
+        """
+        url = _url(path)
+        if url is None:
+            self._local.delete(path)
+            return
+        storage, key, _ = self._find(path, url)
+        if self._committed(url) is not None:
+            raise PermissionError(errno.EPERM, "it is in a committed checkpoint; delete that with rmdir", url)
+        storage.delete([key])
+
+    def rmdir(self, path: Path) -> None:
+        """Delete a directory with its contents. A committed checkpoint does not exist any more before its files go."""
+        url = _url(path)
+        if url is None:
+            self._local.rmdir(path)
+            return
+        place = self._place(url)
+        storage = self._open(place.directory, to_write=True)
+        if not place.pending:
+            storage.delete([f"{place.key}/{_LIST}"])
+        elif place.file or _read_list(storage, place.checkpoint) is not None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such directory", url)
+        storage.delete(list(storage.list(place.key)))
+
+    # --- file systems
+
+    def _rename_locally(self, source: Path, destination: Path) -> None:
+        """Rename by the storage of ckptcore, which makes files and names durable and replaces no directory."""
+        if not source.is_dir() or source.parent != destination.parent or destination.is_file():
+            self._local.rename(source, destination)
+            return
+        storage: Any = self._open(str(source.parent), to_write=True)
+        storage.sync_directory(source.name)
+        try:
+            storage.rename(source.name, destination.name)
+        except ConditionFailedError as error:
+            raise _occupied(str(destination)) from error
+
+    # --- object stores
+
+    def _open(self, directory: str, *, to_write: bool = False) -> StorageBackend:
+        return open_directory(directory, runtime_of(self._context).storages, to_write=to_write)
+
+    def _place(self, url: str) -> _Place:
+        scheme, _, rest = url.partition("://")
+        names = [name for name in rest.split("/") if name]
+        for index in range(len(names) - 1, 0, -1):
+            if names[index].startswith(self._prefix) and names[index] != self._prefix:
+                checkpoint = names[index].removeprefix(self._prefix)
+                above = "/".join(names[:index])
+                return _Place(f"{scheme}://{above}", checkpoint, "/".join(names[index + 1 :]), True)
+        return _Place(f"{scheme}://{'/'.join(names[:-1])}", "", names[-1] if names else "", False)
+
+    def _refuse_committed(self, storage: StorageBackend, place: _Place) -> None:
+        if _read_list(storage, place.checkpoint) is not None:
+            raise _occupied(f"{place.directory}/{place.checkpoint}")
+
+    def _committed(self, url: str) -> tuple[StorageBackend, str, str, Mapping[str, tuple[str, int]]] | None:
+        """Return the checkpoint that has a path: its storage and name there, the path within it, and its files."""
+        directory, file = url, ""
+        for _ in range(_DEPTH + 1):
+            directory, _, name = directory.rpartition("/")
+            if not name or directory.endswith(":/"):
+                return None
+            storage = self._open(directory)
+            files = _read_list(storage, name)
+            if files is not None:
+                return storage, name, file, files
+            file = f"{name}/{file}" if file else name
+        return None
+
+    def _find(self, path: Path, url: str) -> tuple[StorageBackend, str, int]:
+        """Return the storage, key and size of a file."""
+        place = self._place(url)
+        if not place.pending and (found := self._committed(url)) is not None:
+            storage, name, file, files = found
+            if file not in files:
+                raise FileNotFoundError(errno.ENOENT, "the checkpoint has no such file", url)
+            key, size = files[file]
+            return storage, f"{name}/{key}", size
+        storage = self._open(place.directory)
+        if not place.pending:
+            return storage, place.key, storage.size(place.key)
+        versions = _versions(storage, place)
+        if not versions:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", url)
+        newest = max(versions, key=lambda one: one.number).key
+        return storage, newest, storage.size(newest)
+
+    def _is_file(self, path: Path, url: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            self._find(path, url)
+            return True
+        return False
+
+    def _names(self, url: str) -> list[str]:
+        """Return the names in a directory, as if the renames were those of a file system."""
+        place = self._place(url)
+        if place.pending:
+            storage = self._open(place.directory)
+            if _read_list(storage, place.checkpoint) is not None:
+                return []
+            start = f"{place.checkpoint}/"
+            keys = [key.removeprefix(start) for key in storage.list(f"{start}{_OBJECTS}")]
+            return _first_names([match[1] for key in keys if (match := _OBJECT.fullmatch(key))], place.file)
+        if (committed := self._committed(url)) is not None:
+            _, _, file, files = committed
+            return _first_names(files, file)
+        storage = self._open(url)
+        found = storage.list_names()
+        if f"{_OBJECTS}/" in found:
+            return []  # a checkpoint that is not committed
+        names = [name for name in found if not name.endswith("/")]
+        for name in [name[:-1] for name in found if name.endswith("/")]:
+            within = storage.list_names(name)
+            pending = f"{_OBJECTS}/" in within and _LIST not in within
+            names.append(f"{self._prefix}{name}" if pending else name)
+        return sorted(names)
+
+    def _commit(self, source: _Place, destination: str) -> None:
+        """Create the list of objects of a checkpoint.
+
+        Raises:
+            FileExistsError, OSError: see `rename`.
+        """
+        directory, _, name = destination.rpartition("/")
+        if (directory, name) != (source.directory, source.checkpoint):
+            raise OSError(
+                errno.ENOTSUP,
+                f"cannot rename {source.directory}/{self._prefix}{source.checkpoint} to {destination}: an object store "
+                f"renames it to {source.checkpoint} only",
+            )
+        storage = self._open(directory, to_write=True)
+        files: dict[str, tuple[str, int]] = {}
+        numbers: dict[str, int] = {}
+        objects = _sizes(storage, name)
+        for key, size in objects.items():
+            match = _OBJECT.fullmatch(key)
+            if match is None:
+                raise _occupied(destination)
+            file, number = match[1], int(match[2])
+            if numbers.get(file) == number:
+                raise OSError(
+                    errno.EBUSY,
+                    f"{destination}: two jobs write {file}. Stop the other one, delete "
+                    f"{directory}/{self._prefix}{name} with rmdir, and save again; nothing is committed",
+                )
+            if number > numbers.get(file, 0):
+                files[file], numbers[file] = (key, size), number
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "nothing was written to the temporary directory", destination)
+        listed = {"format": _FORMAT, "version": _VERSION, "files": files}
+        data = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode()
+        try:
+            storage.put(f"{name}/{_LIST}", data, condition=IF_ABSENT)
+        except ConditionFailedError as error:
+            if storage.get(f"{name}/{_LIST}") != data:  # else it is ours: the response of an attempt was lost
+                raise _occupied(destination) from error
+        listed_keys = {key for key, _ in files.values()}
+        storage.delete([f"{name}/{key}" for key in objects if key not in listed_keys])  # of jobs that were killed
+
+    def _move(self, src_path: Path, source: str, dst_path: Path, destination: str) -> None:
+        """Copy a file by parts, and delete it."""
+        if self.isdir(dst_path):
+            raise _occupied(destination)
+        with self.stream_read(src_path, ReadArgs(pre_read_full_file=False)) as read, self.stream_write(dst_path) as out:
+            while data := read.read(_COPY_BYTES):
+                out.write(data)
+        self.delete(src_path)
+
+
+def _url(path: Path) -> str | None:
+    """Return the URL of a path; None for a local path."""
+    match = _URL.fullmatch(str(path))
+    return None if match is None else f"{match[1]}://{match[2].rstrip('/')}"
+
+
+class _Object(NamedTuple):
+    """An object of a file: its key in the storage, and its number."""
+
+    key: str
+    number: int
+
+
+def _versions(storage: StorageBackend, place: _Place) -> list[_Object]:
+    """Return the objects of a file that is not committed."""
+    start = f"{place.checkpoint}/"
+    matches = [_OBJECT.fullmatch(key.removeprefix(start)) for key in storage.list(f"{start}{_OBJECTS}")]
+    return [_Object(f"{start}{match[0]}", int(match[2])) for match in matches if match and match[1] == place.file]
+
+
+def _first_names(files: Iterable[str], directory: str) -> list[str]:
+    """Return the names directly below a directory, of which these are the files."""
+    start = f"{directory}/" if directory else ""
+    return sorted({file[len(start) :].partition("/")[0] for file in files if file.startswith(start)})
+
+
+def _sizes(storage: StorageBackend, directory: str) -> Mapping[str, int]:
+    """Return the sizes of the objects of a directory, by key within it."""
+    found = storage.list_sizes(directory)
+    if found is None:
+        found = {key: storage.size(key) for key in storage.list(directory)}
+    return {key.removeprefix(f"{directory}/"): size for key, size in found.items()}
+
+
+def _occupied(url: str) -> FileExistsError:
+    return FileExistsError(
+        errno.ENOTEMPTY, "it exists already, and a save replaces nothing: delete it first, or save to another path", url
+    )
+
+
+def _read_list(storage: StorageBackend, name: str) -> Mapping[str, tuple[str, int]] | None:
+    """Return the object and the size of each file of a committed checkpoint; None if it is not committed.
+
+    Raises:
+        CorruptCheckpointError: the list is damaged.
+    """
+    key = f"{name}/{_LIST}"
+    try:
+        data = storage.get(key, 0, _MAX_LIST_BYTES)
+    except ObjectNotFoundError:
+        return None
+    try:
+        listed = json.loads(data)
+        if listed["format"] != _FORMAT or listed["version"] != _VERSION:
+            raise ValueError(f"it has the format {listed['format']!r}, version {listed['version']!r}")
+        files: dict[str, tuple[str, int]] = {}
+        for file, (object_key, size) in listed["files"].items():
+            match = _OBJECT.fullmatch(check_key(object_key))
+            if match is None or match[1] != file or type(size) is not int or size < 0:
+                raise ValueError(f"the file {file[:80]!r} has the object {object_key[:80]!r} with {size!r} bytes")
+            files[file] = object_key, size
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidLocationError) as error:
+        raise CorruptCheckpointError(
+            f"{key} is no list of files of a checkpoint ({error!r}): restore it from a copy, or load another one",
+            key=key,
+        ) from error
+    return files
