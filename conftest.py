@@ -97,8 +97,8 @@ _COMBINATIONS: Final = frozenset(
 _EVERY: Final = 3
 """One of this many parameters of a test in `_COMBINATIONS` is tried without `--slow`."""
 
-_TRAINERS: Final = Path(__file__).parent / "plugins/integrations/tests/trainers"
-"""Tests with libraries that only the environment of `make test-integrations` has."""
+_TRAINERS: Final = [Path(__file__).parent / "plugins/integrations/tests" / name for name in ("trainers", "vllm")]
+"""Tests with libraries that only the environments of `make test-integrations` and `make test-vllm` have."""
 
 _PRELOADED: Final = [
     "ckptcore_testing",
@@ -115,7 +115,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--slow`, `--full` and `--trainers`."""
     parser.addoption("--slow", action="store_true", help="collect the tests marked slow, too")
     parser.addoption("--full", action="store_true", help="run slow tests of more than a minute in full; with --slow")
-    parser.addoption("--trainers", action="store_true", help="collect the tests that make test-integrations runs")
+    parser.addoption("--trainers", action="store_true", help="collect tests with libraries that train or serve")
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +136,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the directories of system tests if these are deselected: some import large libraries."""
-    if collection_path == _TRAINERS and not config.getoption("trainers"):
+    if collection_path in _TRAINERS and not config.getoption("trainers"):
         return True
     without = config.getoption("markexpr") == "not system" and collection_path.is_dir()
     return True if without and _in_system(collection_path) else None

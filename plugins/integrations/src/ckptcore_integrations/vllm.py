@@ -5,29 +5,41 @@ vLLM finds it by the entry point ``vllm.general_plugins``: ``vllm serve DIRECTOR
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Mapping
+from typing import Any, Final
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from ckptcore_torch.collectives import GlooCollectives
+from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
+from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions, SingleProcess
-from ckptcore.errors import TreeMismatchError
-from ckptcore.model.tree import Attribute, Key
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.redaction import redacted_location
-from ckptcore.results import StoredArray, StoredTree
+from ckptcore.results import StoredTree
+from ckptcore_integrations.stored_weights import WeightReader
 
 __all__ = ["CheckpointLoader", "register"]
 
-_OPTIONS = ("checkpoint", "subtree", "storage")
+_OPTIONS: Final = ("batch_bytes", "checkpoint", "reads", "storage", "subtree")
+_BATCH_BYTES: Final = 1 << 30
+
+_numbers: Final = itertools.count()
+"""Numbers of the loads of this process, which are equal in all workers that load together."""
 
 
 class CheckpointLoader(BaseModelLoader):
-    """Loads the weights of a model from a checkpoint. Arrays are read and verified one at a time.
+    """Loads the weights of a model from a checkpoint.
+
+    A worker reads the boxes of its shard, many of them at once. The workers of a tensor-parallel group read for each
+    other, so that the storage delivers each byte once. Models that are quantised while they are loaded read
+    the boxes of each layer when it is quantised, and each worker for itself.
 
     Options in ``model_loader_extra_config``:
 
@@ -37,6 +49,11 @@ class CheckpointLoader(BaseModelLoader):
         The part of the tree with the weights, such as ``"model"``. Default: the whole tree.
     ``storage``
         Options of storages by scheme; see `ckptcore.Context`.
+    ``reads``
+        ``"broadcast"``, the default, or ``"all"``: each worker reads for itself. That is faster if all workers are on
+        one host that has the checkpoint in its page cache.
+    ``batch_bytes``
+        The size of the arrays that are read at once, in bytes. Default: 1 GiB. A worker needs memory for its boxes.
 
     The name of a weight is its path below the subtree, with dots between keys. It must be the name that files of
     Hugging Face have. Values that are not arrays are not passed to the model.
@@ -58,7 +75,15 @@ class CheckpointLoader(BaseModelLoader):
         for name, value in (("checkpoint", self._checkpoint), ("subtree", self._subtree)):
             if not isinstance(value, str | None):
                 raise TypeError(f"model_loader_extra_config: {name}={value!r} is not text")
-        # Each worker reads by itself: vLLM may load in some of them only.
+        self._together = options.get("reads", "broadcast")
+        if self._together not in ("all", "broadcast"):
+            raise ValueError(f"model_loader_extra_config: reads={self._together!r}: expected 'all' or 'broadcast'")
+        self._batch_bytes = options.get("batch_bytes", _BATCH_BYTES)
+        if type(self._batch_bytes) is not int or self._batch_bytes < 1:
+            raise ValueError(
+                f"model_loader_extra_config: batch_bytes={self._batch_bytes!r}: expected a number of bytes"
+            )
+        # vLLM may load in some workers only.
         self._context = Context(storage=options.get("storage", {}), job=JobOptions(coordinator=SingleProcess()))
 
     def download_model(self, model_config: Any) -> None:
@@ -73,11 +98,12 @@ class CheckpointLoader(BaseModelLoader):
         """Load the weights by ``model.load_weights``, which receives names and tensors on the CPU.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or the subtree does not exist.
+            CheckpointError: there is no checkpoint, it is damaged or was replaced, or the subtree does not exist.
             ValueError: the checkpoint lacks weights of the model. Not checked for models that are quantised, or that do
                 not return the names that they have loaded.
         """
         location = self._location(model_config)
+        digest = ckptcore.metadata(location, context=self._context).digest
         with ckptcore.open(location, context=self._context) as opened:
             tree = opened if self._subtree is None else opened[self._subtree]
             if not isinstance(tree, StoredTree):
@@ -85,7 +111,16 @@ class CheckpointLoader(BaseModelLoader):
                     f"{self._subtree!r} in {redacted_location(location)} is one leaf: expected a container of weights",
                     [f"{self._subtree} is a leaf"],
                 )
-            loaded = model.load_weights(_tensors(tree, ""))
+            contexts = self._context, self._context_of_group()
+            defer = not _quantises_layers(model)
+            reader = WeightReader(location, tree, contexts, defer=defer, batch_bytes=self._batch_bytes)
+            with reader:
+                loaded = model.load_weights(reader.weights(_dtype))
+            reader.fill()
+        if ckptcore.metadata(location, context=self._context).digest != digest:
+            raise CorruptCheckpointError(
+                f"{redacted_location(location)} was replaced while it was loaded: load it again", key=location
+            )
         if loaded is None or model_config.quantization is not None:
             return
         missing = sorted({name for name, _ in model.named_parameters()} - set(loaded))
@@ -98,7 +133,22 @@ class CheckpointLoader(BaseModelLoader):
             )
 
     def _location(self, model_config: Any) -> str:
-        return self._checkpoint or model_config.model
+        location: str = self._checkpoint or model_config.model
+        return location
+
+    def _context_of_group(self) -> Context:
+        """Return options for loads by all workers of the tensor-parallel group; those for one if there is no group."""
+        if self._together == "all" or not parallel_state.model_parallel_is_initialized():
+            return self._context
+        group, job = parallel_state.get_tp_group(), store_of_job()
+        if group.world_size == 1 or job is None:
+            return self._context
+        name = f"ckptcore.vllm/{','.join(map(str, group.ranks))}/{next(_numbers)}"
+        store = dist.PrefixStore(name, job)  # type: ignore[attr-defined]  # exported only at run time
+        coordinator = StoreCoordinator(store, group.rank_in_group, group.world_size)
+        collectives = GlooCollectives(store, group.rank_in_group, group.world_size)
+        options = JobOptions(reads="broadcast", coordinator=coordinator, collectives=collectives)
+        return Context(storage=self._context.storage, job=options)
 
 
 def register() -> None:
@@ -106,28 +156,15 @@ def register() -> None:
     register_model_loader("ckptcore")(CheckpointLoader)
 
 
-def _tensors(tree: StoredTree, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the arrays below a container with their names. Each is read when it is its turn."""
-    for key, stored in tree.items():
-        name = f"{prefix}{_text(key)}"
-        if isinstance(stored, StoredTree):
-            yield from _tensors(stored, f"{name}.")
-        elif isinstance(stored, StoredArray):
-            yield name, _tensor(np.asarray(stored), name)
+def _quantises_layers(model: Any) -> bool:
+    """Return True if vLLM quantises each layer as soon as its weights are copied, so that they cannot come later."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return any(getattr(method, "uses_meta_device", False) for method in methods)
 
 
-def _text(key: Key) -> str:
-    return key.name if isinstance(key, Attribute) else str(key)
-
-
-def _tensor(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
-    """Return a tensor over the memory of an array."""
-    dtype = array.dtype.name
-    if dtype == "bfloat16" or dtype.startswith("float8_"):  # types of ml_dtypes, which PyTorch does not accept
-        found = getattr(torch, dtype, None)
-        if found is not None:
-            return torch.from_numpy(array.view(f"u{array.itemsize}")).view(found)
-    try:
-        return torch.from_numpy(array)
-    except TypeError as error:
-        raise ValueError(f"{name}: PyTorch has no dtype {dtype}") from error
+def _dtype(name: str, dtype: str) -> torch.dtype:
+    """Return the dtype of a weight."""
+    found = getattr(torch, dtype, None)
+    if isinstance(found, torch.dtype):
+        return found
+    raise ValueError(f"{name}: PyTorch has no dtype {dtype}")

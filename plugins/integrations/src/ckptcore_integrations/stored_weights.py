@@ -1,0 +1,321 @@
+"""Weights of a checkpoint as tensors, of which only the elements are read that a program copies.
+
+A program that places weights itself narrows and transposes each one, and copies the result into a parameter.
+`WeightReader` passes it a `StoredWeight` for each array. Views of it read nothing, and a copy is noted. Noted copies
+are done many at once, by one load of the boxes that they need, which the processes of a group can share. An operation
+on a weight, or on a parameter with a noted copy, reads the elements first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ckptcore
+from ckptcore import Context, Matching, ShardedArray
+from ckptcore.builtin.sharded_arrays import ArrayShard
+from ckptcore.model import Box
+from ckptcore.model.tree import Attribute, Key
+from ckptcore.results import StoredArray, StoredTree
+
+__all__ = ["StoredWeight", "StridedBox", "WeightReader", "strided_box"]
+
+_CPU: Final = torch.device("cpu")
+_PART: Final = Matching(unexpected="ignore")
+
+
+class StridedBox(NamedTuple):
+    """The elements of a view of a C-contiguous array.
+
+    Attributes:
+        box: the smallest box of the array that has them and that their view can be made of.
+        offset, strides: the view of the C-contiguous elements of the box, in elements. The shape is that of the view.
+    """
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def strided_box(shape: Sequence[int], view: torch.Tensor) -> StridedBox:
+    """Return the box of an array that a view of it needs.
+
+    Args:
+        shape: the shape of the array.
+        view: a view, not empty, of a C-contiguous tensor of this shape.
+    """
+    steps = _contiguous_strides(shape)
+    last = sum([(extent - 1) * stride for extent, stride in zip(view.shape, view.stride(), strict=True)])
+    begin = int(view.storage_offset())
+    low, high = _index(begin, steps), _index(begin + last, steps)
+    moves = [_index(stride, steps) for stride in view.stride()]
+    reached = [
+        start + sum([(extent - 1) * move[axis] for extent, move in zip(view.shape, moves, strict=True)])
+        for axis, start in enumerate(low)
+    ]
+    if reached == list(high):  # each axis of the view moves along axes of the array, without a carry
+        box = Box(tuple(low), tuple([stop + 1 for stop in high]))
+        inner = _contiguous_strides(box.shape)
+        strides = [sum([step * size for step, size in zip(move, inner, strict=True)]) for move in moves]
+        return StridedBox(box, 0, tuple(strides))
+    axis = next(axis for axis, (start, stop) in enumerate(zip(low, high, strict=True)) if start != stop)
+    box = Box(
+        (*low[: axis + 1], *[0] * (len(shape) - axis - 1)),
+        (*[start + 1 for start in low[:axis]], high[axis] + 1, *shape[axis + 1 :]),
+    )
+    first = sum([start * step for start, step in zip(box.start, steps, strict=True)])
+    return StridedBox(box, begin - first, view.stride())
+
+
+def _contiguous_strides(shape: Sequence[int]) -> list[int]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return strides[::-1]
+
+
+def _index(offset: int, steps: Sequence[int]) -> list[int]:
+    index = []
+    for step in steps:
+        index.append(offset // step)
+        offset %= step
+    return index
+
+
+class StoredWeight(torch.Tensor):
+    """A view of a stored array. A view of it reads nothing, and any other operation reads its elements."""
+
+    _source: StoredArray
+    _view: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, source: StoredArray, view: torch.Tensor) -> Self:
+        """Describe a view.
+
+        Args:
+            source: the stored array.
+            view: the view, of a tensor on the meta device with the shape of the array.
+        """
+        made: Self = torch.Tensor._make_wrapper_subclass(
+            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype, device=_CPU
+        )
+        made._source = source
+        made._view = view
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # PyTorch also passes args and kwargs by position
+        """Run an operation: a view of the stored array without elements, others with them."""
+        kwargs = kwargs or {}
+        if func.is_view and isinstance(args[0], StoredWeight):
+            viewed = func(args[0]._view, *args[1:], **kwargs)
+            return tree_map(lambda view: cls(args[0]._source, view), viewed)
+        if func is torch.ops.aten.copy_.default and args[0].device.type == "meta":
+            return args[0]  # a program that counts what it would copy
+        args, kwargs = tree_map(_elements, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # Tensor's has no types
+        """Return a text, without reading elements."""
+        return f"StoredWeight({self._source!r}, shape={tuple(self.shape)})"
+
+
+def _elements(value: Any) -> Any:
+    """Return a tensor with the elements of a stored weight; any other value as it is."""
+    if not isinstance(value, StoredWeight):
+        return value
+    if not value.numel():
+        return torch.empty(value.shape, dtype=value.dtype)
+    found = strided_box(value._source.shape, value._view)
+    index = tuple(map(slice, found.box.start, found.box.stop))
+    return _strided(np.ascontiguousarray(value._source[index]), found, value)
+
+
+def _strided(elements: np.ndarray[Any, Any], found: StridedBox, weight: StoredWeight) -> torch.Tensor:
+    """Return the view of a stored weight that these elements of its box make."""
+    return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, found.strides, found.offset)
+
+
+def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor over the memory of an array."""
+    if array.dtype.isbuiltin != 1:  # a dtype of ml_dtypes, which PyTorch does not accept
+        array = array.view(f"u{array.itemsize}")
+    return torch.from_numpy(array).view(dtype)
+
+
+class _Copy(NamedTuple):
+    """A copy that is noted: a stored weight, and the tensor that gets its elements."""
+
+    weight: StoredWeight
+    target: torch.Tensor
+
+
+class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    """Passes the arrays of a checkpoint to a program as `StoredWeight`, and does the copies that the program makes.
+
+    Enter it while the program copies. Copies are done at the latest by `fill`.
+    """
+
+    def __init__(
+        self, location: str, tree: StoredTree, contexts: Sequence[Context], *, defer: bool, batch_bytes: int
+    ) -> None:
+        """Read nothing.
+
+        Args:
+            location: the path or URL of the checkpoint.
+            tree: the container with the weights, of the open checkpoint.
+            contexts: options for loads of this process alone, and for those of its group. Equal if there is no group.
+            defer: do many copies at once. If False, do each copy at once.
+            batch_bytes: size of the arrays after which noted copies are done, in bytes.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+        self._location = location
+        self._tree = tree
+        self._alone, self._together = contexts
+        self._defer = defer
+        self._batch_bytes = batch_bytes
+        self._copies: list[_Copy] = []
+
+    def weights(self, dtype_of: Callable[[str, str], torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name of each array, and the array. Noted copies are done after each batch, by the whole group.
+
+        Args:
+            dtype_of: returns the dtype of PyTorch for the name of a weight and that of its dtype.
+        """
+        waiting = 0
+        for name, stored in _arrays(self._tree, ""):
+            meta = torch.empty(stored.shape, dtype=dtype_of(name, stored.dtype.name), device="meta")
+            yield name, StoredWeight(stored, meta)
+            waiting += stored.nbytes
+            if waiting >= self._batch_bytes:
+                self.fill()
+                waiting = 0
+
+    def fill(self) -> None:
+        """Do the noted copies. Every process of the group calls this equally often."""
+        copies, self._copies = self._copies, []
+        self._load(copies, self._together)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note copies of stored weights. Do noted copies of a tensor before another operation uses it."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and self._defer and isinstance(args[1], StoredWeight):
+            target, weight = args[0], args[1]
+            if target.device.type != "meta" and target.shape == weight.shape and not isinstance(target, StoredWeight):
+                self._copies.append(_Copy(weight, target))
+                return target
+        if self._copies and not func.is_view:
+            used = [_memory(value) for value in tree_leaves((args, kwargs)) if _is_plain(value)]
+            if any(_overlap(_memory(copy.target), memory) for copy in self._copies for memory in used):
+                copies, self._copies = self._copies, []
+                self._load(copies, self._alone)
+        return func(*args, **kwargs)
+
+    def _load(self, copies: Sequence[_Copy], context: Context) -> None:
+        """Load the boxes of all copies at once, and copy."""
+        if not copies and context is self._alone:
+            return
+        found = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]
+        copies = [copy for copy in copies if copy.weight.numel()]
+        boxes: dict[int, list[Box]] = {}
+        sources: dict[int, StoredArray] = {}
+        shared = context is not self._alone
+        for copy, one in zip(copies, found, strict=True):
+            source = copy.weight._source
+            sources[id(source)] = source
+            # Shards of a group cut blocks, which are read and verified whole: many columns are in one block. So a group
+            # requests whole arrays, of which each process reads a part that ends at a block.
+            boxes.setdefault(id(source), []).append(Box.whole(source.shape) if shared else one.box)
+        elements = {
+            number: [(box, np.empty(box.shape, sources[number].dtype)) for box in _separate(of_source)]
+            for number, of_source in boxes.items()
+        }
+        target: dict[Key, Any] = {}
+        for number, parts in elements.items():
+            stored = sources[number]
+            inner = target
+            for key in stored.path[:-1]:
+                inner = inner.setdefault(_plain(key), {})
+            shards = [ArrayShard(box, array) for box, array in parts]
+            inner[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
+        ckptcore.load_into(self._location, target, matching=_PART, context=context)
+        with torch.no_grad():
+            for copy, one in zip(copies, found, strict=True):
+                box, array = next(part for part in elements[id(copy.weight._source)] if _contains(part[0], one.box))
+                part = array[tuple([slice(*ends) for ends in _within(one.box, box)])]
+                copy.target.copy_(_strided(np.ascontiguousarray(part), one, copy.weight))
+
+
+def _arrays(tree: StoredTree, prefix: str) -> Iterator[tuple[str, StoredArray]]:
+    """Yield the arrays below a container with their names: the keys, with dots between them."""
+    for key, stored in tree.items():
+        name = f"{prefix}{_plain(key)}"
+        if isinstance(stored, StoredTree):
+            yield from _arrays(stored, f"{name}.")
+        elif isinstance(stored, StoredArray):
+            yield name, stored
+
+
+def _plain(key: Key) -> Key:
+    return key.name if isinstance(key, Attribute) else key
+
+
+def _separate(boxes: Sequence[Box]) -> Sequence[Box]:
+    """Return boxes that do not overlap and contain these: those that overlap are replaced by a box around them."""
+    separate: list[Box] = []
+    for box in boxes:
+        while touched := [other for other in separate if _intersects(other, box)]:
+            separate = [other for other in separate if other not in touched]
+            touched.append(box)
+            box = Box(
+                tuple([min(starts) for starts in zip(*[one.start for one in touched], strict=True)]),
+                tuple([max(stops) for stops in zip(*[one.stop for one in touched], strict=True)]),
+            )
+        separate.append(box)
+    return separate
+
+
+def _intersects(first: Box, second: Box) -> bool:
+    starts, stops = map(max, first.start, second.start), map(min, first.stop, second.stop)
+    return all(start < stop for start, stop in zip(starts, stops, strict=True))
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return all(map(int.__le__, outer.start, inner.start)) and all(map(int.__ge__, outer.stop, inner.stop))
+
+
+def _within(inner: Box, outer: Box) -> Sequence[tuple[int, int]]:
+    return [
+        (start - first, stop - first) for start, stop, first in zip(inner.start, inner.stop, outer.start, strict=True)
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    """Return True for a tensor with memory of its own."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, StoredWeight) and value.device.type != "meta"
+
+
+class _Memory(NamedTuple):
+    """A range of memory, in bytes from the beginning of a storage."""
+
+    storage: int
+    start: int
+    stop: int
+
+
+def _memory(tensor: torch.Tensor) -> _Memory:
+    """Return the range with the elements of a tensor."""
+    last = sum([(extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    stop = start + (last + 1) * tensor.element_size() if tensor.numel() else start
+    return _Memory(tensor.untyped_storage().data_ptr(), start, stop)
+
+
+def _overlap(first: _Memory, second: _Memory) -> bool:
+    return first.storage == second.storage and max(first.start, second.start) < min(first.stop, second.stop)
