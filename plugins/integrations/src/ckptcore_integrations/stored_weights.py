@@ -232,24 +232,26 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             # Shards of a group cut blocks, which are read and verified whole: many columns are in one block. So a group
             # requests whole arrays, of which each process reads a part that ends at a block.
             boxes.setdefault(id(source), []).append(Box.whole(source.shape) if shared else one.box)
-        elements = {
-            number: [(box, np.empty(box.shape, sources[number].dtype)) for box in _separate(of_source)]
-            for number, of_source in boxes.items()
-        }
-        target: dict[Key, Any] = {}
-        for number, parts in elements.items():
+        request: dict[Key, Any] = {}
+        for number, of_source in boxes.items():
             stored = sources[number]
-            inner = target
-            for key in stored.path[:-1]:
-                inner = inner.setdefault(_plain(key), {})
-            shards = [ArrayShard(box, array) for box, array in parts]
-            inner[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
-        ckptcore.load_into(self._location, target, matching=_PART, context=context)
+            shards = [ArrayShard(box) for box in _separate(of_source)]
+            _container(request, stored)[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
+        loaded = ckptcore.load(self._location, request, matching=_PART, context=context)
         with torch.no_grad():
             for copy, one in zip(copies, found, strict=True):
-                box, array = next(part for part in elements[id(copy.weight._source)] if _contains(part[0], one.box))
-                part = array[tuple([slice(*ends) for ends in _within(one.box, box)])]
+                stored = copy.weight._source
+                array = _container(loaded, stored)[_plain(stored.path[-1])]
+                shard = next(shard for shard in array.shards if _contains(shard.box, one.box))
+                part = shard.elements[tuple([slice(*ends) for ends in _within(one.box, shard.box)])]
                 copy.target.copy_(_strided(np.ascontiguousarray(part), one, copy.weight))
+
+
+def _container(tree: dict[Key, Any], stored: StoredArray) -> dict[Key, Any]:
+    """Return the dict of a tree of dicts that has a stored array, or will have it."""
+    for key in stored.path[:-1]:
+        tree = tree.setdefault(_plain(key), {})
+    return tree
 
 
 def _arrays(tree: StoredTree, prefix: str) -> Iterator[tuple[str, StoredArray]]:
