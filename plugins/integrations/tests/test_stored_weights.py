@@ -63,7 +63,7 @@ def view_of(tensor: Any, choices: random.Random) -> Any:
 
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_copy_of_a_view_is_that_of_the_array(opened: tuple[str, Any], *, defer: bool) -> None:
-    for seed in range(60):
+    for seed in range(25):
         reader, weights = reader_of(opened, defer=defer)
         name = random.Random(seed).choice(sorted(WEIGHTS))
         found, expected = (view_of(tensor, random.Random(seed)) for tensor in (weights[name], WEIGHTS[name]))
