@@ -47,6 +47,7 @@ from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapsh
 __all__ = [
     "RESTORE",
     "AssembledLayout",
+    "Branch",
     "Divided",
     "Entry",
     "Part",
@@ -110,6 +111,10 @@ class Part:
             self.skeleton.kind in ("list", "tuple") or (self.skeleton.kind == "object" and bool(self.skeleton.keys))
         )
 
+    def of_leaf(self, leaf: Leaf) -> Part:
+        """Return the part that is only a leaf of this file."""
+        return Part(self.key, LEAF, (leaf,), self.storages)
+
     @property
     def tensor(self) -> StoredTensor | None:
         """The tensor, if the part is one."""
@@ -164,7 +169,20 @@ class Refused:
     error: CheckpointError
 
 
-Entry: TypeAlias = "Part | Divided | Refused | str | list[Entry] | Mapping[Key, Entry]"
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A part of the tree whose leaves have several sources.
+
+    Attributes:
+        skeleton: its containers.
+        entries: an entry that is a leaf, for each leaf of the skeleton.
+    """
+
+    skeleton: Skeleton
+    entries: Sequence[Entry]
+
+
+Entry: TypeAlias = "Part | Branch | Divided | Refused | str | list[Entry] | Mapping[Key, Entry]"
 """An entry of a tree. A mapping becomes a dict; text is a value."""
 
 
@@ -317,6 +335,10 @@ def inspection_of(entry: Entry, writer: str) -> Inspection:
 def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
     if isinstance(entry, Part):
         found.extend((leaf, entry) for leaf in entry.leaves)
+        return entry.skeleton
+    if isinstance(entry, Branch):
+        for leaf in entry.entries:
+            _flatten(leaf, found)
         return entry.skeleton
     if isinstance(entry, Divided | Refused):
         found.append(entry)

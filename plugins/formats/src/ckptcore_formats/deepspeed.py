@@ -11,7 +11,7 @@ the file of the model. The tree is ``{"module": {name: array}, "optimizer": {"st
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -159,44 +159,42 @@ class _Directory:
         """Return the state as one tree."""
         model = read_part(self.store, self.model)
         state = named(model)
+        weights = Weights(model.key, state)
         if self.is_universal:
-            return read_universal(self.store, f"{self.directory}zero/", model, Weights(model.key, state))
+            return read_universal(self.store, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
         shapes = state.get("param_shapes")
         if not self.optimizers and (shapes is None or shapes.plain() is None):
             return model  # without ZeRO a single file has all
-        weights = Weights(model.key, state)
-        zero = Zero.of(self.store, self._complete(self.optimizers, _OPTIM, model.key, state), weights)
-        frozen: Mapping[str, Entry] = {}
-        if zero.stage == 3:
-            files = self._complete(self.models, _ZERO_MODEL, model.key, state, zero.processes)
-            fragments = [named(part).get("frozen_param_fragments") for part in self._parts(files, model)]
-            frozen = weights.frozen_in_slices(fragments)
+        zero = Zero.of(self.store, self._complete(self.optimizers, _OPTIM, model), weights)
+        frozen = self._frozen(model, weights) if zero.stage == 3 else {}
         optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups()}
         optimizer.update([(key, part) for key, part in zero.rest.items() if key not in PARTITIONS])
         rest = {key: part for key, part in model.items() if key not in MODEL_KEYS}
         return {"module": weights.module({**zero.weights(), **frozen}), "optimizer": optimizer, **rest}
 
-    def _parts(self, files: Sequence[str], model: Part) -> Iterator[Part]:
-        return (model if key == model.key else read_part(self.store, key) for key in files)
+    def _frozen(self, model: Part, weights: Weights) -> Mapping[str, Entry]:
+        """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
+        if not self.models:
+            return {}
+        files = self._complete(self.models, _ZERO_MODEL, model)
+        parts = (model if key == model.key else read_part(self.store, key) for key in files)
+        return weights.frozen_in_slices([named(part).get("frozen_param_fragments") for part in parts])
 
-    def _complete(
-        self,
-        files: Mapping[int, str],
-        pattern: re.Pattern[str],
-        model: str,
-        state: Mapping[str, Part],
-        processes: int | None = None,
-    ) -> Sequence[str]:
-        """Return files by rank, or refuse if one is missing."""
-        stated = state["dp_world_size"].plain() if processes is None and "dp_world_size" in state else processes
-        expected = stated if type(stated) is int else len(files)
-        for rank in range(max(len(files), 1) if expected <= len(files) else len(files) + 1):
-            if rank not in files:
-                match = pattern.fullmatch(next(iter(files.values())).rpartition("/")[2]) if files else None
-                name = f"{match[1]}{rank}{match[3]}" if match else f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-                raise CorruptCheckpointError(
-                    f"{self.directory}{name} is missing: {model} was saved by {expected} data parallel processes, of "
-                    f"which {len(files)} have a file; {RESTORE}",
-                    key=f"{self.directory}{name}",
-                )
+    def _complete(self, files: Mapping[int, str], pattern: re.Pattern[str], model: Part) -> Sequence[str]:
+        """Return files by rank.
+
+        Raises:
+            CorruptCheckpointError: one is missing.
+        """
+        stated = named(model)["dp_world_size"].plain() if "dp_world_size" in model.children() else None
+        expected = max(stated if type(stated) is int else 1, len(files))
+        missing = next((rank for rank in range(len(files) + 1) if rank not in files and rank < expected), None)
+        if missing is not None:
+            match = pattern.fullmatch(next(iter(files.values())).rpartition("/")[2]) if files else None
+            name = f"{match[1]}{missing}{match[3]}" if match else f"zero_pp_rank_{missing}_mp_rank_00_optim_states.pt"
+            raise CorruptCheckpointError(
+                f"{self.directory}{name} is missing: the checkpoint has files of {len(files)} of {expected} data "
+                f"parallel processes; {RESTORE}",
+                key=f"{self.directory}{name}",
+            )
         return [files[rank] for rank in range(len(files))]

@@ -16,7 +16,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Key
 from ckptcore.protocols import ReadStore
 from ckptcore_formats.assembly import RESTORE, Entry, Part, Refused, read_part
-from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights
+from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, named_groups
 
 __all__ = ["read_universal"]
 
@@ -26,7 +26,9 @@ _MAX_DEPTH: Final = 8
 """Most directories within each other. The name of a parameter has no slash in practice."""
 
 
-def read_universal(store: ReadStore, directory: str, model: Part, weights: Weights) -> Entry:
+def read_universal(
+    store: ReadStore, directory: str, model: Part, weights: Weights, frozen: Mapping[str, Entry]
+) -> Entry:
     """Return the state as one tree, as for other checkpoints of DeepSpeed.
 
     Args:
@@ -34,6 +36,7 @@ def read_universal(store: ReadStore, directory: str, model: Part, weights: Weigh
         directory: prefix of the keys of the files of parameters.
         model: the file of the model.
         weights: names and shapes in it.
+        frozen: frozen parameters that the files of the model have in slices.
     """
     values: dict[str, Entry] = {}
     states: dict[Key, dict[Key, Entry]] = {}
@@ -49,10 +52,10 @@ def read_universal(store: ReadStore, directory: str, model: Part, weights: Weigh
     if f"optimizer_state{_SUFFIX}" in store.list_names(directory):
         found = read_part(store, f"{directory}optimizer_state{_SUFFIX}").children()
         groups = found.get("param_groups")
-        optimizer["param_groups"] = [] if groups is None else _param_groups(groups, weights)
+        optimizer["param_groups"] = [] if groups is None else named_groups(groups, [*map(list, weights.groups)])
         optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
     rest = {key: part for key, part in model.items() if key not in MODEL_KEYS}
-    return {"module": weights.module(values), "optimizer": optimizer, **rest}
+    return {"module": weights.module({**values, **frozen}), "optimizer": optimizer, **rest}
 
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:
@@ -85,15 +88,3 @@ def _value(part: Part, shape: tuple[int, ...] | None, path: str) -> Entry:
 
 def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-
-
-def _param_groups(groups: Part, weights: Weights) -> Entry:
-    """Return the groups of the optimizer, with the names of their parameters if the file of the model has them all."""
-    options = [group.children() for group in groups.children().values()]
-    if len(options) != len(weights.groups):
-        return groups
-    found: list[Entry] = []
-    for group, shapes in zip(options, weights.groups, strict=True):
-        named: Mapping[Key, Entry] = {**group, "params": list(shapes)}
-        found.append(named)
-    return found

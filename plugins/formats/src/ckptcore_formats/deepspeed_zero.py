@@ -26,7 +26,7 @@ from ckptcore_formats.assembly import (
     run_of,
 )
 
-__all__ = ["MODEL_KEYS", "PARTITIONS", "Weights", "Zero", "named"]
+__all__ = ["MODEL_KEYS", "PARTITIONS", "Weights", "Zero", "named", "named_groups"]
 
 _FLAT_3: Final = "fp32_flat_groups"
 _FLAT_12: Final = "single_partition_of_fp32_groups"
@@ -108,7 +108,7 @@ class Weights:
         buffers = {*buffers} if isinstance(buffers, tuple | list) else set()
         found: dict[Key, Entry] = {}
         for name, part in stored.items():
-            if name in weights:
+            if name in weights and name not in buffers:  # `ds_to_universal` converts buffers to fp32, also counters
                 found[name] = weights[name]
             elif name in buffers or part.tensor is None or 0 not in part.tensor.shape:
                 found[name] = part
@@ -141,6 +141,29 @@ def _run(part: Part | None, path: str) -> Run:
     if part is None or tensor is None:
         raise CorruptCheckpointError(f"{path} has no tensor in the file of a rank: {RESTORE}")
     return run_of(tensor, part.storages, path=path)
+
+
+def named_groups(groups: Part, names: Sequence[Sequence[str]]) -> Entry:
+    """Return the groups of an optimizer with the names of their parameters.
+
+    Args:
+        groups: the groups, whose ``params`` are flat tensors; they are returned as they are if these do not match.
+        names: the names of the parameters in each flat tensor.
+    """
+    options = [group.children() for group in groups.children().values()]
+    counts = [len(_items(group.get("params"))) for group in options]
+    if sum(counts) != len(names):
+        return groups
+    left = iter(names)
+    result: list[Entry] = []
+    for group, count in zip(options, counts, strict=True):
+        result.append({**group, "params": [*itertools.chain.from_iterable(itertools.islice(left, count))]})
+    return result
+
+
+def _items(part: Part | None) -> Sequence[object]:
+    found = None if part is None else part.plain()
+    return found if isinstance(found, tuple | list) else ()
 
 
 class _Vector:
@@ -230,9 +253,11 @@ class Zero:
         count = max(
             [each for each in (counts if isinstance(counts, tuple) else (counts,)) if type(each) is int], default=0
         )
-        if count > len(files):
+        if count not in (0, len(files)):
             raise CorruptCheckpointError(
-                f"{files[0]} is one of {count} partitions, but {len(files)} have a file: {RESTORE}", key=files[0]
+                f"{files[0]} is one of {count} partitions, but {len(files)} ranks have a file: remove the files of "
+                "another save, restore the missing ones from a copy, or load another checkpoint",
+                key=files[0],
             )
         return cls(weights, files, states)
 
@@ -362,25 +387,17 @@ class Zero:
         groups = self._states[rank][key].children().get("param_groups")
         numbers: list[int] = []
         for group in [] if groups is None else groups.children().values():
-            params = named(group).get("params")
-            plain = () if params is None else params.plain()
-            numbers.extend(plain if isinstance(plain, tuple | list) else ())
+            numbers.extend([number for number in _items(named(group).get("params")) if isinstance(number, int)])
         return numbers if len(numbers) == count else range(count)
 
-    def param_groups(self) -> list[Entry]:
+    def param_groups(self) -> Entry:
         """Return the groups of the optimizer, with the names of their parameters."""
         found = self.rest.get(_STATE_3 if self.stage == 3 else _STATE_12)
         groups = None if found is None else found.children().get("param_groups")
-        result: list[Entry] = []
-        first = 0
-        for group in [] if groups is None else groups.children().values():
-            options: dict[Key, Entry] = {**group.children()}
-            params = group.children()["params"].plain() if "params" in options else ()
-            count = len(params) if isinstance(params, tuple | list) else 0
-            names = [name for name, (number, _) in self._positions.items() if first <= number < first + count]
-            first += count
-            result.append({**options, "params": list(names)})
-        return result
+        names: list[list[str]] = [[] for _ in self._flat[0]]
+        for name, (group, _) in self._positions.items():
+            names[min(group, len(names) - 1)].append(name)
+        return [] if groups is None else named_groups(groups, names)
 
     def _arrays(self, groups: Sequence[Sequence[Part | None]], template: str) -> dict[str, Entry]:
         """Return an array for each parameter.

@@ -15,6 +15,7 @@ def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
     return {
         "deepspeed": _deepspeed,
+        "ranks": _ranks,
     }
 
 
@@ -22,3 +23,9 @@ def _deepspeed() -> Layout:
     from ckptcore_formats.deepspeed import DeepSpeedLayout
 
     return DeepSpeedLayout()
+
+
+def _ranks() -> Layout:
+    from ckptcore_formats.rank_files import RankFilesLayout
+
+    return RankFilesLayout()

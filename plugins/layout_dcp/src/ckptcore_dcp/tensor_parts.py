@@ -38,12 +38,14 @@ class TensorPart:
         kind: kind of the leaf, as in `StoredTensor`.
         boxes: boxes of the whole tensor, without overlap; none if the process holds no elements.
         tensors: for each box, its elements.
+        processes: the number of processes that have parts of it.
     """
 
     spec: ArraySpec
     kind: str
     boxes: tuple[Box, ...]
     tensors: tuple[StoredTensor, ...]
+    processes: int
 
     @property
     def reason(self) -> str:
@@ -158,14 +160,14 @@ def _read_dtensor(subject: _Subject, arguments: tuple[Value, ...], state: Value)
         raise subject.corrupt(f"its local tensor is {local.spec}, and the whole is {spec}")
     mesh, coordinates = _read_mesh(subject, description.get("mesh"))
     if coordinates is None:
-        return TensorPart(spec, kind, (), ())  # the process is not part of the mesh
+        return TensorPart(spec, kind, (), (), math.prod(mesh))  # the process is not part of the mesh
     placements = description.get("placements")
     if not isinstance(placements, tuple | list) or len(placements) != len(mesh):
         raise subject.corrupt(f"it has {brief(placements)} as placements on a mesh of {len(mesh)} axes")
     axes: list[Sequence[Interval]] = [((0, extent),) for extent in spec.shape]
     for number in _order(subject, placements, description):
         _apply(subject, axes, placements[number], mesh[number], coordinates[number])
-    return _cut(subject, spec, kind, local, axes)
+    return _cut(subject, spec, kind, local, axes, math.prod(mesh))
 
 
 def _read_mesh(subject: _Subject, value: Value) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -278,13 +280,18 @@ def _joined(intervals: itertools.chain[Interval]) -> Sequence[Interval]:
 
 
 def _cut(
-    subject: _Subject, spec: ArraySpec, kind: str, local: StoredTensor, axes: Sequence[Sequence[Interval]]
+    subject: _Subject,
+    spec: ArraySpec,
+    kind: str,
+    local: StoredTensor,
+    axes: Sequence[Sequence[Interval]],
+    processes: int,
 ) -> TensorPart | StoredTensor:
     """Divide a local tensor into the boxes that it has of the whole."""
     held = tuple([sum([stop - start for start, stop in intervals]) for intervals in axes])
     if 0 in held and 0 in local.shape:
         if 0 not in spec.shape:
-            return TensorPart(spec, kind, (), ())
+            return TensorPart(spec, kind, (), (), processes)
         return replace(local, shape=spec.shape, strides=c_strides(spec.shape))
     if local.shape != held:
         raise subject.corrupt(f"its local tensor is {local.spec}, and its placements give a part of {list(held)}")
@@ -299,7 +306,7 @@ def _cut(
         skipped = sum([position * stride for (_, _, position), stride in zip(chosen, local.strides, strict=True)])
         boxes.append(box)
         tensors.append(replace(local, shape=box.shape, offset=local.offset + skipped))
-    return TensorPart(spec, kind, tuple(boxes), tuple(tensors))
+    return TensorPart(spec, kind, tuple(boxes), tuple(tensors), processes)
 
 
 def _with_positions(intervals: Sequence[Interval]) -> Sequence[tuple[int, int, int]]:
@@ -332,7 +339,8 @@ def _read_sharded_tensor(subject: _Subject, arguments: tuple[Value, ...], state:
             tensors.append(tensor)
     if boxes == [Box.whole(spec.shape)]:
         return tensors[0]
-    return TensorPart(spec, kind, tuple(boxes), tuple(tensors))
+    size = _attributes(state[2]).get("local_world_size") if len(state) > 2 else None
+    return TensorPart(spec, kind, tuple(boxes), tuple(tensors), size if type(size) is int else 1)
 
 
 _READERS: Final[Mapping[str, Callable[[_Subject, tuple[Value, ...], Value], TensorPart | StoredTensor]]] = {
