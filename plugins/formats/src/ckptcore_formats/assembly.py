@@ -41,6 +41,7 @@ from ckptcore.model import (
     format_path,
     unreadable_leaf,
 )
+from ckptcore.model.tree import leaf_count
 from ckptcore.planning import ChunkColumns, ChunkTable
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 
@@ -89,7 +90,7 @@ class Part:
             return
         first = 0
         for key, child in zip(self.skeleton.keys, self.skeleton.children, strict=True):
-            count = _count(child)
+            count = leaf_count(child)
             yield key, Part(self.key, child, self.leaves[first : first + count], self.storages)
             first += count
 
@@ -120,10 +121,6 @@ class Part:
         """The tensor, if the part is one."""
         leaf = self.leaves[0] if not isinstance(self.skeleton, Node) else None
         return leaf if isinstance(leaf, StoredTensor) else None
-
-
-def _count(skeleton: Skeleton) -> int:
-    return 1 if not isinstance(skeleton, Node) else sum([_count(child) for child in skeleton.children])
 
 
 def read_part(store: ReadStore, key: str) -> Part:
