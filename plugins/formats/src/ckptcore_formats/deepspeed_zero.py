@@ -69,7 +69,7 @@ class Weights:
         self._state = state
         found = state["param_shapes"].plain() if "param_shapes" in state else None
         self.groups: list[dict[str, tuple[int, ...]]] = []
-        for group in (found,) if isinstance(found, dict) else found or ():
+        for group in found if isinstance(found, tuple) else () if found is None else (found,):
             if not isinstance(group, dict):
                 raise CorruptCheckpointError(f"{key} has no valid shapes of parameters: {RESTORE}", key=key)
             self.groups.append({str(name): _shape(shape, key, f"module/{name}") for name, shape in group.items()})
