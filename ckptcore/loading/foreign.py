@@ -101,7 +101,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
         if found is not None and not (entry is None and _is_folder(found.tree, storage, version.names)):
-            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused)
+            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused, found.files)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)

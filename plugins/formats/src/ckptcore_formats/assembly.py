@@ -52,13 +52,13 @@ __all__ = [
     "Divided",
     "Entry",
     "Part",
+    "PartReader",
     "Piece",
     "Refused",
     "Run",
     "boxes_of_range",
     "inspection_of",
     "pieces_of_part",
-    "read_part",
     "run_of",
 ]
 
@@ -123,16 +123,37 @@ class Part:
         return leaf if isinstance(leaf, StoredTensor) else None
 
 
-def read_part(store: ReadStore, key: str) -> Part:
-    """Read a file of ``torch.save`` whose name says that it is one.
+class PartReader:
+    """Reads files of ``torch.save``, and remembers which.
 
-    Raises:
-        CorruptCheckpointError: it is none.
+    Attributes:
+        store: the files.
+        keys: those that were read.
     """
-    found = read_torch_file(store, key)
-    if found is None:
-        raise CorruptCheckpointError(f"{key} is not a file of torch.save, in spite of its name: {RESTORE}", key=key)
-    return Part(key, found.skeleton, found.leaves, found.storages)
+
+    def __init__(self, store: ReadStore) -> None:
+        """Start without files."""
+        self.store = store
+        self.keys: list[str] = []
+
+    def find(self, key: str) -> Part | None:
+        """Read a file; None if it is not one of ``torch.save``."""
+        found = read_torch_file(self.store, key)
+        if found is None:
+            return None
+        self.keys.append(key)
+        return Part(key, found.skeleton, found.leaves, found.storages)
+
+    def read(self, key: str) -> Part:
+        """Read a file whose name says that it is one of ``torch.save``.
+
+        Raises:
+            CorruptCheckpointError: it is none.
+        """
+        found = self.find(key)
+        if found is None:
+            raise CorruptCheckpointError(f"{key} is not a file of torch.save, in spite of its name: {RESTORE}", key=key)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +324,14 @@ def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterat
         yield Box((number, *box.start), (number + 1, *box.stop))
 
 
-def inspection_of(entry: Entry, writer: str) -> Inspection:
-    """Return a tree of entries as a checkpoint of other software. `AssembledLayout` reads it."""
+def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspection:
+    """Return a tree of entries as a checkpoint of other software. `AssembledLayout` reads it.
+
+    Args:
+        entry: the tree.
+        writer: the software.
+        files: all objects of the checkpoint.
+    """
     found: list[tuple[Leaf, Part] | Divided | Refused] = []
     skeleton = _flatten(entry, found)
     records = [_record(leaf) for leaf in found]
@@ -326,7 +353,7 @@ def inspection_of(entry: Entry, writer: str) -> Inspection:
             for piece in leaf.pieces:
                 chunks.add(number, piece.key, piece.offset, piece.box)
     tree = TreeMetadata(skeleton, tuple(records), {**columns.aliases, **aliases})
-    return Inspection(tree, {**chunks.to_json(), _PLACES: columns.to_json()}, writer)
+    return Inspection(tree, {**chunks.to_json(), _PLACES: columns.to_json()}, writer, files=files)
 
 
 def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:

@@ -18,7 +18,7 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembly import RESTORE, AssembledLayout, Entry, Part, inspection_of, read_part
+from ckptcore_formats.assembly import RESTORE, AssembledLayout, Entry, Part, PartReader, inspection_of
 from ckptcore_formats.deepspeed_universal import read_universal
 from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, Zero, named
 
@@ -69,7 +69,10 @@ class DeepSpeedLayout(AssembledLayout):
             if found is None or not _is_checkpoint(names := store.list_names(found)):
                 return None
             directory = found
-        return inspection_of(_Directory.of(store, directory, names).tree(), "DeepSpeed")
+        reader = PartReader(store)
+        tree = _Directory.of(reader, directory, names).tree()
+        own = [directory + name for name in names if _is_own(name)]
+        return inspection_of(tree, "DeepSpeed", {*reader.keys, *own})
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
@@ -101,7 +104,7 @@ class _Directory:
     """The files of a checkpoint.
 
     Attributes:
-        store: the files.
+        reader: the files.
         directory: prefix of their keys.
         model: the file of the model, or the first of them.
         models: with ZeRO 3 the files of the model by data parallel rank, else empty.
@@ -109,7 +112,7 @@ class _Directory:
         is_universal: True if there is a directory ``zero`` with a file for each parameter and state.
     """
 
-    store: ReadStore
+    reader: PartReader
     directory: str
     model: str
     models: Mapping[int, str]
@@ -117,7 +120,7 @@ class _Directory:
     is_universal: bool
 
     @classmethod
-    def of(cls, store: ReadStore, directory: str, names: Sequence[str]) -> _Directory:
+    def of(cls, reader: PartReader, directory: str, names: Sequence[str]) -> _Directory:
         """Sort names. Refuse a model that is divided in other ways than by ZeRO.
 
         Raises:
@@ -153,19 +156,19 @@ class _Directory:
             )
         ranks = {rank: key for (_, rank), key in sorted(found["zero"].items(), reverse=True)}
         optimizers = {rank: key for (_, rank), key in found["optim"].items()}
-        return cls(store, directory, models[min(models)], ranks, optimizers, is_universal)
+        return cls(reader, directory, models[min(models)], ranks, optimizers, is_universal)
 
     def tree(self) -> Entry:
         """Return the state as one tree."""
-        model = read_part(self.store, self.model)
+        model = self.reader.read(self.model)
         state = named(model)
         weights = Weights(model.key, state)
         if self.is_universal:
-            return read_universal(self.store, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
+            return read_universal(self.reader, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
         shapes = state.get("param_shapes")
         if not self.optimizers and (shapes is None or shapes.plain() is None):
             return model  # without ZeRO a single file has all
-        zero = Zero.of(self.store, self._complete(self.optimizers, _OPTIM, model), weights)
+        zero = Zero.of(self.reader, self._complete(self.optimizers, _OPTIM, model), weights)
         frozen = self._frozen(model, weights) if zero.stage == 3 else {}
         optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups()}
         optimizer.update([(key, part) for key, part in zero.rest.items() if key not in PARTITIONS])
@@ -177,7 +180,7 @@ class _Directory:
         if not self.models:
             return {}
         files = self._complete(self.models, _ZERO_MODEL, model)
-        parts = (model if key == model.key else read_part(self.store, key) for key in files)
+        parts = (model if key == model.key else self.reader.read(key) for key in files)
         return weights.frozen_in_slices([named(part).get("frozen_param_fragments") for part in parts])
 
     def _complete(self, files: Mapping[int, str], pattern: re.Pattern[str], model: Part) -> Sequence[str]:

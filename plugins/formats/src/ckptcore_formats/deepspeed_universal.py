@@ -15,7 +15,7 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Key
 from ckptcore.protocols import ReadStore
-from ckptcore_formats.assembly import RESTORE, Entry, Part, Refused, read_part
+from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, Refused
 from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, named_groups
 
 __all__ = ["read_universal"]
@@ -27,12 +27,12 @@ _MAX_DEPTH: Final = 8
 
 
 def read_universal(
-    store: ReadStore, directory: str, model: Part, weights: Weights, frozen: Mapping[str, Entry]
+    reader: PartReader, directory: str, model: Part, weights: Weights, frozen: Mapping[str, Entry]
 ) -> Entry:
     """Return the state as one tree, as for other checkpoints of DeepSpeed.
 
     Args:
-        store: the files.
+        reader: the files.
         directory: prefix of the keys of the files of parameters.
         model: the file of the model.
         weights: names and shapes in it.
@@ -41,16 +41,16 @@ def read_universal(
     values: dict[str, Entry] = {}
     states: dict[Key, dict[Key, Entry]] = {}
     shapes = weights.shapes
-    for name, kind, key in _files(store, directory, "", 0):
+    for name, kind, key in _files(reader.store, directory, "", 0):
         path = f"module/{name}" if kind == _WEIGHT else f"optimizer/state/{name}/{kind}"
-        entry = _value(read_part(store, key), shapes.get(name), path)
+        entry = _value(reader.read(key), shapes.get(name), path)
         if kind == _WEIGHT:
             values[name] = entry
         else:
             states.setdefault(name, {})[kind] = entry
     optimizer: dict[Key, Entry] = {"state": {name: state for name, state in states.items()}}
-    if f"optimizer_state{_SUFFIX}" in store.list_names(directory):
-        found = read_part(store, f"{directory}optimizer_state{_SUFFIX}").children()
+    if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
+        found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
         groups = found.get("param_groups")
         optimizer["param_groups"] = [] if groups is None else named_groups(groups, [*map(list, weights.groups)])
         optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])

@@ -12,17 +12,16 @@ from ckptcore_dcp.reading import StoredTensor
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Key
-from ckptcore.protocols import ReadStore
 from ckptcore_formats.assembly import (
     RESTORE,
     Divided,
     Entry,
     Part,
+    PartReader,
     Piece,
     Refused,
     Run,
     boxes_of_range,
-    read_part,
     run_of,
 )
 
@@ -236,7 +235,7 @@ class Zero:
         self._positions = self._place()
 
     @classmethod
-    def of(cls, store: ReadStore, files: Sequence[str], weights: Weights) -> Zero:
+    def of(cls, reader: PartReader, files: Sequence[str], weights: Weights) -> Zero:
         """Read the files of the optimizer, by rank.
 
         Raises:
@@ -244,7 +243,7 @@ class Zero:
         """
         states: list[dict[str, Part]] = []
         for key in files:
-            part = named(read_part(store, key)).get("optimizer_state_dict")
+            part = named(reader.read(key)).get("optimizer_state_dict")
             found = {} if part is None else named(part)
             if _FLAT_3 not in found and _FLAT_12 not in found:
                 raise CorruptCheckpointError(f"{key} has no partitions of weights in fp32: {RESTORE}", key=key)

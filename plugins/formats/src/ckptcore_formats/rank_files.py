@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ckptcore_dcp.reading import Column, Leaf, StoredTensor, TensorPart, Unreadable, read_torch_file
+from ckptcore_dcp.reading import Column, Leaf, StoredTensor, TensorPart, Unreadable
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton
@@ -25,6 +25,7 @@ from ckptcore_formats.assembly import (
     Divided,
     Entry,
     Part,
+    PartReader,
     Piece,
     Refused,
     inspection_of,
@@ -75,19 +76,21 @@ class RankFilesLayout(AssembledLayout):
         kinds = _kinds_of(names)
         if not kinds or len({kind.name for kind in kinds}) != len(kinds):
             return None
+        reader = PartReader(store)
         others = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
         if others.difference(*[files.values() for files in kinds.values()]):
             return None  # another layout knows them
-        first = {kind: _read(store, files[min(files)]) for kind, files in kinds.items()}
+        first = {kind: reader.find(files[min(files)]) for kind, files in kinds.items()}
         if any(part is None for part in first.values()):
             return None
         if not any(kind.size or (part is not None and _has_parts(part)) for kind, part in first.items()):
             return None
         trees: dict[Key, Entry] = {}
         for kind, files in kinds.items():
-            parts = [_read(store, key) for key in _complete(kind, files, first[kind])]
+            parts = [reader.find(key) for key in _complete(kind, files, first[kind])]
             trees[kind.name] = _merge_ranks([part for part in parts if part is not None])
-        return inspection_of(next(iter(trees.values())) if len(trees) == 1 else trees, "torch.save of each process")
+        tree = next(iter(trees.values())) if len(trees) == 1 else trees
+        return inspection_of(tree, "torch.save of each process", {*reader.keys})
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files of ranks."""
@@ -102,11 +105,6 @@ def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
             kind = _Kind(match["kind"].rstrip("_-.") or "rank", match["size"], match["end"])
             found.setdefault(kind, {})[int(match["rank"])] = name
     return found
-
-
-def _read(store: ReadStore, key: str) -> Part | None:
-    found = read_torch_file(store, key)
-    return None if found is None else Part(key, found.skeleton, found.leaves, found.storages)
 
 
 def _has_parts(part: Part) -> bool:
@@ -167,6 +165,9 @@ def _is_mapping(skeleton: Skeleton) -> bool:
 def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
     """Return one leaf for the leaves of all processes at one path."""
     first = leaves[0]
+    for leaf in leaves:
+        if isinstance(leaf, Unreadable):
+            return Refused(UnsupportedLeafError(f"it is {leaf.reason}"))
     if any(isinstance(leaf, TensorPart) for leaf in leaves):
         try:
             return _united(leaves, parts)
@@ -188,8 +189,6 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
 
 
 def _is_same(first: Leaf, second: Leaf) -> bool:
-    if isinstance(first, Unreadable):
-        return isinstance(second, Unreadable)
     if isinstance(first, Column) and isinstance(second, Column):
         return repr(first.values) == repr(second.values)
     return type(first) is type(second) and repr(first) == repr(second)

@@ -101,7 +101,7 @@ def train_and_save(case: dict[str, Any], directory: Path) -> None:
         # Without it `ds_to_universal` refuses. This model has no tensor parallelism.
         state["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
     engine.save_checkpoint(str(directory), tag="global_step2", client_state=state)
-    expected: dict[str, np.ndarray[Any, Any]] = {}
+    expected: dict[str, Any] = {}
     if case["stage"] > 0:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

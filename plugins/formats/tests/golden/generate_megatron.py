@@ -26,15 +26,20 @@ SIZE = 2
 
 def without_cuda() -> None:
     """Replace the calls of ``torch.cuda`` that megatron-core makes while it saves."""
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.is_initialized = lambda: False
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda *_: None
+    cuda.is_initialized = lambda: False
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
 
 
-def state_of(rank: int) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+def state_of(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state of a process, and the whole arrays by the key under which they are stored."""
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing import (  # type: ignore[import-not-found]
+        ShardedObject,
+        ShardedTensor,
+    )
 
     whole = {
         "decoder.layers.weight": torch.arange(24.0).reshape(4, 6),
@@ -74,7 +79,7 @@ def work(rank: int, directory: Path, port: int) -> None:
     without_cuda()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=SIZE)
-    from megatron.core import dist_checkpointing
+    from megatron.core import dist_checkpointing  # type: ignore[import-not-found]
 
     state, whole = state_of(rank)
     dist_checkpointing.save(state, str(directory / "torch_dist"), ("torch_dist", 1))
@@ -90,4 +95,4 @@ if __name__ == "__main__":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    mp.spawn(work, (target, number), SIZE)
+    mp.spawn(work, (target, number), SIZE)  # type: ignore[no-untyped-call, attr-defined]

@@ -21,12 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-
-try:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-except ImportError:  # before torch 2.5
-    from torch.distributed._tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 warnings.filterwarnings("ignore")
 
@@ -88,11 +84,12 @@ def sharded(directory: Path, rank: int, size: int) -> dict[str, Any]:
     """Save ShardedTensors with uneven shards, of which one process has none."""
     import torch.distributed._shard.sharded_tensor as st
     from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.shard import Shard as OwnShard
 
     whole = torch.arange(24.0).reshape(8, 3)
     bounds = [(0, 1), (1, 6), (6, 8)][rank : rank + 1]
     shards = [
-        st.Shard(whole[start:stop].clone(), ShardMetadata([start, 0], [stop - start, 3], f"rank:{rank}/cpu"))
+        OwnShard(whole[start:stop].clone(), ShardMetadata([start, 0], [stop - start, 3], f"rank:{rank}/cpu"))
         for start, stop in bounds
     ]
     tensor = st.init_from_local_shards(shards, (8, 3))
@@ -138,4 +135,4 @@ if __name__ == "__main__":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             number = free.getsockname()[1]
-        mp.spawn(work, (name, target, number), size)
+        mp.spawn(work, (name, target, number), size)  # type: ignore[no-untyped-call, attr-defined]

@@ -65,7 +65,8 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     found = _find_metadata(store, names)
     if isinstance(found, DcpMetadata):
         metadata, common = with_common(found, store, names)
-        return _inspection(metadata, {**read_values(metadata.values, store), **common})
+        inspection = _inspection(metadata, {**read_values(metadata.values, store), **common})
+        return inspection._replace(files={value.key for value in common.values()})
     return found
 
 

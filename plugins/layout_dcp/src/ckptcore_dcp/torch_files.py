@@ -186,7 +186,7 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, TorchFile]]) -> I
                 records[number] = columns.add(number, leaf, content.storages, key=key, path=path)
             number += 1
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
-    return Inspection(tree, columns.to_json(), "torch.save")
+    return Inspection(tree, columns.to_json(), "torch.save", files=[key for key, _ in files])
 
 
 def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
