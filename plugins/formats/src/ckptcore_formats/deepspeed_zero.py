@@ -44,6 +44,7 @@ MODEL_KEYS: Final = frozenset(
 
 
 def named(part: Part) -> dict[str, Part]:
+    """Return the children with text as key."""
     return {key: child for key, child in part.children().items() if isinstance(key, str)}
 
 

@@ -52,8 +52,8 @@ class TensorPart:
         """The reason why the part alone cannot be read, as in `Unreadable`."""
         shown = "no elements" if not self.boxes else f"the elements from {list(self.boxes[0].start)} on"
         return (
-            f"a part ({shown}) of a tensor {self.spec} that several processes saved: load the directory with the "
-            "files of all processes, by its own path"
+            f"a part ({shown}) of a tensor {self.spec} that several processes saved: with ckptcore[formats] installed, "
+            "load the directory with the files of all processes by its own path"
         )
 
 
