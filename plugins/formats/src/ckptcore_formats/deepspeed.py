@@ -5,7 +5,7 @@ Formats (DeepSpeed 0.14.5, 0.16.9 and 0.19.8: ``runtime/engine.py``, ``runtime/z
 ZeRO 1 and 2: the parameters of a group are one flat vector, and each process saves a slice of it.
 ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
 the file of the model. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
-"param_groups": [...], ...}, ...}``, with the rest of the state beside them.
+"param_groups": [...], ...}, ...}``, with the rest of the state next to them.
 """
 
 from __future__ import annotations
