@@ -14,7 +14,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.opening import ConsistentRead, open_either
 from plugins.formats.tests.zero_files import SHAPES, array, edit, write_zero
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -85,6 +87,17 @@ def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> 
     assert [group["params"] for group in found["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
     assert same(found["module"]["tied"], found["module"]["w"])
     assert list(found["module"]["buffer"]) == [0, 1, 2]
+
+
+def test_an_elastic_checkpoint_has_a_list_of_states(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 3)
+    for rank in range(3):
+        path = step / OPTIM.replace("rank_0_", f"rank_{rank}_")
+        edit(path, "optimizer_state_dict", "base_optimizer_state", value=lambda base: list(base["state"].values()))
+        edit(path, "optimizer_state_dict", "base_optimizer_state_step", value=5)
+    found = ckptcore.load(tmp_path)["optimizer"]
+    assert same(found["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
+    assert found["param_groups"] == [] and found["base_optimizer_state_step"] == 5
 
 
 @pytest.mark.parametrize(("stage", "file"), [(2, OPTIM), (2, OPTIM.replace("rank_0_", "rank_2_")), (3, OPTIM),
@@ -176,6 +189,21 @@ def test_weights_of_the_trainer_are_preferred_to_the_step_beside_them(tmp_path: 
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert list(ckptcore.load(tmp_path)) == ["w"]
     assert same(ckptcore.load(tmp_path / "global_step1")["module"]["b"], array("b", (3,)))
+
+
+def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    elements = array("long", (7, 11))[6].tobytes()
+    path = next(path for path in step.iterdir() if elements in path.read_bytes())
+    data = path.read_bytes()
+    path.write_bytes(data.replace(elements, elements[:-1] + b"\x01"))
+    opened = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
+    assert isinstance(opened, Checkpoint)
+    index: Any = opened.index
+    number = opened.tree.paths.index(("module", "w"))
+    assert index.unverified(number, opened.store) == set()
+    with pytest.raises(ChecksumError, match=f"{path.name}.* is damaged in bytes .* CRC-32"):
+        index.unverified(opened.tree.paths.index(("module", "long")), opened.store)
 
 
 def test_saving_is_refused(tmp_path: Path) -> None:

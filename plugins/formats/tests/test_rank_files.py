@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor as distributed
+from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -131,6 +132,13 @@ def test_a_hostile_description_is_refused_with_a_reason(case: str, tmp_path: Pat
         ckptcore.load(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(4,), 4, ((2, 2),)], ids=["axes", "one axis", "flattened axes"])
+def test_a_mesh_of_torch_2_9(shape: Any, tmp_path: Path) -> None:
+    for rank in range(4):
+        torch.save({"w": part_of(rank, layout=shape)}, tmp_path / f"state_rank_{rank}.pt")
+    assert np.array_equal(ckptcore.load(tmp_path)["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_parts_that_do_not_make_up_the_whole_are_refused(rank: int, tmp_path: Path) -> None:
     for number in range(4):
@@ -153,6 +161,10 @@ def part_of(rank: int, **changes: Any) -> Any:
     """Return a row of an array of four rows, as a DTensor of torch before 2.9 pickles, with changes."""
     mesh = object.__new__(DeviceMesh)
     vars(mesh).update(mesh=changes.get("mesh", torch.arange(4)), _coordinate_on_dim=changes.get("coordinates", [rank]))
+    if "layout" in changes:
+        layout = object.__new__(_MeshLayout)
+        vars(layout).update(shape=changes["layout"], stride=1)
+        vars(mesh).update(_layout=layout)
     spec = object.__new__(DTensorSpec)
     vars(spec).update(mesh=mesh, placements=changes.get("placements", (distributed.Shard(0),)))
     local = changes.get("local", torch.arange(8.0).reshape(4, 2)[rank : rank + 1].clone())

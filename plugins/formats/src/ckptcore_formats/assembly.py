@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -21,7 +22,7 @@ from ckptcore_dcp.reading import (
     read_torch_file,
 )
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,
@@ -66,6 +67,8 @@ _PLACES: Final = "places"
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 _MAX_RUNS: Final = 1 << 12
 """Most runs of elements into which a piece in another order than C is cut."""
+_SLAB_BYTES: Final = 1 << 24
+"""Bytes that are read at a time to compare a checksum."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
@@ -158,10 +161,16 @@ class PartReader:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of an array, whose elements are at a byte of an object, in C order."""
+    """A box of an array, whose elements are in a storage, in C order.
+
+    Attributes:
+        box: the box.
+        storage: the storage.
+        offset: position of the first element in the object, in bytes.
+    """
 
     box: Box
-    key: str
+    storage: StoredBytes
     offset: int
 
 
@@ -211,13 +220,13 @@ class Run:
     Attributes:
         spec: the dtype, and the number of elements as the only axis.
         kind: kind of the leaf, as in `ArrayRecord`.
-        key: the object.
-        offset: position of the first element, in bytes.
+        storage: the storage that has them.
+        offset: position of the first element in the object, in bytes.
     """
 
     spec: ArraySpec
     kind: str
-    key: str
+    storage: StoredBytes
     offset: int
 
     @property
@@ -227,7 +236,7 @@ class Run:
 
     def piece(self, box: Box, start: int = 0) -> Piece:
         """Return the elements from `start` on as a box of an array."""
-        return Piece(box, self.key, self.offset + start * self.spec.numpy_dtype.itemsize)
+        return Piece(box, self.storage, self.offset + start * self.spec.numpy_dtype.itemsize)
 
 
 def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: str) -> Run:
@@ -250,7 +259,7 @@ def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: s
                 f"a part of {path} has no elements: the storage {tensor.storage[:80]!r} is missing; restore the "
                 "checkpoint from a copy, or load another one"
             )
-        return Run(ArraySpec((0,), tensor.dtype), tensor.kind, "", 0)
+        return Run(ArraySpec((0,), tensor.dtype), tensor.kind, StoredBytes("", 0, 0), 0)
     check_bounds(tensor, storage.size, key=storage.key, path=path)
     if storage.compression != STORED or storage.big_endian or not tensor.is_contiguous:
         raise UnsupportedLeafError(
@@ -258,7 +267,7 @@ def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: s
             "another order than C: save the part after tensor.contiguous() with torch.save"
         )
     offset = storage.start + tensor.offset * tensor.itemsize
-    return Run(ArraySpec((count,), tensor.dtype), tensor.kind, storage.key, offset)
+    return Run(ArraySpec((count,), tensor.dtype), tensor.kind, storage, offset)
 
 
 def pieces_of_part(part: TensorPart, storages: Mapping[str, StoredBytes], *, path: str) -> Iterator[Piece]:
@@ -337,6 +346,8 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     records = [_record(leaf) for leaf in found]
     paths = TreeMetadata(skeleton, tuple(records)).paths
     columns, chunks = LocationColumns(), ChunkColumns()
+    storages: dict[StoredBytes, int] = {}
+    storage_of: list[int] = []
     aliases: dict[int, int] = {}
     first: dict[int, int] = {}
     for number, leaf in enumerate(found):
@@ -351,9 +362,16 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
                 aliases[number] = original
                 continue
             for piece in leaf.pieces:
-                chunks.add(number, piece.key, piece.offset, piece.box)
+                chunks.add(number, piece.storage.key, piece.offset, piece.box)
+                storage_of.append(storages.setdefault(piece.storage, len(storages)))
     tree = TreeMetadata(skeleton, tuple(records), {**columns.aliases, **aliases})
-    return Inspection(tree, {**chunks.to_json(), _PLACES: columns.to_json()}, writer, files=files)
+    state: dict[str, JSON] = {
+        **chunks.to_json(),
+        "storage": storage_of,
+        "storages": [[one.key, one.start, one.stop, one.crc] for one in storages],
+        _PLACES: columns.to_json(),
+    }
+    return Inspection(tree, state, writer, files=files)
 
 
 def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
@@ -391,8 +409,13 @@ class _AssembledIndex(ChunkTable):
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         super().__init__(tree, state)
-        columns: Any = state
-        self._places = StorageIndex(tree, columns.get(_PLACES))
+        columns: Any = state  # of `inspection_of`: no root has this layout
+        self._places = StorageIndex(tree, columns[_PLACES])
+        self._storages: Sequence[tuple[str, int, int, int]] = [tuple(row) for row in columns["storages"]]
+        self._storages_of: dict[int, set[int]] = {}
+        for leaf, storage in zip(columns["leaf"], columns["storage"], strict=True):
+            self._storages_of.setdefault(leaf, set()).add(storage)
+        self._verified: set[int] = set()
 
     def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
         """See `ChunkIndex.boxes`. Whole tensors in storages have no chunks."""
@@ -403,6 +426,28 @@ class _AssembledIndex(ChunkTable):
         yield from self._places.extents(leaf)
         if leaf not in self._places:
             yield from super().extents(leaf)
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
+
+        A storage has elements of many arrays, so it is read again, but only once.
+
+        Raises:
+            ChecksumError: a checksum differs.
+        """
+        if leaf in self._places:
+            places: Any = self._places
+            found: Collection[str] = places.unverified(leaf, store)
+            return found
+        unknown: set[str] = set()
+        for number in self._storages_of.get(leaf, ()):
+            key, start, stop, expected = self._storages[number]
+            if not expected:
+                unknown.add(key)
+            elif number not in self._verified:
+                _verify(store, key, start, stop, expected)
+                self._verified.add(number)
+        return unknown
 
     def check(self, leaves: Collection[int]) -> None:
         """See `ChunkIndex.check`."""
@@ -415,6 +460,20 @@ class _AssembledIndex(ChunkTable):
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
         return self._places.read(items, buffers, store)
+
+
+def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
+    found = 0
+    for first in range(start, stop, _SLAB_BYTES):
+        found = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), found)
+    if found != expected:
+        raise ChecksumError(
+            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {found:08x}; "
+            f"{RESTORE}",
+            key=key,
+            start=start,
+            stop=stop,
+        )
 
 
 class AssembledLayout(Layout):

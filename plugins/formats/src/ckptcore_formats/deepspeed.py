@@ -180,6 +180,8 @@ class _Directory:
         if not self.models:
             return {}
         files = self._complete(self.models, _ZERO_MODEL, model)
+        if not weights.frozen:
+            return {}
         parts = (model if key == model.key else self.reader.read(key) for key in files)
         return weights.frozen_in_slices([named(part).get("frozen_param_fragments") for part in parts])
 

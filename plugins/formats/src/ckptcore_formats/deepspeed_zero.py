@@ -79,19 +79,23 @@ class Weights:
         """The shapes of all trained parameters."""
         return {name: shape for group in self.groups for name, shape in group.items()}
 
-    def frozen_in_slices(self, fragments: Sequence[Part | None]) -> Mapping[str, Entry]:
-        """Return frozen parameters of ZeRO 3, of which each process has a slice."""
+    @property
+    def frozen(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of frozen parameters, as far as the file has them."""
         stated = self._state.get("frozen_param_shapes")
         shapes = {} if stated is None else stated.plain()
         if not isinstance(shapes, dict):
             return {}
+        return {str(name): _shape(shape, self.key, f"module/{name}") for name, shape in shapes.items()}
+
+    def frozen_in_slices(self, fragments: Sequence[Part | None]) -> Mapping[str, Entry]:
+        """Return frozen parameters of ZeRO 3, of which each process has a slice."""
         slices = [{} if part is None else part.children() for part in fragments]
         found: dict[str, Entry] = {}
-        for name, stated_shape in shapes.items():
+        for name, shape in self.frozen.items():
             path = f"module/{name}"
-            shape = _shape(stated_shape, self.key, path)
             parts = [each.get(name) for each in slices]
-            found[str(name)] = _guarded(lambda: _in_slices([_run(part, path) for part in parts], shape, path))  # noqa: B023
+            found[name] = _guarded(lambda: _in_slices([_run(part, path) for part in parts], shape, path))  # noqa: B023
         return found
 
     def module(self, weights: Mapping[str, Entry]) -> Mapping[Key, Entry]:
@@ -478,7 +482,7 @@ class _Vectors:
             for run, size in zip(each, expected, strict=True):
                 if run.size != size:
                     raise CorruptCheckpointError(
-                        f"{path} is in a partition of {run.size} elements in {run.key}, and the partition of the "
-                        f"weights has {size}: {RESTORE}",
-                        key=run.key,
+                        f"{path} is in a partition of {run.size} elements in {run.storage.key}, and the partition of "
+                        f"the weights has {size}: {RESTORE}",
+                        key=run.storage.key,
                     )
