@@ -56,10 +56,11 @@ def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
 
 def test_tied_weights_are_stored_once() -> None:
     for name in GOLDENS:
-        tree = ckptcore.metadata(GOLDEN / name)
-        assert tree.layout == "deepspeed"
-        with ckptcore.open(GOLDEN / name) as opened:
-            assert same(opened["module"]["head.weight"][...], opened["module"]["embed.weight"][...])
+        opened = ConsistentRead(GOLDEN / name, ckptcore.Context(), open_either).open()
+        assert isinstance(opened, Checkpoint) and ckptcore.metadata(GOLDEN / name).layout == "deepspeed"
+        numbers = {path: number for number, path in enumerate(opened.tree.paths)}
+        tied, first = numbers["module", "head.weight"], numbers["module", "embed.weight"]
+        assert opened.tree.aliases[tied] == first, name
 
 
 def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
@@ -143,6 +144,7 @@ HOSTILE: dict[str, tuple[str, tuple[Any, ...], Any, str]] = {
     "text as shape": (MODEL, ("param_shapes", 0, "w"), "five", "no valid shape"),
     "more elements": (MODEL, ("param_shapes", 0, "w"), (50, 3, 2), "another checkpoint or damaged"),
     "no groups": (MODEL, ("param_shapes",), 5, "valid shapes of parameters"),
+    "paddings": (OPTIM, ("optimizer_state_dict", "param_alignment_paddings"), [[1], [1]], "no valid paddings"),
     "short state": (OPTIM, (*STATE, 0, "exp_avg"), lambda tensor: tensor[:-7].clone(), "exp_avg"),
     "no state of a rank": (OPTIM.replace("_0_", "_1_", 1), (*STATE, 0, "exp_avg"), None, "no tensor in the file"),
     "state of a partition": (OPTIM, (*STATE, 0, "exp_avg"), lambda _: torch.zeros(2, 3), "whole partition"),
@@ -163,6 +165,13 @@ def test_a_damaged_state_leaves_the_weights_readable(tmp_path: Path) -> None:
     edit(step / OPTIM, *STATE, 0, "exp_avg", value=lambda tensor: tensor[:-7].clone())
     found = ckptcore.load(step, select=ckptcore.select.names("module"))
     assert same(found["module"]["long"], array("long", (7, 11)))
+
+
+def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
+    edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
+    assert same(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
 
 
 def test_names_are_only_keys(tmp_path: Path) -> None:
@@ -209,6 +218,17 @@ def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
 def test_saving_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="only reads"):
         ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, layout="deepspeed")
+
+
+def test_a_part_of_a_tensor_parallel_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "deepspeed" / "universal_zero1", tmp_path / "c")
+    step = tmp_path / "c" / "global_step2_universal"
+    shutil.copy(step / MODEL, step / "mp_rank_01_model_states.pt")
+    assert ckptcore.load(step)["module"]["out.weight"].shape == (6, 5)
+    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 writes no such files
+    with pytest.raises(UnsupportedLeafError, match="2 tensor parallel ranks"):
+        ckptcore.load(step)
+    assert ckptcore.load(step, select=ckptcore.select.names("module/out.weight"))
 
 
 def test_a_save_does_not_delete_other_files_beside_it(tmp_path: Path) -> None:

@@ -67,6 +67,16 @@ def test_a_missing_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
     assert caught.value.key == file
 
 
+def test_files_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "verl", tmp_path / "c")
+    shutil.copy(tmp_path / "c" / "model_world_size_2_rank_0.pt", tmp_path / "c" / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"several jobs, such as model_world_size_1_rank_0\.pt and model_"):
+        ckptcore.load(tmp_path / "c")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "c" / "model_world_size_1_rank_0.pt").rename(tmp_path / "other" / "model_world_size_1_rank_0.pt")
+    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the way on
+
+
 def test_a_file_alone_names_its_parts_and_the_way_to_all() -> None:
     path = GOLDEN / "mesh" / "state-rank3.bin"
     with pytest.raises(UnsupportedLeafError, match=r"a part .* of a tensor float32\[7, 5\].* load the directory"):

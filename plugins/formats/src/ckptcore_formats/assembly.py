@@ -176,7 +176,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divided:
-    """An array whose boxes are in several objects. Entries of a tree that are the same object are tied.
+    """An array whose boxes are in several objects. Those with the same boxes at the same places are tied.
 
     Attributes:
         spec: the whole array.
@@ -349,7 +349,7 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     storages: dict[StoredBytes, int] = {}
     storage_of: list[int] = []
     aliases: dict[int, int] = {}
-    first: dict[int, int] = {}
+    first: dict[tuple[object, ...], int] = {}
     for number, leaf in enumerate(found):
         if isinstance(leaf, tuple):
             value, part = leaf
@@ -357,7 +357,8 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
                 path = format_path(paths[number])
                 records[number] = columns.add(number, value, part.storages, key=part.key, path=path)
         elif isinstance(leaf, Divided):
-            original = first.setdefault(id(leaf), number)
+            places = tuple([(piece.storage.key, piece.offset, piece.box) for piece in leaf.pieces])
+            original = first.setdefault((leaf.spec, leaf.kind, places), number) if places else number
             if original != number:
                 aliases[number] = original
                 continue

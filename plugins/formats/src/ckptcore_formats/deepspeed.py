@@ -76,12 +76,18 @@ class DeepSpeedLayout(AssembledLayout):
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
-        found = [key for key in keys if key in _OTHERS or _is_own(key.rpartition("/")[2]) or "zero/" in key]
+        found = [key for key in keys if _is_own_key(key.split("/"))]
         return found if len({key.partition("/")[0] for key in found if "/" in key} - {"zero"}) < 2 else ()
 
 
 def _is_own(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _ZERO_MODEL, _MODEL, _LAYER, _EXPERT))
+
+
+def _is_own_key(parts: Sequence[str]) -> bool:
+    """Return True for the parts of the key of a file in the directory of a step, or in its parent directory."""
+    *directories, name = parts
+    return "zero" in directories[:2] or (len(directories) < 2 and (name in _OTHERS or _is_own(name)))
 
 
 def _is_checkpoint(names: Collection[str]) -> bool:
@@ -109,6 +115,7 @@ class _Directory:
         model: the file of the model, or the first of them.
         models: with ZeRO 3 the files of the model by data parallel rank, else empty.
         optimizers: the files of the optimizer by data parallel rank.
+        parallel: number of tensor parallel ranks and pipeline stages.
         is_universal: True if there is a directory ``zero`` with a file for each parameter and state.
     """
 
@@ -117,6 +124,7 @@ class _Directory:
     model: str
     models: Mapping[int, str]
     optimizers: Mapping[int, str]
+    parallel: int
     is_universal: bool
 
     @classmethod
@@ -138,16 +146,17 @@ class _Directory:
         models = found["zero"] or found["model"]
         within = directory or "the directory"
         is_universal = "zero/" in names
+        parallel = {rank for rank, _ in (*models, *found["optim"])}
         if not is_universal:
             for pattern, what in ((_EXPERT, "experts"), (_LAYER, "pipeline stages")):
                 if first := next((name for name in names if pattern.fullmatch(name)), None):
                     raise UnsupportedLeafError(
                         f"{within} has a model that is divided into {what} ({first}): {_CONVERT}"
                     )
-            if parallel := {rank for rank, _ in (*models, *found["optim"])} - {0}:
+            if parallel - {0}:
                 raise UnsupportedLeafError(
-                    f"{within} has a model divided between {max(parallel) + 1} tensor parallel ranks or "
-                    f"pipeline stages: {_CONVERT}"
+                    f"{within} has a model divided between {max(parallel) + 1} tensor parallel ranks or pipeline "
+                    f"stages: {_CONVERT}"
                 )
         if not models:
             raise CorruptCheckpointError(
@@ -156,13 +165,13 @@ class _Directory:
             )
         ranks = {rank: key for (_, rank), key in sorted(found["zero"].items(), reverse=True)}
         optimizers = {rank: key for (_, rank), key in found["optim"].items()}
-        return cls(reader, directory, models[min(models)], ranks, optimizers, is_universal)
+        return cls(reader, directory, models[min(models)], ranks, optimizers, len(parallel), is_universal)
 
     def tree(self) -> Entry:
         """Return the state as one tree."""
         model = self.reader.read(self.model)
         state = named(model)
-        weights = Weights(model.key, state)
+        weights = Weights(model.key, state, self.parallel)
         if self.is_universal:
             return read_universal(self.reader, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
         shapes = state.get("param_shapes")

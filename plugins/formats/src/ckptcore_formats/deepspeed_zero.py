@@ -64,9 +64,20 @@ class Weights:
         groups: the shapes of the trained parameters by name, for each group, in the order of the flat vector.
     """
 
-    def __init__(self, key: str, state: Mapping[str, Part]) -> None:
+    def __init__(self, key: str, state: Mapping[str, Part], parallel: int) -> None:
+        """Read names and shapes.
+
+        Args:
+            key: the file.
+            state: its content.
+            parallel: number of tensor parallel ranks and pipeline stages with a file of their own.
+
+        Raises:
+            CorruptCheckpointError: a shape is invalid.
+        """
         self.key = key
         self._state = state
+        self._parallel = parallel
         found = state["param_shapes"].plain() if "param_shapes" in state else None
         self.groups: list[dict[str, tuple[int, ...]]] = []
         for group in found if isinstance(found, tuple) else () if found is None else (found,):
@@ -107,18 +118,27 @@ class Weights:
         stored = named(self._state["module"]) if "module" in self._state else {}
         stated = self._state.get("frozen_param_fragments")
         frozen = {} if stated is None else named(stated)
-        shared = self._state["shared_params"].plain() if "shared_params" in self._state else None
-        buffers = self._state["buffer_names"].plain() if "buffer_names" in self._state else None
-        buffers = {*buffers} if isinstance(buffers, tuple | list) else set()
+        listed = self._state["shared_params"].plain() if "shared_params" in self._state else None
+        shared = listed if isinstance(listed, dict) else {}
+        buffers = {name for name in _items(self._state.get("buffer_names")) if isinstance(name, str)}
         found: dict[Key, Entry] = {}
         for name, part in stored.items():
             if name in weights and name not in buffers:  # `ds_to_universal` converts buffers to fp32, also counters
                 found[name] = weights[name]
-            elif name in buffers or part.tensor is None or 0 not in part.tensor.shape:
+            elif name in buffers or part.tensor is None:
+                found[name] = part
+            elif self._parallel > 1:
+                found[name] = Refused(
+                    UnsupportedLeafError(
+                        f"it is in the files of the model only, of {self._parallel} tensor parallel ranks or pipeline "
+                        f"stages, and {self.key} has the part of one: load the files of the model by their own paths"
+                    )
+                )
+            elif 0 not in part.tensor.shape:
                 found[name] = part
             elif name in frozen:
                 found[name] = frozen[name]
-            elif not (isinstance(shared, dict) and name in shared):
+            elif name not in shared:
                 found[name] = Refused(
                     UnsupportedLeafError(
                         f"it is a parameter that ZeRO 3 divided, and {self.key} has no shape of it: save with "
@@ -127,8 +147,7 @@ class Weights:
                 )
         for name, entry in (*frozen.items(), *weights.items()):
             found.setdefault(name, entry)
-        if isinstance(shared, dict):
-            found.update({name: found[source] for name, source in shared.items() if source in found})
+        found.update({name: found[one] for name, one in shared.items() if isinstance(one, str) and one in found})
         return found
 
 

@@ -68,13 +68,13 @@ class RankFilesLayout(AssembledLayout):
         """Recognise a directory of files whose names have the rank, and which have parts of tensors or a world size.
 
         Raises:
-            CorruptCheckpointError: the file of a rank is missing.
+            CorruptCheckpointError: the file of a rank is missing, or there are files of several jobs.
         """
         if entry is not None:
             return None
         names = store.list_names("")
         kinds = _kinds_of(names)
-        if not kinds or len({kind.name for kind in kinds}) != len(kinds):
+        if not kinds:
             return None
         reader = PartReader(store)
         others = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
@@ -85,6 +85,7 @@ class RankFilesLayout(AssembledLayout):
             return None
         if not any(kind.size or (part is not None and _has_parts(part)) for kind, part in first.items()):
             return None
+        _expect_one_job(kinds)
         trees: dict[Key, Entry] = {}
         for kind, files in kinds.items():
             parts = [reader.find(key) for key in _complete(kind, files, first[kind])]
@@ -102,9 +103,27 @@ def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
     found: dict[_Kind, dict[int, str]] = {}
     for name in names:
         if match := _RANKED.fullmatch(name):
-            kind = _Kind(match["kind"].rstrip("_-.") or "rank", match["size"], match["end"])
+            label = f"{match['kind'].rstrip('_-.')}{match['end'].rpartition('.')[0]}".strip("_-.")
+            kind = _Kind(label or "rank", match["size"], match["end"])
             found.setdefault(kind, {})[int(match["rank"])] = name
     return found
+
+
+def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
+    """Refuse files of one kind of jobs with different numbers of processes.
+
+    Raises:
+        CorruptCheckpointError: there are such files.
+    """
+    first: dict[str, _Kind] = {}
+    for kind, files in kinds.items():
+        other = first.setdefault(kind.name, kind)
+        if other != kind:
+            examples = f"{kinds[other][min(kinds[other])]} and {files[min(files)]}"
+            raise CorruptCheckpointError(
+                f"the directory has files of several jobs, such as {examples}: move those of each job to a directory "
+                "of their own, or load one file by its own path"
+            )
 
 
 def _has_parts(part: Part) -> bool:

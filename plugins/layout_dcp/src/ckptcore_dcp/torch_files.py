@@ -41,6 +41,7 @@ from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.tensor_parts import TensorPart
 from ckptcore_dcp.zip_directories import STORED
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
@@ -264,14 +265,14 @@ def _missing(index: str, name: str, file: str, problem: str) -> CorruptCheckpoin
     )
 
 
-def _outermost_tensors(content: TorchFile) -> Mapping[str, StoredTensor | Unreadable]:
+def _outermost_tensors(content: TorchFile) -> Mapping[str, StoredTensor | TensorPart | Unreadable]:
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
-    found: dict[str, StoredTensor | Unreadable] = {}
+    found: dict[str, StoredTensor | TensorPart | Unreadable] = {}
     tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
     for path, leaf in zip(tree.paths, content.leaves, strict=True):
-        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | Unreadable):
+        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | TensorPart | Unreadable):
             found[path[0]] = leaf
     return found
 
