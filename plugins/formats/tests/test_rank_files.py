@@ -67,6 +67,14 @@ def test_a_missing_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
     assert caught.value.key == file
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "verl", tmp_path / "c")
+    (tmp_path / "c" / "extra_state_world_size_2_rank_1.pt").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"extra_state_world_size_2_rank_1\.pt"):
+        ckptcore.load(tmp_path / "c")
+
+
 def test_files_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "verl", tmp_path / "c")
     shutil.copy(tmp_path / "c" / "model_world_size_2_rank_0.pt", tmp_path / "c" / "model_world_size_1_rank_0.pt")

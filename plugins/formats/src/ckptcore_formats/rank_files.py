@@ -77,19 +77,22 @@ class RankFilesLayout(AssembledLayout):
         if not kinds:
             return None
         reader = PartReader(store)
-        others = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
-        if others.difference(*[files.values() for files in kinds.values()]):
+        weights = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
+        if weights.difference(*[files.values() for files in kinds.values()]):
             return None  # another layout knows them
-        first = {kind: reader.find(files[min(files)]) for kind, files in kinds.items()}
-        if any(part is None for part in first.values()):
-            return None
-        if not any(kind.size or (part is not None and _has_parts(part)) for kind, part in first.items()):
+        first: dict[_Kind, Part] = {}
+        for kind, files in kinds.items():
+            part = reader.find(files[min(files)])
+            if part is None:
+                return None
+            first[kind] = part
+        if not any(kind.size or _has_parts(part) for kind, part in first.items()):
             return None
         _expect_one_job(kinds)
         trees: dict[Key, Entry] = {}
         for kind, files in kinds.items():
-            parts = [reader.find(key) for key in _complete(kind, files, first[kind])]
-            trees[kind.name] = _merge_ranks([part for part in parts if part is not None])
+            _, *others = _complete(kind, files, first[kind])
+            trees[kind.name] = _merge_ranks([first[kind], *[reader.read(key) for key in others]])
         tree = next(iter(trees.values())) if len(trees) == 1 else trees
         return inspection_of(tree, "torch.save of each process", {*reader.keys})
 
@@ -130,14 +133,13 @@ def _has_parts(part: Part) -> bool:
     return any(isinstance(leaf, TensorPart) for leaf in part.leaves)
 
 
-def _complete(kind: _Kind, files: Mapping[int, str], first: Part | None) -> Sequence[str]:
+def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[str]:
     """Return the files of a kind by rank.
 
     Raises:
         CorruptCheckpointError: one is missing, by the number of processes in the names or in the first file.
     """
-    leaves = () if first is None else first.leaves
-    stated = max([leaf.processes for leaf in leaves if isinstance(leaf, TensorPart)], default=0)
+    stated = max([leaf.processes for leaf in first.leaves if isinstance(leaf, TensorPart)], default=0)
     expected = max(int(kind.size or 0), stated, max(files) + 1)
     if expected > len(files):
         rank = next(rank for rank in range(len(files) + 1) if rank not in files)
