@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -55,6 +55,7 @@ class Origin:
         metrics: measurements saved with it.
         created: start of the save, ISO 8601 in UTC; None if other software wrote it and does not state it.
         unused: by object, the names of arrays that other software stored and does not load. See `Inspection`.
+        files: objects that other software wrote, as in `Inspection`.
     """
 
     writer: str = ""
@@ -62,6 +63,7 @@ class Origin:
     metrics: Mapping[str, float] = field(default_factory=dict)
     created: str | None = None
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    files: Collection[str] = ()
 
     @classmethod
     def of_root(cls, root: Root | CompositeRoot) -> Origin:

@@ -101,13 +101,13 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     for layout in registry.layouts():
         found = layout.inspect(store, entry)
         if found is not None and not (entry is None and _is_folder(found.tree, storage, version.names)):
-            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused)
+            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused, found.files)
             return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)
     from ckptcore.step_names import StepNames  # only if no layout finds a tree
 
-    hint = install_hint(files=[entry] if entry is not None else version.names)
+    hint = _install_hint(entry, version.names)
     if entry is None and not hint:
         if steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"]):
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
@@ -134,6 +134,15 @@ def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
     from ckptcore.loading.folders import has_own_checkpoint  # only checkpoints of other software need it
 
     return has_own_checkpoint(store, names)
+
+
+def _install_hint(file: str | None, names: Sequence[str]) -> str:
+    """Return the command that installs the layout of a file, or of a directory with these names; empty if none does."""
+    from ckptcore.model.file_kinds import directory_kind  # only if no layout finds a tree
+
+    kind = directory_kind(names) if file is None else None
+    of_kind = install_hint(layout=kind.layout) if kind is not None and kind.layout else ""
+    return of_kind or install_hint(files=names if file is None else [file])
 
 
 def _nothing_at(location: Location) -> CheckpointNotFoundError:

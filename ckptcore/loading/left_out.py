@@ -1,7 +1,7 @@
 """Files with state in the directory of a checkpoint of other software that are no part of the checkpoint.
 
-A load, a conversion and a consolidation leave them out: ``common.pt`` of Megatron (iteration, arguments),
-``optimizer.pt`` of a trainer, and shards and tensors that an index does not name.
+A load, a conversion and a consolidation leave them out: ``optimizer.pt`` of a trainer, and shards and tensors that an
+index does not name.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
         one = opened
         while one.derived is not None:  # what it is computed from is no part of its tree
             one = one.derived.sources[0]
-        read.update(f"{prefix}{key}" for key in one.objects)
+        read.update(f"{prefix}{key}" for key in (*one.objects, *one.origin.files))
         read.update(f"{prefix}{key}" for _, key, _, _ in extents_of(one))
         errors = [error for record in one.tree.leaves if (error := unreadable_error(record))]
         read.update(f"{prefix}{error.key}" for error in errors if isinstance(error, CorruptCheckpointError))

@@ -17,10 +17,12 @@ class FileKind(NamedTuple):
     Attributes:
         noun: what it is, with an article.
         remedy: what to do, as an imperative.
+        layout: the layout that reads it; empty if there is none.
     """
 
     noun: str
     remedy: str
+    layout: str = ""
 
     def __str__(self) -> str:
         """Return both, to follow the name of the file and `is`."""
@@ -134,6 +136,7 @@ def _starts(prefix: str) -> Callable[[Collection[str]], bool]:
 _DEEPSPEED: Final = FileKind(
     "a checkpoint of DeepSpeed",
     "write one file with its zero_to_fp32.py, load that, or load one file of a rank by its own path",
+    "deepspeed",
 )
 _DIRECTORIES: Final[tuple[tuple[Callable[[Collection[str]], bool], FileKind], ...]] = (
     (_starts("zero_pp_rank_"), _DEEPSPEED),

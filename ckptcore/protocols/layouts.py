@@ -163,6 +163,7 @@ class Inspection(NamedTuple):
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
         unused: by object, the names of stored arrays that are no leaves, because an index of the checkpoint names
             another copy of them, or does not name them. Shown to the user.
+        files: the objects of the checkpoint; those with arrays and those in `unused` may be left out.
     """
 
     tree: TreeMetadata
@@ -172,6 +173,7 @@ class Inspection(NamedTuple):
     metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
     unused: Mapping[str, Sequence[str]] = _EMPTY
+    files: Collection[str] = ()
 
 
 class InspectedComposite(NamedTuple):

@@ -34,7 +34,12 @@ PUBLIC_MODULES = {
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 
-COLLECTIONS = {"ckptcore.context", "ckptcore.plain_safetensors", "ckptcore_integrations.orbax_v1.library"}
+COLLECTIONS = {
+    "ckptcore.context",
+    "ckptcore.plain_safetensors",
+    "ckptcore_dcp.reading",
+    "ckptcore_integrations.orbax_v1.library",
+}
 """Modules that also offer names of other modules, as packages do."""
 
 PUBLIC_SOURCES = [source for source in (*core_sources(), *plugin_sources()) if source.public]

@@ -96,7 +96,7 @@ def with_adapter(directory: Path) -> None:
 
 
 CASES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
-    (megatron, ("common.pt",)),
+    (megatron, ()),
     (hugging_face, ()),
     (trainer, ("optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json")),
     (short_index, ("model-00001-of-00002.safetensors: b", "model-00002-of-00002.safetensors: c")),

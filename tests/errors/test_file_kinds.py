@@ -73,7 +73,6 @@ def test_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"], "a checkpoint of DeepSpeed"),
         (["saved_model.pb", "variables/x"], "a SavedModel of TensorFlow"),
         (["model.ckpt-1.index", "model.ckpt-1.data-00000-of-00001", "checkpoint"], "a checkpoint of TensorFlow"),
         ([".zgroup", "a/.zarray"], "a zarr hierarchy without the metadata of a checkpoint"),

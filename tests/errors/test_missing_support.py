@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ckptcore_dcp.plugin
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,11 +83,18 @@ def _orbax(directory: Path) -> Path:
     return directory / "c"
 
 
+def _deepspeed(directory: Path) -> Path:
+    (directory / "c").mkdir()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"w": torch.ones(2)}, directory / "c" / name)
+    return directory / "c"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 @pytest.mark.parametrize(
     ("write", "extra"),
-    [(_torch_file, "dcp"), (_dcp, "dcp"), (_orbax, "orbax")],
-    ids=["torch.save", "dcp", "orbax"],
+    [(_torch_file, "dcp"), (_dcp, "dcp"), (_orbax, "orbax"), (_deepspeed, "formats")],
+    ids=["torch.save", "dcp", "orbax", "deepspeed"],
 )
 def test_files_of_other_software_name_the_distribution_that_reads_them(
     write: Callable[[Path], Path], extra: str, core_alone: ckptcore.Context, tmp_path: Path
@@ -94,6 +102,18 @@ def test_files_of_other_software_name_the_distribution_that_reads_them(
     path = write(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=rf"pip install 'ckptcore\[{extra}\]'"):
         ckptcore.load(path, context=core_alone)
+
+
+def test_deepspeed_names_its_distribution_beside_the_one_that_reads_each_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manager = plugins._new_manager()
+    manager.register(BuiltinPlugin(), "builtin")
+    manager.register(ckptcore_dcp.plugin, "dcp")
+    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
+    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: package != "ckptcore_formats")
+    with pytest.raises(CheckpointNotFoundError, match=r"with `pip install 'ckptcore\[formats\]'`"):
+        ckptcore.load(_deepspeed(tmp_path), context=ckptcore.Context())
 
 
 def test_an_installed_distribution_is_not_recommended() -> None:

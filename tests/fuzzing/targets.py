@@ -46,6 +46,7 @@ _REPOSITORY: Final = Path(__file__).parents[2]
 _OURS: Final = _REPOSITORY / "tests/golden/checkpoints"
 _ORBAX: Final = _REPOSITORY / "plugins/layout_orbax/tests/golden"
 _DCP: Final = _REPOSITORY / "plugins/layout_dcp/tests/golden"
+_FORMATS: Final = _REPOSITORY / "plugins/formats/tests/golden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,35 @@ def _torch_zips() -> Sequence[Place]:
 def _torch_legacy() -> Sequence[Place]:
     files = files_below(_DCP / "torch_files")
     return [place(files, "legacy.pt", mutator, "legacy.pt") for mutator in ("pickle", "bytes")]
+
+
+def _deepspeed() -> Sequence[Place]:
+    flat, sliced = (files_below(_FORMATS / f"deepspeed/{name}/global_step2") for name in ("zero2_bf16", "zero3_bf16"))
+    universal = files_below(_FORMATS / "deepspeed/universal_zero3/global_step2_universal")
+    universal = {key: data for key, data in universal.items() if "zero/" not in key or "zero/out" in key}
+    optim, model = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    return [
+        zip_place(flat, "mp_rank_00_model_states.pt", "."),
+        zip_place(flat, f"bf16_{optim.format(0)}", "."),
+        zip_place(flat, f"bf16_{optim.format(1)}", "."),
+        zip_place(sliced, model.format(0), "."),
+        zip_place(sliced, f"bf16_{optim.format(0)}", "."),
+        zip_place(universal, "zero/out.weight/fp32.pt", "."),
+    ]
+
+
+def _rank_files() -> Sequence[Place]:
+    mesh, sharded = files_below(_FORMATS / "ranks/mesh"), files_below(_FORMATS / "ranks/sharded")
+    return [
+        zip_place(mesh, "state-rank1.bin", "."),
+        zip_place(sharded, "pytorch_model_fsdp_rank1.bin", "."),
+        zip_place(mesh, "state-rank1.bin", "state-rank1.bin"),
+    ]
+
+
+def _megatron() -> Sequence[Place]:
+    files = files_below(_FORMATS / "megatron/torch_dist")
+    return [zip_place(files, "common.pt", "."), place(files, "metadata.json", "json"), place(files, "common.pt")]
 
 
 def _manifests() -> Sequence[Place]:
@@ -405,6 +435,9 @@ TARGETS: Final[Mapping[str, Target]] = {
     "dcp-items": Target(_dcp_items, reads.READS),
     "torch-zip": Target(_torch_zips, reads.READS),
     "torch-legacy": Target(_torch_legacy, reads.READS),
+    "deepspeed": Target(_deepspeed, reads.READS),
+    "rank-files": Target(_rank_files, reads.READS),
+    "megatron": Target(_megatron, reads.READS),
     "ocdbt-manifest": Target(_manifests, reads.READS),
     "ocdbt-node": Target(_nodes, reads.READS),
     "zarr2": Target(_zarr2, reads.READS),

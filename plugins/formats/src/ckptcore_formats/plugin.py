@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import LayoutFactory
+from ckptcore.protocols import Layout, LayoutFactory
 
 __all__ = ["ckpt_layouts"]
 
@@ -13,4 +13,19 @@ __all__ = ["ckpt_layouts"]
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
-    return {}
+    return {
+        "deepspeed": _deepspeed,
+        "ranks": _ranks,
+    }
+
+
+def _deepspeed() -> Layout:
+    from ckptcore_formats.deepspeed import DeepSpeedLayout
+
+    return DeepSpeedLayout()
+
+
+def _ranks() -> Layout:
+    from ckptcore_formats.rank_files import RankFilesLayout
+
+    return RankFilesLayout()

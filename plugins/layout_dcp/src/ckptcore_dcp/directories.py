@@ -36,6 +36,8 @@ WRITER: Final = "torch.distributed.checkpoint"
 _METADATA: Final = ".metadata"
 _OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
+_COMMON: Final = "common.pt"
+"""The file that Megatron writes next to ``.metadata``, with ``metadata.json``. See `common_files`."""
 _OWN: Final = re.compile(r"\.metadata|__[0-9]+\.metadata|[^/]+\.distcp", re.ASCII)
 """The names of files that torch.distributed.checkpoint writes."""
 _OWN_SAFETENSORS: Final = re.compile(r"(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII)
@@ -71,6 +73,8 @@ def dcp_files(keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         members: the names of its checkpointables: subdirectories and files.
     """
     own = [key for key in keys if _OWN.fullmatch(key)]
+    if _COMMON in keys and _METADATA in own:
+        own += [key for key in keys if key in (_COMMON, "metadata.json")]
     if not any(key.endswith(".distcp") for key in own):
         own += [key for key in keys if _OWN_SAFETENSORS.fullmatch(key)]
     for key in keys:

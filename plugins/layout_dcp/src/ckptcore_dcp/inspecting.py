@@ -37,6 +37,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
+from ckptcore_dcp.common_files import with_common
 from ckptcore_dcp.directories import WRITER, find_dcp_files, unfinished
 from ckptcore_dcp.dtypes import record_of_tensor
 from ckptcore_dcp.hf_shards import inspect_shards
@@ -56,11 +57,16 @@ _PICKLE: Final = b"\x80"
 def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     """Inspect a directory with ``.metadata``, with one metadata file per rank, or with safetensors shards.
 
-    See `_find_metadata`.
+    `entry` may also name ``.metadata`` itself. See `_find_metadata` and `with_common`.
     """
-    found = _find_metadata(store, entry)
+    if entry is not None and entry != _METADATA:
+        return None
+    names = store.list_names("")
+    found = _find_metadata(store, names)
     if isinstance(found, DcpMetadata):
-        return _inspection(found, read_values(found.values, store))
+        metadata, common = with_common(found, store, names)
+        inspection = _inspection(metadata, {**read_values(metadata.values, store), **common})
+        return inspection._replace(files={value.key for value in common.values()})
     return found
 
 
@@ -70,7 +76,9 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     Each value is the bytes of its item. ``custom`` has the keys that lead to each entry, if the
     metadata has them (``paths``), and the ids of the save (``checkpoint_id``, ``save_id``). See `_find_metadata`.
     """
-    found = _find_metadata(store, entry)
+    if entry is not None and entry != _METADATA:
+        return None
+    found = _find_metadata(store, store.list_names(""))
     if not isinstance(found, DcpMetadata):
         return None
     items = read_value_items(found.values, store)
@@ -80,10 +88,10 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     return _inspection(replace(found, paths=None), values)._replace(custom=custom)
 
 
-def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspection | None:
-    """Read the metadata of a directory, or inspect its safetensors shards.
+def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Inspection | None:
+    """Read the metadata of a directory with these names, or inspect its safetensors shards.
 
-    `entry` may also name ``.metadata`` itself. If ranks saved without communicating, a value that
+    If ranks saved without communicating, a value that
     several ranks have is taken from the lowest of them, and the chunks of a tensor are merged.
     Returns None for other directories.
 
@@ -91,9 +99,6 @@ def _find_metadata(store: ReadStore, entry: str | None) -> DcpMetadata | Inspect
         UncommittedCheckpointError: there are data files without metadata.
         CorruptCheckpointError: the metadata cannot be read.
     """
-    if entry is not None and entry != _METADATA:
-        return None
-    names = store.list_names("")
     found, files = find_dcp_files(names)
     if not found:
         if files:
@@ -161,7 +166,7 @@ def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetada
 def _inspection(metadata: DcpMetadata, values: Mapping[str, DecodedValue | ItemProblem]) -> Inspection:
     decoded = {name: value for name, value in values.items() if isinstance(value, DecodedValue)}
     entries: dict[str, Skeleton] = {
-        name: decoded[name].skeleton if name in decoded else LEAF for name in metadata.names
+        name: decoded[name].skeleton if name in decoded else LEAF for name in dict.fromkeys([*metadata.names, *decoded])
     }
     unreadable = {
         **metadata.unreadable,

@@ -33,6 +33,7 @@ from ckptcore_dcp.numpy_arrays import NumpyReader
 from ckptcore_dcp.pickles import Call, Global, Persistent, Places, Value, brief, builtin_value
 from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
 from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
+from ckptcore_dcp.tensor_parts import TensorPart, tensor_part
 
 __all__ = ["Column", "Leaf", "Unreadable", "leaf_record", "tree_of"]
 
@@ -64,7 +65,7 @@ class Column:
     values: list[Any] | tuple[Any, ...] | dict[Any, Any]
 
 
-Leaf: TypeAlias = StoredTensor | Column | Unreadable | None | bool | int | float | complex | str | bytes
+Leaf: TypeAlias = StoredTensor | TensorPart | Column | Unreadable | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value stored in the pickle itself."""
 
 _ATTRIBUTE_DEPTH: Final = 3
@@ -115,7 +116,7 @@ def tree_of(
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
     """Return the tree's record of a leaf. Values are encoded as by the core's own handlers."""
-    if isinstance(leaf, Unreadable):
+    if isinstance(leaf, Unreadable | TensorPart):
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
         return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK if leaf.framework is not None else {})
@@ -209,7 +210,9 @@ class _TreeBuilder:
         """Return the skeleton of the result of a call, or of the object with a persistent id."""
         if _may_describe_tensor(value):
             try:
-                tensor = stored_tensor(value, key=self._key, path=format_path(path))
+                tensor = tensor_part(value, key=self._key, path=format_path(path))
+                if tensor is None:
+                    tensor = stored_tensor(value, key=self._key, path=format_path(path))
             except UnsupportedLeafError as error:
                 return self._leaf(Unreadable.of(error, format_path(path)))
             if tensor is not None:

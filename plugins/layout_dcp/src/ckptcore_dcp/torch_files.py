@@ -41,10 +41,11 @@ from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.tensor_parts import TensorPart
 from ckptcore_dcp.zip_directories import STORED
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["TorchLayout"]
+__all__ = ["TorchFile", "TorchLayout", "read_torch_file"]
 
 _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
 """The stem, and the variant as older and newer versions of diffusers place it."""
@@ -135,12 +136,12 @@ def _stem_of_index(key: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchFile:
-    """The contents of a file.
+class TorchFile:
+    """The contents of a file of ``torch.save``.
 
     Attributes:
         skeleton, leaves: the tree.
-        storages: byte range of each storage, by key.
+        storages: byte range of each storage, by the key that `StoredTensor.storage` has.
     """
 
     skeleton: Skeleton
@@ -155,15 +156,15 @@ def _read_only() -> UnsupportedLeafError:
 
 
 def _inspect_file(store: ReadStore, key: str) -> Inspection | None:
-    content = _read_file(store, key)
+    content = read_torch_file(store, key)
     return None if content is None else _inspection(content.skeleton, [(key, content)])
 
 
 def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
     """Inspect several files as one mapping from their names. Return None if one is not a torch.save file."""
-    contents: list[_TorchFile] = []
+    contents: list[TorchFile] = []
     for key in keys:
-        content = _read_file(store, key)
+        content = read_torch_file(store, key)
         if content is None:
             return None
         contents.append(content)
@@ -171,7 +172,7 @@ def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
     return _inspection(skeleton, list(zip(keys, contents, strict=True)))
 
 
-def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> Inspection:
+def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, TorchFile]]) -> Inspection:
     """Return a tree with the leaves of these files, concatenated."""
     columns = LocationColumns()
     records = [leaf_record(leaf) for _, content in files for leaf in content.leaves]
@@ -186,11 +187,15 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _TorchFile]]) -> 
                 records[number] = columns.add(number, leaf, content.storages, key=key, path=path)
             number += 1
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
-    return Inspection(tree, columns.to_json(), "torch.save")
+    return Inspection(tree, columns.to_json(), "torch.save", files=[key for key, _ in files])
 
 
-def _read_file(store: ReadStore, key: str) -> _TorchFile | None:
-    """Return the contents of a file, or None if it is not a torch.save file."""
+def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
+    """Return the contents of a file, or None if it is not a torch.save file. Reads no elements.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedLeafError, ObjectNotFoundError
+    """
 
     def fetch(start: int, stop: int) -> bytes:
         return store.get(key, start, stop)
@@ -206,12 +211,12 @@ def _read_file(store: ReadStore, key: str) -> _TorchFile | None:
         value, _ = read_pickle(pickle, key=key, places=places)
         skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16), places=places)
         storages = {**zip_storages(members, fetch, key=key), **pickled_storages(leaves, key=key, start=member.start)}
-        return _TorchFile(skeleton, leaves, storages)
+        return TorchFile(skeleton, leaves, storages)
     if is_legacy(head):
         places = Places()
         value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key, places=places)
         skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16), places=places)
-        return _TorchFile(skeleton, leaves, {**legacy, **pickled_storages(leaves, key=key, start=0)})
+        return TorchFile(skeleton, leaves, {**legacy, **pickled_storages(leaves, key=key, start=0)})
     return None
 
 
@@ -231,7 +236,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
     for file, listed in sorted(by_file.items()):
         content, problem = None, "is not a file of torch.save"
         try:
-            content = _read_file(store, file)
+            content = read_torch_file(store, file)
             if content is None and (kind := file_kind(store.get(file, 0, FILE_HEAD_BYTES), file)) is not None:
                 problem = f"is {kind.noun}"
         except ObjectNotFoundError:
@@ -260,14 +265,14 @@ def _missing(index: str, name: str, file: str, problem: str) -> CorruptCheckpoin
     )
 
 
-def _outermost_tensors(content: _TorchFile) -> Mapping[str, StoredTensor | Unreadable]:
+def _outermost_tensors(content: TorchFile) -> Mapping[str, StoredTensor | TensorPart | Unreadable]:
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
-    found: dict[str, StoredTensor | Unreadable] = {}
+    found: dict[str, StoredTensor | TensorPart | Unreadable] = {}
     tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
     for path, leaf in zip(tree.paths, content.leaves, strict=True):
-        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | Unreadable):
+        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | TensorPart | Unreadable):
             found[path[0]] = leaf
     return found
 

@@ -306,6 +306,8 @@ def _run(
             elif code == 0x81:  # NEWOBJ
                 arguments = stack.pop()
                 function = stack[-1]
+                if function.__class__ is Call:
+                    function = _nested_class(function)
                 if arguments.__class__ is not tuple or not (
                     function.__class__ is Global or function.__class__ is Persistent
                 ):
@@ -378,6 +380,14 @@ def _run(
         raise malformed(key, position, "it uses a value, a mark or a memo entry that does not exist") from error
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
+
+
+def _nested_class(call: Call) -> Value:
+    """Return the name of a class within a class, which protocols below 4 store as ``getattr(Outer, "Inner")``."""
+    match call.function, call.arguments:
+        case Global(module="builtins" | "__builtin__", name="getattr"), (Global() as outer, str() as name):
+            return Global(outer.module, f"{outer.name}.{name}")
+    return call
 
 
 def _refusal(key: str, position: int, code: int) -> Exception:

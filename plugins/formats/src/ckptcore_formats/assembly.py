@@ -1,0 +1,515 @@
+"""Trees put together from several torch.save files, with arrays whose boxes are in different files."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from ckptcore_dcp.reading import (
+    STORED,
+    Column,
+    Leaf,
+    LocationColumns,
+    StorageIndex,
+    StoredBytes,
+    StoredTensor,
+    TensorPart,
+    check_bounds,
+    leaf_record,
+    read_torch_file,
+)
+
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    ArrayRecord,
+    ArraySpec,
+    Attribute,
+    Box,
+    Chunk,
+    HostArray,
+    Key,
+    LeafRecord,
+    Node,
+    ReadItem,
+    Receipt,
+    Skeleton,
+    TreeMetadata,
+    format_path,
+    unreadable_leaf,
+)
+from ckptcore.model.tree import leaf_count
+from ckptcore.planning import ChunkColumns, ChunkTable
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
+
+__all__ = [
+    "RESTORE",
+    "AssembledLayout",
+    "Branch",
+    "Divided",
+    "Entry",
+    "Part",
+    "PartReader",
+    "Piece",
+    "Refused",
+    "Run",
+    "boxes_of_range",
+    "inspection_of",
+    "pieces_of_part",
+    "run_of",
+]
+
+_PLACES: Final = "places"
+_FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
+_MAX_RUNS: Final = 1 << 12
+"""Most runs of elements into which a piece in another order than C is cut."""
+_SLAB_BYTES: Final = 1 << 24
+"""Bytes that are read at a time to compare a checksum."""
+RESTORE: Final = "restore it from a copy, or load another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the tree of a torch.save file.
+
+    Attributes:
+        key: the object.
+        skeleton, leaves: the tree of this part.
+        storages: the storages of the object, as in `ckptcore_dcp.reading.TorchFile`.
+    """
+
+    key: str
+    skeleton: Skeleton
+    leaves: Sequence[Leaf]
+    storages: Mapping[str, StoredBytes]
+
+    def items(self) -> Iterator[tuple[Key, Part]]:
+        """Return the children by key; none for a leaf. The fields of an object have `Attribute` keys."""
+        if not isinstance(self.skeleton, Node):
+            return
+        first = 0
+        for key, child in zip(self.skeleton.keys, self.skeleton.children, strict=True):
+            count = leaf_count(child)
+            yield key, Part(self.key, child, self.leaves[first : first + count], self.storages)
+            first += count
+
+    def children(self) -> dict[Key, Part]:
+        """Return the children by key, with the names of fields of an object as text."""
+        return {key.name if isinstance(key, Attribute) else key: child for key, child in self.items()}
+
+    def plain(self) -> Any:
+        """Return nested dicts and tuples of the leaves."""
+        if not isinstance(self.skeleton, Node):
+            leaf = self.leaves[0]
+            return leaf.values if isinstance(leaf, Column) else leaf
+        found = {key: child.plain() for key, child in self.children().items()}
+        return tuple(found.values()) if [*found] == [*range(len(found))] and self._is_sequence else found
+
+    @property
+    def _is_sequence(self) -> bool:
+        return isinstance(self.skeleton, Node) and (
+            self.skeleton.kind in ("list", "tuple") or (self.skeleton.kind == "object" and bool(self.skeleton.keys))
+        )
+
+    def of_leaf(self, leaf: Leaf) -> Part:
+        """Return the part that is only a leaf of this file."""
+        return Part(self.key, LEAF, (leaf,), self.storages)
+
+    @property
+    def tensor(self) -> StoredTensor | None:
+        """The tensor, if the part is one."""
+        leaf = self.leaves[0] if not isinstance(self.skeleton, Node) else None
+        return leaf if isinstance(leaf, StoredTensor) else None
+
+
+class PartReader:
+    """Reads files of ``torch.save``, and remembers which.
+
+    Attributes:
+        store: the files.
+        keys: those that were read.
+    """
+
+    def __init__(self, store: ReadStore) -> None:
+        """Start without files."""
+        self.store = store
+        self.keys: list[str] = []
+
+    def find(self, key: str) -> Part | None:
+        """Read a file; None if it is not one of ``torch.save``."""
+        found = read_torch_file(self.store, key)
+        if found is None:
+            return None
+        self.keys.append(key)
+        return Part(key, found.skeleton, found.leaves, found.storages)
+
+    def read(self, key: str) -> Part:
+        """Read a file whose name says that it is one of ``torch.save``.
+
+        Raises:
+            CorruptCheckpointError: it is none.
+        """
+        found = self.find(key)
+        if found is None:
+            raise CorruptCheckpointError(f"{key} is not a file of torch.save, in spite of its name: {RESTORE}", key=key)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of an array, whose elements are in a storage, in C order.
+
+    Attributes:
+        box: the box.
+        storage: the storage.
+        offset: position of the first element in the object, in bytes.
+    """
+
+    box: Box
+    storage: StoredBytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Divided:
+    """An array whose boxes are in several objects. Those with the same boxes at the same places are tied.
+
+    Attributes:
+        spec: the whole array.
+        kind: kind of the leaf, as in `ArrayRecord`.
+        pieces: the boxes.
+    """
+
+    spec: ArraySpec
+    kind: str
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """A leaf that cannot be loaded, with the error for a request of it."""
+
+    error: CheckpointError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A part of the tree whose leaves have several sources.
+
+    Attributes:
+        skeleton: its containers.
+        entries: an entry that is a leaf, for each leaf of the skeleton.
+    """
+
+    skeleton: Skeleton
+    entries: Sequence[Entry]
+
+
+Entry: TypeAlias = "Part | Branch | Divided | Refused | str | list[Entry] | Mapping[Key, Entry]"
+"""An entry of a tree. A mapping becomes a dict; text is a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements in C order in an object: all elements of a stored tensor.
+
+    Attributes:
+        spec: the dtype, and the number of elements as the only axis.
+        kind: kind of the leaf, as in `ArrayRecord`.
+        storage: the storage that has them.
+        offset: position of the first element in the object, in bytes.
+    """
+
+    spec: ArraySpec
+    kind: str
+    storage: StoredBytes
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.spec.shape[0]
+
+    def piece(self, box: Box, start: int = 0) -> Piece:
+        """Return the elements from `start` on as a box of an array."""
+        return Piece(box, self.storage, self.offset + start * self.spec.numpy_dtype.itemsize)
+
+
+def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: str) -> Run:
+    """Return the elements of a tensor as a run.
+
+    Args:
+        tensor: the tensor, from a pickle.
+        storages: the storages of its file.
+        path: the array, for errors.
+
+    Raises:
+        CorruptCheckpointError: the elements are not in the file.
+        UnsupportedLeafError: they are compressed, big endian or in another order.
+    """
+    storage = storages.get(tensor.storage)
+    count = math.prod(tensor.shape)
+    if storage is None:
+        if count:
+            raise CorruptCheckpointError(
+                f"a part of {path} has no elements: the storage {tensor.storage[:80]!r} is missing; restore the "
+                "checkpoint from a copy, or load another one"
+            )
+        return Run(ArraySpec((0,), tensor.dtype), tensor.kind, StoredBytes("", 0, 0), 0)
+    check_bounds(tensor, storage.size, key=storage.key, path=path)
+    if storage.compression != STORED or storage.big_endian or not tensor.is_contiguous:
+        raise UnsupportedLeafError(
+            f"{path} is divided over several files, and {storage.key} has its part compressed, big endian, or in "
+            "another order than C: save the part after tensor.contiguous() with torch.save"
+        )
+    offset = storage.start + tensor.offset * tensor.itemsize
+    return Run(ArraySpec((count,), tensor.dtype), tensor.kind, storage, offset)
+
+
+def pieces_of_part(part: TensorPart, storages: Mapping[str, StoredBytes], *, path: str) -> Iterator[Piece]:
+    """Return the pieces that a process has of a tensor. Views in another order than C are cut into their runs.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedLeafError: see `run_of`.
+    """
+    for box, tensor in zip(part.boxes, part.tensors, strict=True):
+        for run, view in _runs(box, tensor, path):
+            yield run_of(view, storages, path=path).piece(run)
+
+
+def _runs(box: Box, tensor: StoredTensor, path: str) -> Iterator[tuple[Box, StoredTensor]]:
+    """Divide a tensor into boxes whose elements are in C order without gaps."""
+    left = [(box, tensor)]
+    count = 1
+    while left:
+        within, view = left.pop()
+        if view.is_contiguous:
+            yield within, view
+            continue
+        axis = next(number for number, extent in enumerate(view.shape) if extent > 1)
+        count += view.shape[axis] - 1
+        if count > _MAX_RUNS:
+            raise UnsupportedLeafError(
+                f"{path} is divided over several files in another order than C: save the parts after "
+                "tensor.contiguous()"
+            )
+        for index in range(view.shape[axis]):
+            first = within.start[axis] + index
+            shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
+            offset = view.offset + index * view.strides[axis]
+            left.append((within.band(axis, first, first + 1), replace(view, shape=shape, offset=offset)))
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Divide a range of the elements of an array, in C order, into boxes in this order; at most two for each axis.
+
+    Args:
+        shape: the shape of the array, of which no extent is 0.
+        start, stop: the range, in elements.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    rest = tuple(shape[1:])
+    row = math.prod(rest)
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:
+        yield from _in_row(last, rest, start - last * row, stop - last * row)
+        return
+    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield Box((first, *(0 for _ in rest)), (last, *rest))
+    yield from _in_row(last, rest, 0, stop - last * row)
+
+
+def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_range(rest, start, stop):
+        yield Box((number, *box.start), (number + 1, *box.stop))
+
+
+def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspection:
+    """Return a tree of entries as a checkpoint of other software. `AssembledLayout` reads it.
+
+    Args:
+        entry: the tree.
+        writer: the software.
+        files: all objects of the checkpoint.
+    """
+    found: list[tuple[Leaf, Part] | Divided | Refused] = []
+    skeleton = _flatten(entry, found)
+    records = [_record(leaf) for leaf in found]
+    paths = TreeMetadata(skeleton, tuple(records)).paths
+    columns, chunks = LocationColumns(), ChunkColumns()
+    storages: dict[StoredBytes, int] = {}
+    storage_of: list[int] = []
+    aliases: dict[int, int] = {}
+    first: dict[tuple[object, ...], int] = {}
+    for number, leaf in enumerate(found):
+        if isinstance(leaf, tuple):
+            value, part = leaf
+            if isinstance(value, StoredTensor):
+                path = format_path(paths[number])
+                records[number] = columns.add(number, value, part.storages, key=part.key, path=path)
+        elif isinstance(leaf, Divided):
+            places = tuple([(piece.storage.key, piece.offset, piece.box) for piece in leaf.pieces])
+            original = first.setdefault((leaf.spec, leaf.kind, places), number) if places else number
+            if original != number:
+                aliases[number] = original
+                continue
+            for piece in leaf.pieces:
+                chunks.add(number, piece.storage.key, piece.offset, piece.box)
+                storage_of.append(storages.setdefault(piece.storage, len(storages)))
+    tree = TreeMetadata(skeleton, tuple(records), {**columns.aliases, **aliases})
+    state: dict[str, JSON] = {
+        **chunks.to_json(),
+        "storage": storage_of,
+        "storages": [[one.key, one.start, one.stop, one.crc] for one in storages],
+        _PLACES: columns.to_json(),
+    }
+    return Inspection(tree, state, writer, files=files)
+
+
+def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
+    if isinstance(entry, Part):
+        found.extend((leaf, entry) for leaf in entry.leaves)
+        return entry.skeleton
+    if isinstance(entry, Branch):
+        for leaf in entry.entries:
+            _flatten(leaf, found)
+        return entry.skeleton
+    if isinstance(entry, Divided | Refused):
+        found.append(entry)
+        return LEAF
+    if isinstance(entry, str):
+        found.append((entry, _NOWHERE))
+        return LEAF
+    if isinstance(entry, list):
+        return Node("list", tuple(range(len(entry))), tuple([_flatten(child, found) for child in entry]))
+    return Node("dict", tuple(entry), tuple([_flatten(child, found) for child in entry.values()]))
+
+
+_NOWHERE: Final = Part("", LEAF, (), {})
+
+
+def _record(leaf: tuple[Leaf, Part] | Divided | Refused) -> LeafRecord:
+    if isinstance(leaf, tuple):
+        return leaf_record(leaf[0])
+    if isinstance(leaf, Refused):
+        return unreadable_leaf(leaf.error)
+    return ArrayRecord(leaf.spec, leaf.kind, notes=_FRAMEWORK)
+
+
+class _AssembledIndex(ChunkTable):
+    """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        super().__init__(tree, state)
+        columns: Any = state  # of `inspection_of`: no root has this layout
+        self._places = StorageIndex(tree, columns[_PLACES])
+        self._storages: Sequence[tuple[str, int, int, int]] = [tuple(row) for row in columns["storages"]]
+        self._storages_of: dict[int, set[int]] = {}
+        for leaf, storage in zip(columns["leaf"], columns["storage"], strict=True):
+            self._storages_of.setdefault(leaf, set()).add(storage)
+        self._verified: set[int] = set()
+
+    def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
+        """See `ChunkIndex.boxes`. Whole tensors in storages have no chunks."""
+        return () if leaf in self._places else tuple(super().boxes(leaf, box))
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`."""
+        yield from self._places.extents(leaf)
+        if leaf not in self._places:
+            yield from super().extents(leaf)
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
+
+        A storage has elements of many arrays, so it is read again, but only once.
+
+        Raises:
+            ChecksumError: a checksum differs.
+        """
+        if leaf in self._places:
+            places: Any = self._places
+            found: Collection[str] = places.unverified(leaf, store)
+            return found
+        unknown: set[str] = set()
+        for number in self._storages_of.get(leaf, ()):
+            key, start, stop, expected = self._storages[number]
+            if not expected:
+                unknown.add(key)
+            elif number not in self._verified:
+                _verify(store, key, start, stop, expected)
+                self._verified.add(number)
+        return unknown
+
+    def check(self, leaves: Collection[int]) -> None:
+        """See `ChunkIndex.check`."""
+        super().check([leaf for leaf in leaves if leaf not in self._places])
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """See `NativeReader.reads`."""
+        return leaf in self._places
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`."""
+        return self._places.read(items, buffers, store)
+
+
+def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
+    found = 0
+    for first in range(start, stop, _SLAB_BYTES):
+        found = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), found)
+    if found != expected:
+        raise ChecksumError(
+            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {found:08x}; "
+            f"{RESTORE}",
+            key=key,
+            start=start,
+            stop=stop,
+        )
+
+
+class AssembledLayout(Layout):
+    """A read-only layout whose `inspect` returns the result of `inspection_of`."""
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of the pieces and of the whole tensors."""
+        return _AssembledIndex(tree, state)
+
+    def _read_only(self) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"the layout {self.name!r} only reads checkpoints of other software; save with layout='dcp', "
+            "'safetensors' or another layout"
+        )

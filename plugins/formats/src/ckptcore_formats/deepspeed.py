@@ -1,0 +1,214 @@
+"""The layout `deepspeed`: checkpoints of DeepSpeed with any stage of ZeRO, and universal ones. Read-only.
+
+Formats (DeepSpeed 0.14.5, 0.16.9 and 0.19.8: ``runtime/engine.py``, ``runtime/zero``,
+``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``).
+ZeRO 1 and 2: the parameters of a group are one flat vector, and each process saves a slice of it.
+ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
+the file of the model. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
+"param_groups": [...], ...}, ...}``, with the rest of the state next to them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import Key
+from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_formats.assembly import RESTORE, AssembledLayout, Entry, Part, PartReader, inspection_of
+from ckptcore_formats.deepspeed_universal import read_universal
+from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, Zero, named
+
+__all__ = ["DeepSpeedLayout"]
+
+_OPTIM: Final = re.compile(
+    r"((?:bf16_|fp16_)?zero_pp_rank_)([0-9]{1,9})(_mp_rank_([0-9]{1,9})_optim_states\.pt)", re.ASCII
+)
+_ZERO_MODEL: Final = re.compile(r"(zero_pp_rank_)([0-9]{1,9})(_mp_rank_([0-9]{1,9})_model_states\.pt)", re.ASCII)
+_MODEL: Final = re.compile(r"mp_rank_([0-9]{1,9})_model_states\.pt", re.ASCII)
+_LAYER: Final = re.compile(r"layer_[0-9]+-(model_[0-9]+-)?model_states\.pt", re.ASCII)
+_EXPERT: Final = re.compile(r"(layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_.*", re.ASCII)
+_POINTERS: Final = ("latest", "latest_universal")
+_OTHERS: Final = (*_POINTERS, "zero_to_fp32.py")
+_MAX_POINTER: Final = 4096
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+"""Suffixes of files by which a directory with ``latest`` is a checkpoint of other software, such as of the Trainer."""
+
+_CONVERT: Final = (
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py, and load the result, or load the file of one rank by "
+    "its own path"
+)
+
+
+class DeepSpeedLayout(AssembledLayout):
+    """Directories of DeepSpeed: ``global_stepN``, or their parent directory with ``latest``. Read-only."""
+
+    @property
+    def name(self) -> str:
+        """The name "deepspeed"."""
+        return "deepspeed"
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a directory by the names of the files of ranks; see the module.
+
+        A directory with ``latest`` is the checkpoint that this names, unless it has weights of another format.
+
+        Raises:
+            CorruptCheckpointError: the file of a rank is missing, or partitions do not make up the parameters.
+            UnsupportedLeafError: the model is divided between pipeline stages, tensor parallel ranks or experts.
+        """
+        if entry is not None:
+            return None
+        names = store.list_names("")
+        directory = ""
+        if not _is_checkpoint(names):
+            found = _named_by_pointer(store, names)
+            if found is None or not _is_checkpoint(names := store.list_names(found)):
+                return None
+            directory = found
+        reader = PartReader(store)
+        tree = _Directory.of(reader, directory, names).tree()
+        own = [directory + name for name in names if _is_own(name)]
+        return inspection_of(tree, "DeepSpeed", {*reader.keys, *own})
+
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
+        found = [key for key in keys if _is_own_key(key.split("/"))]
+        return found if len({key.partition("/")[0] for key in found if "/" in key} - {"zero"}) < 2 else ()
+
+
+def _is_own(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in (_OPTIM, _ZERO_MODEL, _MODEL, _LAYER, _EXPERT))
+
+
+def _is_own_key(parts: Sequence[str]) -> bool:
+    """Return True for the parts of the key of a file in the directory of a step, or in its parent directory."""
+    *directories, name = parts
+    return "zero" in directories[:2] or (len(directories) < 2 and (name in _OTHERS or _is_own(name)))
+
+
+def _is_checkpoint(names: Collection[str]) -> bool:
+    return any(_is_own(name) for name in names)
+
+
+def _named_by_pointer(store: ReadStore, names: Sequence[str]) -> str | None:
+    """Return the directory that ``latest`` names, with a slash after it."""
+    if any(name.endswith(_WEIGHTS) for name in names):
+        return None
+    for pointer in _POINTERS:
+        if pointer in names:
+            name = store.get(pointer, 0, _MAX_POINTER).decode("utf-8", "replace").strip() + "/"
+            return name if name in names else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """The files of a checkpoint.
+
+    Attributes:
+        reader: the files.
+        directory: prefix of their keys.
+        model: the file of the model, or the first of them.
+        models: with ZeRO 3 the files of the model by data parallel rank, else empty.
+        optimizers: the files of the optimizer by data parallel rank.
+        parallel: number of tensor parallel ranks and pipeline stages.
+        is_universal: True if there is a directory ``zero`` with a file for each parameter and state.
+    """
+
+    reader: PartReader
+    directory: str
+    model: str
+    models: Mapping[int, str]
+    optimizers: Mapping[int, str]
+    parallel: int
+    is_universal: bool
+
+    @classmethod
+    def of(cls, reader: PartReader, directory: str, names: Sequence[str]) -> _Directory:
+        """Sort names. Refuse a model that is divided in other ways than by ZeRO.
+
+        Raises:
+            CorruptCheckpointError: there is no file of the model.
+            UnsupportedLeafError: see `DeepSpeedLayout.inspect`.
+        """
+        found: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
+        for name in names:
+            if match := _OPTIM.fullmatch(name):
+                found["optim"][int(match[4]), int(match[2])] = directory + name
+            elif match := _ZERO_MODEL.fullmatch(name):
+                found["zero"][int(match[4]), int(match[2])] = directory + name
+            elif match := _MODEL.fullmatch(name):
+                found["model"][int(match[1]), 0] = directory + name
+        models = found["zero"] or found["model"]
+        within = directory or "the directory"
+        is_universal = "zero/" in names
+        parallel = {rank for rank, _ in (*models, *found["optim"])}
+        if not is_universal:
+            for pattern, what in ((_EXPERT, "experts"), (_LAYER, "pipeline stages")):
+                if first := next((name for name in names if pattern.fullmatch(name)), None):
+                    raise UnsupportedLeafError(
+                        f"{within} has a model that is divided into {what} ({first}): {_CONVERT}"
+                    )
+            if parallel - {0}:
+                raise UnsupportedLeafError(
+                    f"{within} has a model divided between {max(parallel) + 1} tensor parallel ranks or pipeline "
+                    f"stages: {_CONVERT}"
+                )
+        if not models:
+            raise CorruptCheckpointError(
+                f"{within} has files of DeepSpeed's optimizer, but mp_rank_00_model_states.pt, which names the "
+                f"parameters, is missing: {RESTORE}"
+            )
+        ranks = {rank: key for (_, rank), key in sorted(found["zero"].items(), reverse=True)}
+        optimizers = {rank: key for (_, rank), key in found["optim"].items()}
+        return cls(reader, directory, models[min(models)], ranks, optimizers, len(parallel), is_universal)
+
+    def tree(self) -> Entry:
+        """Return the state as one tree."""
+        model = self.reader.read(self.model)
+        state = named(model)
+        weights = Weights(model.key, state, self.parallel)
+        if self.is_universal:
+            return read_universal(self.reader, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
+        shapes = state.get("param_shapes")
+        if not self.optimizers and (shapes is None or shapes.plain() is None):
+            return model  # without ZeRO a single file has all
+        zero = Zero.of(self.reader, self._complete(self.optimizers, _OPTIM, model), weights)
+        frozen = self._frozen(model, weights) if zero.stage == 3 else {}
+        optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups()}
+        optimizer.update([(key, part) for key, part in zero.rest.items() if key not in PARTITIONS])
+        rest = {key: part for key, part in model.items() if key not in MODEL_KEYS}
+        return {"module": weights.module({**zero.weights(), **frozen}), "optimizer": optimizer, **rest}
+
+    def _frozen(self, model: Part, weights: Weights) -> Mapping[str, Entry]:
+        """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
+        if not self.models:
+            return {}
+        files = self._complete(self.models, _ZERO_MODEL, model)
+        if not weights.frozen:
+            return {}
+        parts = (model if key == model.key else self.reader.read(key) for key in files)
+        return weights.frozen_in_slices([named(part).get("frozen_param_fragments") for part in parts])
+
+    def _complete(self, files: Mapping[int, str], pattern: re.Pattern[str], model: Part) -> Sequence[str]:
+        """Return files by rank.
+
+        Raises:
+            CorruptCheckpointError: one is missing.
+        """
+        stated = named(model)["dp_world_size"].plain() if "dp_world_size" in model.children() else None
+        expected = max(stated if type(stated) is int else 1, len(files))
+        missing = next((rank for rank in range(len(files) + 1) if rank not in files and rank < expected), None)
+        if missing is not None:
+            match = pattern.fullmatch(next(iter(files.values())).rpartition("/")[2]) if files else None
+            name = f"{match[1]}{missing}{match[3]}" if match else f"zero_pp_rank_{missing}_mp_rank_00_optim_states.pt"
+            raise CorruptCheckpointError(
+                f"{self.directory}{name} is missing: the checkpoint has files of {len(files)} of {expected} data "
+                f"parallel processes; {RESTORE}",
+                key=f"{self.directory}{name}",
+            )
+        return [files[rank] for rank in range(len(files))]

@@ -1,0 +1,507 @@
+"""Partitions of ZeRO: the arrays that the flat tensors of all processes make up. See `deepspeed`."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from ckptcore_dcp.reading import StoredTensor
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArraySpec, Key
+from ckptcore_formats.assembly import (
+    RESTORE,
+    Divided,
+    Entry,
+    Part,
+    PartReader,
+    Piece,
+    Refused,
+    Run,
+    boxes_of_range,
+    run_of,
+)
+
+__all__ = ["MODEL_KEYS", "PARTITIONS", "Weights", "Zero", "named", "named_groups"]
+
+_FLAT_3: Final = "fp32_flat_groups"
+_FLAT_12: Final = "single_partition_of_fp32_groups"
+_STATE_3: Final = "optimizer_state_dict"
+_STATE_12: Final = "base_optimizer_state"
+PARTITIONS: Final = frozenset(
+    [_FLAT_3, _FLAT_12, _STATE_3, _STATE_12, "group_paddings", "param_alignment_paddings", "partition_count"]
+    + ["param_slice_mappings", "param_groups", "zero_stage"]
+)
+"""Keys of a file of the optimizer that describe partitions, of which nothing is left in the tree."""
+MODEL_KEYS: Final = frozenset(
+    ["module", "optimizer", "param_shapes", "buffer_names", "shared_params"]
+    + ["frozen_param_shapes", "frozen_param_fragments"]
+)
+"""Keys of a file of the model from which the tree has its weights."""
+
+
+def named(part: Part) -> dict[str, Part]:
+    """Return the children with text as key."""
+    return {key: child for key, child in part.children().items() if isinstance(key, str)}
+
+
+def _shape(value: object, key: str, path: str) -> tuple[int, ...]:
+    """Return a shape of a pickle."""
+    is_shape = isinstance(value, tuple) and all(type(extent) is int and 0 <= extent < 1 << 62 for extent in value)
+    if is_shape and isinstance(value, tuple) and len(value) <= 64 and ArraySpec(value, "complex128").is_possible:
+        return value
+    raise CorruptCheckpointError(f"{path} has no valid shape in {key}: {str(value)[:80]}; {RESTORE}", key=key)
+
+
+class Weights:
+    """Names and shapes of the parameters, in the file of the model.
+
+    Attributes:
+        key: the file.
+        groups: the shapes of the trained parameters by name, for each group, in the order of the flat vector.
+    """
+
+    def __init__(self, key: str, state: Mapping[str, Part], parallel: int) -> None:
+        """Read names and shapes.
+
+        Args:
+            key: the file.
+            state: its content.
+            parallel: number of tensor parallel ranks and pipeline stages with a file of their own.
+
+        Raises:
+            CorruptCheckpointError: a shape is invalid.
+        """
+        self.key = key
+        self._state = state
+        self._parallel = parallel
+        found = state["param_shapes"].plain() if "param_shapes" in state else None
+        self.groups: list[dict[str, tuple[int, ...]]] = []
+        for group in found if isinstance(found, tuple) else () if found is None else (found,):
+            if not isinstance(group, dict):
+                raise CorruptCheckpointError(f"{key} has no valid shapes of parameters: {RESTORE}", key=key)
+            self.groups.append({str(name): _shape(shape, key, f"module/{name}") for name, shape in group.items()})
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all trained parameters."""
+        return {name: shape for group in self.groups for name, shape in group.items()}
+
+    @property
+    def frozen(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of frozen parameters, as far as the file has them."""
+        stated = self._state.get("frozen_param_shapes")
+        shapes = {} if stated is None else stated.plain()
+        if not isinstance(shapes, dict):
+            return {}
+        return {str(name): _shape(shape, self.key, f"module/{name}") for name, shape in shapes.items()}
+
+    def frozen_in_slices(self, fragments: Sequence[Part | None]) -> Mapping[str, Entry]:
+        """Return frozen parameters of ZeRO 3, of which each process has a slice."""
+        slices = [{} if part is None else part.children() for part in fragments]
+        found: dict[str, Entry] = {}
+        for name, shape in self.frozen.items():
+            path = f"module/{name}"
+            parts = [each.get(name) for each in slices]
+            found[name] = _guarded(lambda: _in_slices([_run(part, path) for part in parts], shape, path))  # noqa: B023
+        return found
+
+    def module(self, weights: Mapping[str, Entry]) -> Mapping[Key, Entry]:
+        """Return weights and buffers by name, in the order of the module.
+
+        Args:
+            weights: the weights in full precision. The module has others, such as frozen ones of ZeRO 1, and buffers.
+        """
+        stored = named(self._state["module"]) if "module" in self._state else {}
+        stated = self._state.get("frozen_param_fragments")
+        frozen = {} if stated is None else named(stated)
+        listed = self._state["shared_params"].plain() if "shared_params" in self._state else None
+        shared = listed if isinstance(listed, dict) else {}
+        buffers = {name for name in _items(self._state.get("buffer_names")) if isinstance(name, str)}
+        found: dict[Key, Entry] = {}
+        for name, part in stored.items():
+            if name in weights and name not in buffers:  # `ds_to_universal` converts buffers to fp32, also counters
+                found[name] = weights[name]
+            elif name in buffers or part.tensor is None:
+                found[name] = part
+            elif self._parallel > 1:
+                found[name] = Refused(
+                    UnsupportedLeafError(
+                        f"it is in the files of the model only, of {self._parallel} tensor parallel ranks or pipeline "
+                        f"stages, and {self.key} has the part of one: load the files of the model by their own paths"
+                    )
+                )
+            elif 0 not in part.tensor.shape:
+                found[name] = part
+            elif name in frozen:
+                found[name] = frozen[name]
+            elif name not in shared:
+                found[name] = Refused(
+                    UnsupportedLeafError(
+                        f"it is a parameter that ZeRO 3 divided, and {self.key} has no shape of it: save with "
+                        "exclude_frozen_parameters=False"
+                    )
+                )
+        for name, entry in (*frozen.items(), *weights.items()):
+            found.setdefault(name, entry)
+        found.update({name: found[one] for name, one in shared.items() if isinstance(one, str) and one in found})
+        return found
+
+
+def _guarded(make: Callable[[], Entry]) -> Entry:
+    """Return an array, or a leaf with the error if it cannot be read. The other leaves can be."""
+    try:
+        return make()
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return Refused(error)
+
+
+def _run(part: Part | None, path: str) -> Run:
+    tensor = None if part is None else part.tensor
+    if part is None or tensor is None:
+        raise CorruptCheckpointError(f"{path} has no tensor in the file of a rank: {RESTORE}")
+    return run_of(tensor, part.storages, path=path)
+
+
+def named_groups(groups: Part, names: Sequence[Sequence[str]]) -> Entry:
+    """Return the groups of an optimizer with the names of their parameters.
+
+    Args:
+        groups: the groups, whose ``params`` are flat tensors; they are returned as they are if these do not match.
+        names: the names of the parameters in each flat tensor.
+    """
+    options = [group.children() for group in groups.children().values()]
+    counts = [len(_items(group.get("params"))) for group in options]
+    if sum(counts) != len(names):
+        return groups
+    left = iter(names)
+    result: list[Entry] = []
+    for group, count in zip(options, counts, strict=True):
+        result.append({**group, "params": [*itertools.chain.from_iterable(itertools.islice(left, count))]})
+    return result
+
+
+def _items(part: Part | None) -> Sequence[object]:
+    found = None if part is None else part.plain()
+    return found if isinstance(found, tuple | list) else ()
+
+
+class _Vector:
+    """Runs one after another, as one flat vector."""
+
+    def __init__(self, runs: Sequence[Run], path: str) -> None:
+        self.runs = runs
+        kinds = {(run.spec.dtype, run.kind) for run in runs}
+        if len(kinds) != 1:
+            raise CorruptCheckpointError(f"{path} has partitions of {len(kinds)} dtypes: {RESTORE}")
+        ((self.dtype, self.kind),) = kinds
+        self.starts = [0, *itertools.accumulate([run.size for run in runs])]
+
+    def pieces(self, position: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Piece]:
+        """Return elements `first` to `last` of an array, of which the first one is at a position of the vector."""
+        number = bisect.bisect_right(self.starts, position) - 1
+        while first < last:
+            run, skip = self.runs[number], position - self.starts[number]
+            count = min(last - first, run.size - skip)
+            for box in boxes_of_range(shape, first, first + count):
+                yield run.piece(box, skip)
+                skip += box.size
+            first, position, number = first + count, position + count, number + 1
+
+    def array(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Divided:
+        return Divided(ArraySpec(shape, self.dtype), self.kind, pieces)
+
+
+def _in_slices(runs: Sequence[Run], shape: tuple[int, ...], path: str) -> Divided:
+    """Return an array of which each process has a slice in a tensor of its own."""
+    return _in_vectors([_Vector([run], path) for run in runs], 0, shape, path)
+
+
+def _in_vectors(vectors: Sequence[_Vector], position: int, shape: tuple[int, ...], path: str) -> Divided:
+    """Return an array of which each process has a slice, at the same position of its vector."""
+    size = math.prod(shape)
+    extent = -(-size // len(vectors))
+    pieces: list[Piece] = []
+    for rank, vector in enumerate(vectors):
+        first, last = min(rank * extent, size), min((rank + 1) * extent, size)
+        if position + last - first > vector.starts[-1]:
+            raise CorruptCheckpointError(
+                f"{path} {list(shape)} needs the elements {position} to {position + last - first} of the partition of "
+                f"rank {rank}, which has {vector.starts[-1]}: {RESTORE}"
+            )
+        pieces.extend(vector.pieces(position, shape, first, last))
+    return vectors[0].array(shape, pieces)
+
+
+class Zero:
+    """The partitions of all processes, in their files of the optimizer.
+
+    Attributes:
+        stage: 3, or 2 for both ZeRO 1 and 2.
+        processes: number of data parallel processes.
+        sizes: for each process, the elements of the weights in each group.
+        rest: the state of the optimizer of the first process.
+    """
+
+    def __init__(self, weights: Weights, files: Sequence[str], states: Sequence[dict[str, Part]]) -> None:
+        self._weights = weights
+        self._files = files
+        self._states = states
+        self.rest = states[0]
+        self.processes = len(files)
+        self.stage = 3 if _FLAT_3 in self.rest else 2
+        key = _FLAT_3 if self.stage == 3 else _FLAT_12
+        self._flat = [self._groups(rank, key) for rank in range(self.processes)]
+        self.sizes = [[math.prod(_tensor(part).shape) for part in groups] for groups in self._flat]
+        self._positions = self._place()
+
+    @classmethod
+    def of(cls, reader: PartReader, files: Sequence[str], weights: Weights) -> Zero:
+        """Read the files of the optimizer, by rank.
+
+        Raises:
+            CorruptCheckpointError: one has no partitions, or the partitions do not make up the parameters.
+        """
+        states: list[dict[str, Part]] = []
+        for key in files:
+            part = named(reader.read(key)).get("optimizer_state_dict")
+            found = {} if part is None else named(part)
+            if _FLAT_3 not in found and _FLAT_12 not in found:
+                raise CorruptCheckpointError(f"{key} has no partitions of weights in fp32: {RESTORE}", key=key)
+            states.append(found)
+        counts = states[0]["partition_count"].plain() if "partition_count" in states[0] else None
+        count = max(
+            [each for each in (counts if isinstance(counts, tuple) else (counts,)) if type(each) is int], default=0
+        )
+        if count not in (0, len(files)):
+            raise CorruptCheckpointError(
+                f"{files[0]} is one of {count} partitions, but {len(files)} ranks have a file: remove the files of "
+                "another save, restore the missing ones from a copy, or load another checkpoint",
+                key=files[0],
+            )
+        return cls(weights, files, states)
+
+    def _groups(self, rank: int, key: str) -> Sequence[Part]:
+        part = self._states[rank].get(key)
+        groups = [] if part is None else [*part.children().values()]
+        if not groups or any(group.tensor is None for group in groups):
+            raise CorruptCheckpointError(
+                f"{self._files[rank]} has no list of tensors as {key!r}: {RESTORE}", key=self._files[rank]
+            )
+        return groups
+
+    def _place(self) -> Mapping[str, tuple[int, int]]:
+        """Return the group and the first element of each parameter in the flat vector.
+
+        With ZeRO 3 the groups of a process are one vector, and the group is that of the first element.
+
+        Raises:
+            CorruptCheckpointError: the parameters have more elements than the partitions, or far fewer.
+        """
+        sizes = self.sizes
+        if len({len(each) for each in sizes}) != 1:
+            raise CorruptCheckpointError(f"{self._weights.key}: the ranks have different numbers of groups; {RESTORE}")
+        found: dict[str, tuple[int, int]] = {}
+        if self.stage == 3:
+            bounds = [0, *itertools.accumulate(sizes[0])]
+            position = 0
+            for name, shape in self._weights.shapes.items():
+                found[name] = max(bisect.bisect_right(bounds, position) - 1, 0), position
+                position += -(-math.prod(shape) // self.processes)
+            for rank, each in enumerate(sizes):
+                self._expect(position == sum(each), sum(each), position, f"the partitions of rank {rank}")
+            return found
+        self._expect(
+            len(self._weights.groups) == len(sizes[0]), len(sizes[0]), len(self._weights.groups), "the number of groups"
+        )
+        for number, group in enumerate(self._weights.groups):
+            paddings = self._alignment(number, len(group))
+            position = 0
+            for (name, shape), padding in zip(group.items(), paddings, strict=True):
+                found[name] = number, position
+                position += math.prod(shape) + padding
+            # DeepSpeed pads a group to a multiple of twice the processes, and removes some of it (zero_to_fp32.py).
+            align = 2 * self.processes
+            available = sum([each[number] for each in sizes])
+            self._expect(-(-position // align) == -(-available // align), available, position, f"group {number}")
+        return found
+
+    def _alignment(self, group: int, count: int) -> Sequence[int]:
+        stated = self.rest["param_alignment_paddings"].plain() if "param_alignment_paddings" in self.rest else None
+        if stated is None:
+            return [0] * count
+        paddings = stated[group] if isinstance(stated, tuple) and group < len(stated) else None
+        if (
+            not isinstance(paddings, tuple | list)
+            or len(paddings) != count
+            or not all(type(padding) is int and 0 <= padding < 1 << 62 for padding in paddings)
+        ):
+            raise CorruptCheckpointError(
+                f"{self._files[0]} has no valid paddings for the {count} parameters of group {group}: {RESTORE}",
+                key=self._files[0],
+            )
+        return paddings
+
+    def _expect(self, condition: bool, found: int, expected: int, what: str) -> None:
+        if not condition:
+            raise CorruptCheckpointError(
+                f"{what}: the files of the optimizer have {found}, and {self._weights.key} describes {expected}; a "
+                f"file is from another checkpoint or damaged: {RESTORE}",
+                key=self._weights.key,
+            )
+
+    def weights(self) -> Mapping[str, Entry]:
+        """Return the weights in fp32 by name."""
+        return self._arrays(self._flat, "module/{}")
+
+    def states(self) -> Mapping[Key, Entry]:
+        """Return the states of the optimizer by the name of the parameter."""
+        by_rank = [self._states_of(rank) for rank in range(self.processes)]
+        first = by_rank[0]
+        found: dict[Key, dict[Key, Entry]] = {name: {} for name, (group, _) in self._positions.items() if first[group]}
+        kinds = dict.fromkeys([kind for state in first for kind in state])
+        for kind in kinds:
+            in_groups = [[state.get(kind) for state in states] for states in by_rank]
+            if all(part is None or self._is_partition(part, group) for group, part in enumerate(in_groups[0])):
+                template = f"optimizer/state/{{}}/{kind}"
+                for name, entry in self._arrays(in_groups, template).items():
+                    found[name][kind] = entry
+                continue
+            for name, (group, _) in self._positions.items():
+                if (part := in_groups[0][group]) is not None:
+                    found[name][kind] = self._of_group(part, kind)
+        return {name: state for name, state in found.items()}
+
+    def _is_partition(self, part: Part, group: int) -> bool:
+        tensor = part.tensor
+        return tensor is not None and len(tensor.shape) == 1 and tensor.shape >= _tensor(self._flat[0][group]).shape
+
+    def _of_group(self, part: Part, kind: str) -> Entry:
+        tensor = part.tensor
+        if tensor is None or not tensor.shape:
+            return part  # a number, such as the step, is that of each parameter
+        return Refused(
+            UnsupportedLeafError(
+                f"it is in the state {kind!r} of a whole partition, {tensor.spec}, which is not divided as the weights "
+                "are: load it with DeepSpeed"
+            )
+        )
+
+    def _states_of(self, rank: int) -> Sequence[Mapping[str, Part]]:
+        """Return the states of each group of a process."""
+        count = len(self._flat[0])
+        key = _STATE_3 if self.stage == 3 else _STATE_12
+        found = self._states[rank].get(key)
+        if found is None:
+            return [{}] * count
+        children = found.children()
+        if "state" not in children:  # a list with the states of each group (elastic checkpoints)
+            return [named(part) for part in children.values()][:count] or [{}] * count
+        states = children["state"].children()
+        return [named(states[number]) if number in states else {} for number in self._numbers(rank)]
+
+    def _numbers(self, rank: int) -> Sequence[int]:
+        """Return the number of each flat tensor in the state of the optimizer."""
+        count = len(self._flat[0])
+        key = _STATE_3 if self.stage == 3 else _STATE_12
+        groups = self._states[rank][key].children().get("param_groups")
+        numbers: list[int] = []
+        for group in [] if groups is None else groups.children().values():
+            numbers.extend([number for number in _items(named(group).get("params")) if isinstance(number, int)])
+        return numbers if len(numbers) == count else range(count)
+
+    def param_groups(self) -> Entry:
+        """Return the groups of the optimizer, with the names of their parameters."""
+        found = self.rest.get(_STATE_3 if self.stage == 3 else _STATE_12)
+        groups = None if found is None else found.children().get("param_groups")
+        names: list[list[str]] = [[] for _ in self._flat[0]]
+        for name, (group, _) in self._positions.items():
+            names[min(group, len(names) - 1)].append(name)
+        return [] if groups is None else named_groups(groups, names)
+
+    def _arrays(self, groups: Sequence[Sequence[Part | None]], template: str) -> dict[str, Entry]:
+        """Return an array for each parameter.
+
+        Args:
+            groups: for each process, a flat tensor for each group, or None.
+            template: the path of an array, with the name of the parameter left out.
+        """
+        vectors = _Vectors(self, groups)
+        found: dict[str, Entry] = {}
+        for name, shape in self._weights.shapes.items():
+            group, position = self._positions[name]
+            if groups[0][group] is None:
+                continue
+            path = template.format(name)
+            found[name] = _guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023
+        return found
+
+
+def _tensor(part: Part) -> StoredTensor:
+    assert part.tensor is not None  # `_groups` refuses others
+    return part.tensor
+
+
+class _Vectors:
+    """The flat vectors of one kind of array: of weights, or of one state of the optimizer."""
+
+    def __init__(self, zero: Zero, groups: Sequence[Sequence[Part | None]]) -> None:
+        self._stage = zero.stage
+        self._sizes = zero.sizes
+        self._groups = groups
+        self._made: dict[int, Sequence[_Vector] | CheckpointError] = {}
+
+    def array(self, group: int, position: int, shape: tuple[int, ...], path: str) -> Divided:
+        """Return an array that begins at a position of a vector.
+
+        Raises:
+            CorruptCheckpointError, UnsupportedLeafError: the vectors are not complete.
+        """
+        vectors = self._vectors(0 if self._stage == 3 else group, path)
+        if self._stage == 3:
+            return _in_vectors(vectors, position, shape, path)
+        (vector,) = vectors
+        size = math.prod(shape)
+        if position + size > vector.starts[-1]:
+            raise CorruptCheckpointError(
+                f"{path} {list(shape)} needs the elements {position} to {position + size} of group {group}, which has "
+                f"{vector.starts[-1]}: {RESTORE}"
+            )
+        return vector.array(shape, list(vector.pieces(position, shape, 0, size)))
+
+    def _vectors(self, group: int, path: str) -> Sequence[_Vector]:
+        """Return a vector for each process with ZeRO 3, else one for all of them."""
+        made = self._made.get(group)
+        if made is None:
+            try:
+                if self._stage == 3:
+                    runs = [[_run(part, path) for part in parts] for parts in self._groups]
+                    self._expect(runs, self._sizes, path)
+                    made = [_Vector(each, path) for each in runs]
+                else:
+                    # The last of the processes with elements of the group may have padding that the weights lack.
+                    row = [_run(parts[group], path) for parts in self._groups]
+                    sizes = [each[group] for each in self._sizes]
+                    last = max([rank for rank, size in enumerate(sizes) if size], default=0)
+                    self._expect([row[:last]], [sizes[:last]], path)
+                    made = [_Vector(row, path)]
+            except (CorruptCheckpointError, UnsupportedLeafError) as error:
+                made = error
+            self._made[group] = made
+        if isinstance(made, CheckpointError):
+            raise made
+        return made
+
+    def _expect(self, runs: Sequence[Sequence[Run]], sizes: Sequence[Sequence[int]], path: str) -> None:
+        """Refuse a state of the optimizer that is not divided as the weights are."""
+        for each, expected in zip(runs, sizes, strict=True):
+            for run, size in zip(each, expected, strict=True):
+                if run.size != size:
+                    raise CorruptCheckpointError(
+                        f"{path} is in a partition of {run.size} elements in {run.storage.key}, and the partition of "
+                        f"the weights has {size}: {RESTORE}",
+                        key=run.storage.key,
+                    )

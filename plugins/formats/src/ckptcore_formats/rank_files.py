@@ -1,0 +1,236 @@
+"""The layout `ranks`: one torch.save file for each process, with parts of DTensors or ShardedTensors. Read-only.
+
+verl writes ``model_world_size_4_rank_0.pt``, ``optim_...`` and ``extra_state_...``; FSDP with local or
+sharded state dicts, and programs that save ``model.state_dict()`` on every process, have names such as
+``pytorch_model_fsdp_rank0.bin``. Files of one kind are merged into one tree. If there are several
+kinds, the tree is a dict with the name of each kind. A kind without parts, such as ``extra_state``,
+is a dict with the state of each rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from ckptcore_dcp.reading import Column, Leaf, StoredTensor, TensorPart, Unreadable
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import Box, Key, Node, Skeleton
+from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_formats.assembly import (
+    RESTORE,
+    AssembledLayout,
+    Branch,
+    Divided,
+    Entry,
+    Part,
+    PartReader,
+    Piece,
+    Refused,
+    inspection_of,
+    pieces_of_part,
+)
+
+__all__ = ["RankFilesLayout"]
+
+_RANKED: Final = re.compile(
+    r"(?P<kind>.*?)_?(?:world_size_(?P<size>[1-9][0-9]{0,8})_)?rank[_-]?(?P<rank>0|[1-9][0-9]{0,8})"
+    r"(?P<end>\D*\.(?:pt|pth|bin))",
+    re.ASCII,
+)
+_OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".metadata", ".index.json")
+
+
+class _Kind(NamedTuple):
+    """The names of the files of one kind, with the rank left out.
+
+    Attributes:
+        name: the name of the kind.
+        size: the number of processes, if the names have it.
+        end: the rest of the names.
+    """
+
+    name: str
+    size: str | None
+    end: str
+
+
+class RankFilesLayout(AssembledLayout):
+    """Directories with one torch.save file for each process. Read-only."""
+
+    @property
+    def name(self) -> str:
+        """The name "ranks"."""
+        return "ranks"
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a directory of files whose names have the rank, and which have parts of tensors or a world size.
+
+        Raises:
+            CorruptCheckpointError: the file of a rank is missing, or there are files of several jobs.
+        """
+        if entry is not None:
+            return None
+        names = store.list_names("")
+        kinds = _kinds_of(names)
+        if not kinds:
+            return None
+        reader = PartReader(store)
+        weights = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
+        if weights.difference(*[files.values() for files in kinds.values()]):
+            return None  # another layout knows them
+        first: dict[_Kind, Part] = {}
+        for kind, files in kinds.items():
+            part = reader.find(files[min(files)])
+            if part is None:
+                return None
+            first[kind] = part
+        if not any(kind.size or _has_parts(part) for kind, part in first.items()):
+            return None
+        _expect_one_job(kinds)
+        trees: dict[Key, Entry] = {}
+        for kind, files in kinds.items():
+            _, *others = _complete(kind, files, first[kind])
+            trees[kind.name] = _merge_ranks([first[kind], *[reader.read(key) for key in others]])
+        tree = next(iter(trees.values())) if len(trees) == 1 else trees
+        return inspection_of(tree, "torch.save of each process", {*reader.keys})
+
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files of ranks."""
+        return [key for key in keys if _RANKED.fullmatch(key) and "/" not in key]
+
+
+def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
+    """Return the files of each kind by rank."""
+    found: dict[_Kind, dict[int, str]] = {}
+    for name in names:
+        if match := _RANKED.fullmatch(name):
+            label = f"{match['kind'].rstrip('_-.')}{match['end'].rpartition('.')[0]}".strip("_-.")
+            kind = _Kind(label or "rank", match["size"], match["end"])
+            found.setdefault(kind, {})[int(match["rank"])] = name
+    return found
+
+
+def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
+    """Refuse files of one kind of jobs with different numbers of processes.
+
+    Raises:
+        CorruptCheckpointError: there are such files.
+    """
+    first: dict[str, _Kind] = {}
+    for kind, files in kinds.items():
+        other = first.setdefault(kind.name, kind)
+        if other != kind:
+            examples = f"{kinds[other][min(kinds[other])]} and {files[min(files)]}"
+            raise CorruptCheckpointError(
+                f"the directory has files of several jobs, such as {examples}: move those of each job to a directory "
+                "of their own, or load one file by its own path"
+            )
+
+
+def _has_parts(part: Part) -> bool:
+    return any(isinstance(leaf, TensorPart) for leaf in part.leaves)
+
+
+def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[str]:
+    """Return the files of a kind by rank.
+
+    Raises:
+        CorruptCheckpointError: one is missing, by the number of processes in the names or in the first file.
+    """
+    stated = max([leaf.processes for leaf in first.leaves if isinstance(leaf, TensorPart)], default=0)
+    expected = max(int(kind.size or 0), stated, max(files) + 1)
+    if expected > len(files):
+        rank = next(rank for rank in range(len(files) + 1) if rank not in files)
+        known = files[min(files)]
+        missing = re.sub(rf"{min(files)}(\D*)$", rf"{rank}\1", known)
+        raise CorruptCheckpointError(
+            f"{missing} is missing: {known} was saved by {expected} processes, of which {len(files)} have a file; "
+            f"{RESTORE}, or load the file of one rank by its own path",
+            key=missing,
+        )
+    return [files[rank] for rank in range(expected)]
+
+
+def _merge_ranks(parts: Sequence[Part]) -> Entry:
+    """Merge the trees of all processes."""
+    if not any(_has_parts(part) for part in parts):
+        return parts[0] if len(parts) == 1 else {rank: part for rank, part in enumerate(parts)}
+    return _merge(parts)
+
+
+def _merge(parts: Sequence[Part]) -> Entry:
+    skeleton = parts[0].skeleton
+    if all(part.skeleton == skeleton for part in parts):
+        leaves = zip(*[part.leaves for part in parts], strict=True)
+        return Branch(skeleton, [_merge_leaf(found, parts) for found in leaves])
+    if not all(_is_mapping(part.skeleton) for part in parts):
+        return Refused(
+            UnsupportedLeafError(
+                "it is stored differently by the processes: load the file of one rank by its own path, or save it in a "
+                "file of its own"
+            )
+        )
+    children: dict[Key, list[Part]] = {}
+    for part in parts:
+        for key, child in part.items():
+            children.setdefault(key, []).append(child)
+    return {key: _merge(found) for key, found in children.items()}
+
+
+def _is_mapping(skeleton: Skeleton) -> bool:
+    return isinstance(skeleton, Node) and skeleton.kind in ("dict", "OrderedDict")
+
+
+def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
+    """Return one leaf for the leaves of all processes at one path."""
+    first = leaves[0]
+    for leaf in leaves:
+        if isinstance(leaf, Unreadable):
+            return Refused(UnsupportedLeafError(f"it is {leaf.reason}"))
+    if any(isinstance(leaf, TensorPart) for leaf in leaves):
+        try:
+            return _united(leaves, parts)
+        except (CorruptCheckpointError, UnsupportedLeafError) as error:
+            return Refused(error)
+    if isinstance(first, StoredTensor):
+        specs = {(leaf.spec, leaf.kind) if isinstance(leaf, StoredTensor) else None for leaf in leaves}
+        same = len(specs) == 1
+    else:
+        same = all(_is_same(first, leaf) for leaf in leaves)
+    if same:
+        return parts[0].of_leaf(first)
+    return Refused(
+        UnsupportedLeafError(
+            "it differs between the processes and is not divided between them: load the file of one rank by its own "
+            "path"
+        )
+    )
+
+
+def _is_same(first: Leaf, second: Leaf) -> bool:
+    if isinstance(first, Column) and isinstance(second, Column):
+        return repr(first.values) == repr(second.values)
+    return type(first) is type(second) and repr(first) == repr(second)
+
+
+def _united(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Divided:
+    """Return a tensor from its parts. A box that several processes have is taken from the lowest rank.
+
+    Raises:
+        CorruptCheckpointError: the processes saved different tensors, or one of them only values.
+    """
+    pieces: dict[Box, Piece] = {}
+    described = next(leaf for leaf in leaves if isinstance(leaf, TensorPart))
+    for leaf, part in zip(leaves, parts, strict=True):
+        if isinstance(leaf, StoredTensor):  # one process has all elements, and the others none
+            leaf = TensorPart(leaf.spec, leaf.kind, (Box.whole(leaf.shape),), (leaf,), 1)
+        if not isinstance(leaf, TensorPart) or (leaf.spec, leaf.kind) != (described.spec, described.kind):
+            found = leaf.spec if isinstance(leaf, TensorPart) else type(leaf).__name__
+            raise CorruptCheckpointError(
+                f"it is a part of {described.spec} in one file, and {found} in {part.key}: {RESTORE}", key=part.key
+            )
+        for piece in pieces_of_part(leaf, part.storages, path="it"):
+            pieces.setdefault(piece.box, piece)
+    return Divided(described.spec, described.kind, [*pieces.values()])

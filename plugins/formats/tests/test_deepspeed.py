@@ -1,0 +1,247 @@
+"""Checkpoints of DeepSpeed: golden ones bit for bit, any number of processes, and errors for damaged ones."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import ckptcore
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.loading.opening import ConsistentRead, open_either
+from plugins.formats.tests.zero_files import SHAPES, array, edit, write_zero
+
+GOLDEN = Path(__file__).parent / "golden"
+EXPECTED_OF = {"universal_zero1": "zero1", "universal_zero3": "zero3_bf16"}
+GOLDENS = sorted(
+    str(path.relative_to(GOLDEN)) for path in GOLDEN.glob("deepspeed*/*") if path.is_dir() and path.name != "no_zero"
+)
+OPTIM = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def same(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> bool:
+    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
+    found = ckptcore.load(GOLDEN / name)
+    path = GOLDEN / name
+    with np.load(f"{path.with_name(EXPECTED_OF.get(path.name, path.name))}.npz") as expected:
+        assert len(expected.files) > 20
+        for key in expected.files:
+            kind, _, parameter = key.partition("/")
+            state = found["module"] if kind == "module" else found["optimizer"]["state"][parameter]
+            stored = state[parameter if kind == "module" else kind]
+            # zero_to_fp32 converts buffers and frozen weights of 16 bits; ours have the stored dtype.
+            assert same(stored.astype(expected[key].dtype), expected[key]), key
+    groups = found["optimizer"]["param_groups"]
+    assert sorted(name for group in groups for name in group["params"]) == sorted(found["optimizer"]["state"])
+    assert groups[0]["betas"] == (0.9, 0.999)
+    assert float(found["optimizer"]["state"]["embed.weight"]["step"]) == 2 if "universal_zero3" not in name else True
+    assert (found["epoch"], found["note"], list(found["seen"])) == (3, "text", [0, 1, 2])
+    assert found["lr_scheduler"] == {"last_batch_iteration": 1}
+    assert list(found["module"])[:3] == ["scale", "mean", "seen"] and found["module"]["seen"].dtype == np.int64
+    assert found["module"]["frozen.weight"].shape == (5, 5)
+
+
+def test_tied_weights_are_stored_once() -> None:
+    for name in GOLDENS:
+        opened = ConsistentRead(GOLDEN / name, ckptcore.Context(), open_either).open()
+        assert isinstance(opened, Checkpoint) and ckptcore.metadata(GOLDEN / name).layout == "deepspeed"
+        numbers = {path: number for number, path in enumerate(opened.tree.paths)}
+        tied, first = numbers["module", "head.weight"], numbers["module", "embed.weight"]
+        assert opened.tree.aliases[tied] == first, name
+
+
+def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
+    parent = GOLDEN / "deepspeed" / "zero2_bf16"
+    first, second = ckptcore.load(parent), ckptcore.load(parent / "global_step2")
+    assert same(first["module"]["conv.weight"], second["module"]["conv.weight"]) and first["epoch"] == second["epoch"]
+
+
+def test_without_zero_the_file_of_the_model_is_all() -> None:
+    found = ckptcore.load(GOLDEN / "deepspeed" / "no_zero")
+    assert found["module"]["embed.weight"].shape == (7, 6) and found["optimizer"]["param_groups"][0]["lr"] > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> None:
+    write_zero(tmp_path, stage, processes, align=processes % 3 if stage < 3 else 0)
+    found = ckptcore.load(tmp_path)
+    for group in SHAPES:
+        for name, shape in group.items():
+            assert same(found["module"][name], array(name, shape)), name
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert same(found["optimizer"]["state"][name][kind], array(name, shape, kind)), name
+            assert found["optimizer"]["state"][name]["step"] == 2
+    assert [group["params"] for group in found["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
+    assert same(found["module"]["tied"], found["module"]["w"])
+    assert list(found["module"]["buffer"]) == [0, 1, 2]
+
+
+def test_an_elastic_checkpoint_has_a_list_of_states(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 3)
+    for rank in range(3):
+        path = step / OPTIM.replace("rank_0_", f"rank_{rank}_")
+        edit(path, "optimizer_state_dict", "base_optimizer_state", value=lambda base: list(base["state"].values()))
+        edit(path, "optimizer_state_dict", "base_optimizer_state_step", value=5)
+    found = ckptcore.load(tmp_path)["optimizer"]
+    assert same(found["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
+    assert found["param_groups"] == [] and found["base_optimizer_state_step"] == 5
+
+
+@pytest.mark.parametrize(("stage", "file"), [(2, OPTIM), (2, OPTIM.replace("rank_0_", "rank_2_")), (3, OPTIM),
+                                             (3, "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+                                             (3, "zero_pp_rank_2_mp_rank_00_optim_states.pt")])  # fmt: skip
+def test_a_missing_rank_is_named(stage: int, file: str, tmp_path: Path) -> None:
+    step = write_zero(tmp_path, stage, 3)
+    (step / file).unlink()
+    with pytest.raises(CorruptCheckpointError, match=file.replace(".", r"\.")) as caught:
+        ckptcore.load(step)
+    assert caught.value.key == file
+    with pytest.raises(CorruptCheckpointError, match=file.replace(".", r"\.")):
+        ckptcore.load(tmp_path)
+
+
+def test_without_the_file_of_the_model_it_is_named(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    (step / MODEL).unlink()
+    with pytest.raises(CorruptCheckpointError, match="mp_rank_00_model_states"):
+        ckptcore.load(step)
+
+
+def test_the_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    shutil.copy(step / OPTIM, step / OPTIM.replace("rank_0_", "rank_2_"))
+    with pytest.raises(CorruptCheckpointError, match="2 partitions, but 3 ranks"):
+        ckptcore.load(step)
+
+
+FLAT = ("optimizer_state_dict", "single_partition_of_fp32_groups")
+STATE = ("optimizer_state_dict", "base_optimizer_state", "state")
+HOSTILE: dict[str, tuple[str, tuple[Any, ...], Any, str]] = {
+    "short partition": (OPTIM, (*FLAT, 0), lambda tensor: tensor[:-7].clone(), "have 101, and .* describes 108"),
+    "long partition": (OPTIM, (*FLAT, 0), lambda tensor: torch.cat([tensor, tensor]), "another checkpoint or damaged"),
+    "no partitions": (OPTIM, FLAT, None, "no partitions of weights in fp32"),
+    "no list": (OPTIM, FLAT, {"a": 3}, "no list of tensors"),
+    "fewer groups": (OPTIM, FLAT, lambda groups: groups[:1], "different numbers of groups"),
+    "another dtype": (OPTIM, (*FLAT, 0), lambda tensor: tensor.double(), "partitions of 2 dtypes"),
+    "no optimizer": (OPTIM, ("optimizer_state_dict",), None, "no partitions"),
+    "no shapes": (MODEL, ("param_shapes",), None, "number of groups"),
+    "negative shape": (MODEL, ("param_shapes", 0, "w"), (-5, 3, 2), "no valid shape"),
+    "huge shape": (MODEL, ("param_shapes", 0, "w"), (1 << 61, 1 << 61), "no valid shape"),
+    "text as shape": (MODEL, ("param_shapes", 0, "w"), "five", "no valid shape"),
+    "more elements": (MODEL, ("param_shapes", 0, "w"), (50, 3, 2), "another checkpoint or damaged"),
+    "no groups": (MODEL, ("param_shapes",), 5, "valid shapes of parameters"),
+    "paddings": (OPTIM, ("optimizer_state_dict", "param_alignment_paddings"), [[1], [1]], "no valid paddings"),
+    "short state": (OPTIM, (*STATE, 0, "exp_avg"), lambda tensor: tensor[:-7].clone(), "exp_avg"),
+    "no state of a rank": (OPTIM.replace("_0_", "_1_", 1), (*STATE, 0, "exp_avg"), None, "no tensor in the file"),
+    "state of a partition": (OPTIM, (*STATE, 0, "exp_avg"), lambda _: torch.zeros(2, 3), "whole partition"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_damage_is_refused_with_a_reason(case: str, tmp_path: Path) -> None:
+    file, keys, value, reason = HOSTILE[case]
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / file, *keys, value=value)
+    with pytest.raises(CheckpointError, match=reason):
+        ckptcore.load(step)
+
+
+def test_a_damaged_state_leaves_the_weights_readable(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / OPTIM, *STATE, 0, "exp_avg", value=lambda tensor: tensor[:-7].clone())
+    found = ckptcore.load(step, select=ckptcore.select.names("module"))
+    assert same(found["module"]["long"], array("long", (7, 11)))
+
+
+def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
+    edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
+    assert same(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
+
+
+def test_names_are_only_keys(tmp_path: Path) -> None:
+    name = "../../etc/passwd"
+    write_zero(tmp_path, 2, 2, [{name: (3, 2)}])
+    assert same(ckptcore.load(tmp_path)["module"][name], array(name, (3, 2)))
+    (tmp_path / "latest").write_text("../global_step1")
+    with pytest.raises(CheckpointError):
+        ckptcore.load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["layer_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt",
+                                  "mp_rank_01_model_states.pt"])  # fmt: skip
+def test_other_parallelism_is_refused_with_the_way_on(file: str, tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    shutil.copy(step / MODEL, step / file)
+    with pytest.raises(UnsupportedLeafError, match=r"ds_to_universal\.py"):
+        ckptcore.load(step)
+    assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0  # the other way that it names
+
+
+def test_weights_of_the_trainer_are_preferred_to_the_step_beside_them(tmp_path: Path) -> None:
+    write_zero(tmp_path, 2, 2)
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    assert list(ckptcore.load(tmp_path)) == ["w"]
+    assert same(ckptcore.load(tmp_path / "global_step1")["module"]["b"], array("b", (3,)))
+
+
+def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    elements = array("long", (7, 11))[6].tobytes()
+    path = next(path for path in step.iterdir() if elements in path.read_bytes())
+    data = path.read_bytes()
+    path.write_bytes(data.replace(elements, elements[:-1] + b"\x01"))
+    opened = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
+    assert isinstance(opened, Checkpoint)
+    index: Any = opened.index
+    number = opened.tree.paths.index(("module", "w"))
+    assert index.unverified(number, opened.store) == set()
+    with pytest.raises(ChecksumError, match=f"{path.name}.* is damaged in bytes .* CRC-32"):
+        index.unverified(opened.tree.paths.index(("module", "long")), opened.store)
+
+
+def test_saving_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match="only reads"):
+        ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, layout="deepspeed")
+
+
+def test_a_part_of_a_tensor_parallel_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "deepspeed" / "universal_zero1", tmp_path / "c")
+    step = tmp_path / "c" / "global_step2_universal"
+    shutil.copy(step / MODEL, step / "mp_rank_01_model_states.pt")
+    assert ckptcore.load(step)["module"]["out.weight"].shape == (6, 5)
+    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 writes no such files
+    with pytest.raises(UnsupportedLeafError, match="2 tensor parallel ranks"):
+        ckptcore.load(step)
+    assert ckptcore.load(step, select=ckptcore.select.names("module/out.weight"))
+
+
+def test_a_save_does_not_delete_other_files_beside_it(tmp_path: Path) -> None:
+    write_zero(tmp_path, 2, 2)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        ckptcore.save(tmp_path, {"w": np.ones(2)}, overwrite=True)
+    assert (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("edge", [lambda step: None, lambda step: (step / "zero_to_fp32.py").write_text("raise")])
+def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp_path: Path) -> None:
+    edge(write_zero(tmp_path / "c", 3, 3))
+    ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", subtree="module")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same(found["long"], array("long", (7, 11))) and math.prod(found["w"].shape) == 30

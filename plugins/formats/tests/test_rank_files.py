@@ -1,0 +1,192 @@
+"""One torch.save file for each process: golden ones bit for bit, and errors for missing and damaged files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.tensor as distributed
+from torch.distributed._mesh_layout import _MeshLayout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+
+GOLDEN = Path(__file__).parent / "golden" / "ranks"
+
+
+def arrays_of(state: Any, path: str = "") -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a loaded state by path."""
+    if isinstance(state, np.ndarray):
+        return {path[1:]: state}
+    pairs = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    return {name: array for key, child in pairs for name, array in arrays_of(child, f"{path}/{key}").items()}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
+def test_a_golden_has_the_arrays_that_torch_gathered(name: str) -> None:
+    found = ckptcore.load(GOLDEN / name)
+    arrays = arrays_of({key: child for key, child in found.items() if key != "extra_state"})
+    with np.load(GOLDEN / f"{name}.npz") as expected:
+        assert set(arrays) == set(expected.files)
+        for path in expected.files:
+            array = arrays[path].view(np.int16) if arrays[path].dtype.name == "bfloat16" else arrays[path]
+            assert (array.dtype, array.shape) == (expected[path].dtype, expected[path].shape), path
+            assert array.tobytes() == expected[path].tobytes(), path
+    assert ckptcore.metadata(GOLDEN / name).layout == "ranks"
+    assert ckptcore.verify(GOLDEN / name).ok
+
+
+def test_the_state_of_each_rank_is_kept() -> None:
+    found = ckptcore.load(GOLDEN / "verl")
+    assert list(found) == ["extra_state", "model", "optim"] and list(found["extra_state"]) == [0, 1]
+    for rank, state in found["extra_state"].items():
+        name, keys, *_ = state["rng"]["numpy"]
+        assert name == "MT19937" and np.array_equal(keys, np.random.RandomState(rank).get_state()[1])  # type: ignore[index]
+    assert found["optim"]["param_groups"][0]["lr"] == 0.1
+    assert float(found["optim"]["state"][0]["step"]) == 1
+    assert ckptcore.load(GOLDEN / "sharded")["epoch"] == 4
+
+
+@pytest.mark.parametrize(("name", "file"), [("verl", "model_world_size_2_rank_0.pt"),
+                                            ("verl", "optim_world_size_2_rank_1.pt"),
+                                            ("verl", "extra_state_world_size_2_rank_1.pt"),
+                                            ("mesh", "state-rank2.bin"), ("mesh", "state-rank3.bin"),
+                                            ("sharded", "pytorch_model_fsdp_rank3.bin")])  # fmt: skip
+def test_a_missing_rank_is_named(name: str, file: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / name, tmp_path / "c")
+    (tmp_path / "c" / file).unlink()
+    with pytest.raises(CorruptCheckpointError, match=rf"^{file} is missing: .* was saved by [24] processes") as caught:
+        ckptcore.load(tmp_path / "c")
+    assert caught.value.key == file
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04"])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "verl", tmp_path / "c")
+    (tmp_path / "c" / "extra_state_world_size_2_rank_1.pt").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"extra_state_world_size_2_rank_1\.pt"):
+        ckptcore.load(tmp_path / "c")
+
+
+def test_files_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "verl", tmp_path / "c")
+    shutil.copy(tmp_path / "c" / "model_world_size_2_rank_0.pt", tmp_path / "c" / "model_world_size_1_rank_0.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"several jobs, such as model_world_size_1_rank_0\.pt and model_"):
+        ckptcore.load(tmp_path / "c")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "c" / "model_world_size_1_rank_0.pt").rename(tmp_path / "other" / "model_world_size_1_rank_0.pt")
+    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the way on
+
+
+def test_a_file_alone_names_its_parts_and_the_way_to_all() -> None:
+    path = GOLDEN / "mesh" / "state-rank3.bin"
+    with pytest.raises(UnsupportedLeafError, match=r"a part .* of a tensor float32\[7, 5\].* load the directory"):
+        ckptcore.load(path)
+    found = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
+    assert found["same"].shape == (7, 5) and found["number"] == 3.5
+    assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the way that the error names
+
+
+def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"seed": rank}, tmp_path / f"extra_state_rank_{rank}.pt")
+    assert list(ckptcore.load(tmp_path)) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
+
+
+def test_other_weights_beside_them_are_not_hidden(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
+    torch.save({"w": torch.ones(2)}, tmp_path / "c" / "pytorch_model.bin")
+    assert ckptcore.load(tmp_path / "c")["w"].shape == (2,)
+
+
+def test_what_processes_saved_differently_is_refused_alone(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
+    for rank in range(4):
+        path = tmp_path / "c" / f"pytorch_model_fsdp_rank{rank}.bin"
+        content: dict[str, Any] = {"seed": rank, "list": list(range(rank)), "shape": torch.zeros(rank), "only": {}}
+        content["only"][f"of {rank}"] = rank
+        torch.save(content, tmp_path / "c" / f"other_rank_{rank}.pt")
+        torch.save({"same": 3, **content, "w": part_of(rank)}, path)
+    found = ckptcore.load(
+        tmp_path / "c", select=ckptcore.select.names("pytorch_model_fsdp/w", "pytorch_model_fsdp/only")
+    )
+    assert np.array_equal(found["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
+    assert found["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
+    for name in ("seed", "list", "shape"):
+        with pytest.raises(UnsupportedLeafError, match="processes"):
+            ckptcore.load(tmp_path / "c", select=ckptcore.select.names(f"pytorch_model_fsdp/{name}"))
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "partial sum": ({"placements": (distributed.Partial(),)}, "Partial.*full_tensor"),
+    "no placements": ({"placements": ()}, "as placements on a mesh of 1 axes"),
+    "unknown axis": ({"placements": (distributed.Shard(5),)}, "axis 5 of 2"),
+    "outside of the mesh": ({"coordinates": [7]}, "the process is at"),
+    "negative coordinate": ({"coordinates": [-1]}, "natural numbers"),
+    "two coordinates": ({"coordinates": [0, 0]}, "the process is at"),
+    "no mesh": ({"mesh": None}, "no (local tensor|shape)"),
+    "negative shape": ({"shape": (-4, 2)}, "natural numbers"),
+    "huge shape": ({"shape": (1 << 61, 1 << 61)}, "not a possible array"),
+    "another shape": ({"shape": (4, 3)}, "its placements give a part of"),
+    "another dtype": ({"dtype": torch.int64}, "and the whole is int64"),
+    "many splits": ({"placements": (_StridedShard(0, split_factor=1 << 40),)}, "split factor"),
+    "no local tensor": ({"local": 3}, "no local tensor"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_description_is_refused_with_a_reason(case: str, tmp_path: Path) -> None:
+    changes, reason = HOSTILE[case]
+    for rank in range(4):
+        torch.save({"w": part_of(rank, **(changes if rank == 1 else {}))}, tmp_path / f"state_rank_{rank}.pt")
+    with pytest.raises(CheckpointError, match=reason):
+        ckptcore.load(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(4,), 4, ((2, 2),)], ids=["axes", "one axis", "flattened axes"])
+def test_a_mesh_of_torch_2_9(shape: Any, tmp_path: Path) -> None:
+    for rank in range(4):
+        torch.save({"w": part_of(rank, layout=shape)}, tmp_path / f"state_rank_{rank}.pt")
+    assert np.array_equal(ckptcore.load(tmp_path)["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_parts_that_do_not_make_up_the_whole_are_refused(rank: int, tmp_path: Path) -> None:
+    for number in range(4):
+        torch.save({"w": part_of(rank if number == 1 else number)}, tmp_path / f"state_rank_{number}.pt")
+    with pytest.raises(CorruptCheckpointError, match="incomplete"):
+        ckptcore.load(tmp_path)
+
+
+class _Reduced:
+    """An object that pickles as a call, as torch pickles a DTensor."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._tensor._rebuild_from_type_v2, self.arguments
+
+
+def part_of(rank: int, **changes: Any) -> Any:
+    """Return a row of an array of four rows, as a DTensor of torch before 2.9 pickles, with changes."""
+    mesh = object.__new__(DeviceMesh)
+    vars(mesh).update(mesh=changes.get("mesh", torch.arange(4)), _coordinate_on_dim=changes.get("coordinates", [rank]))
+    if "layout" in changes:
+        layout = object.__new__(_MeshLayout)
+        vars(layout).update(shape=changes["layout"], stride=1)
+        vars(mesh).update(_layout=layout)
+    spec = object.__new__(DTensorSpec)
+    vars(spec).update(mesh=mesh, placements=changes.get("placements", (distributed.Shard(0),)))
+    local = changes.get("local", torch.arange(8.0).reshape(4, 2)[rank : rank + 1].clone())
+    whole = changes.get("dtype", torch.float32), changes.get("shape", (4, 2))
+    described = (distributed.DTensor, *whole, (2, 1), 0, torch.strided, torch.device("cpu"), False)
+    state = (None, {"_local_tensor": local, "_spec": spec})
+    return _Reduced((torch._utils._rebuild_wrapper_subclass, distributed.DTensor, described, state))

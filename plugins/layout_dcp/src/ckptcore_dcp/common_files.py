@@ -1,0 +1,82 @@
+"""``common.pt`` of Megatron: the part of a state that its tensors in torch.distributed.checkpoint lack.
+
+The strategy ``torch_dist`` of megatron-core (0.16.1, ``dist_checkpointing/strategies``) writes the
+tensors and objects of all processes with torch.distributed.checkpoint, under their own keys, and the
+rest with ``torch.save``. ``metadata.json`` names the strategy. A load of Megatron merges both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import Node, unreadable_leaf
+from ckptcore.model.tree import leaf_count
+from ckptcore.protocols import ReadStore
+from ckptcore_dcp.metadata import DcpMetadata
+from ckptcore_dcp.torch_files import read_torch_file
+from ckptcore_dcp.values import DecodedValue
+
+__all__ = ["with_common"]
+
+_COMMON: Final = "common.pt"
+_CONFIG: Final = "metadata.json"
+_MAX_CONFIG: Final = 1 << 16
+
+
+def with_common(
+    metadata: DcpMetadata, store: ReadStore, names: Sequence[str]
+) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
+    """Return the values in ``common.pt`` of a directory of Megatron; none for other directories.
+
+    A name that the metadata has too, and a file that cannot be read, become leaves that cannot be loaded.
+
+    Args:
+        metadata: the tensors.
+        store: the files.
+        names: the names in the directory.
+    """
+    if _COMMON not in names or _CONFIG not in names or not _is_megatron(store):
+        return metadata, {}
+    try:
+        found = read_torch_file(store, _COMMON)
+        if found is None or not isinstance(found.skeleton, Node) or found.skeleton.kind != "dict":
+            raise CorruptCheckpointError(
+                f"{_COMMON} is not a dict in a file of torch.save: restore it from a copy", key=_COMMON
+            )
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return replace(metadata, unreadable={**metadata.unreadable, _COMMON: unreadable_leaf(error)}), {}
+    counts = [leaf_count(child) for child in found.skeleton.children]
+    bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
+    values = {
+        str(key): DecodedValue(child, found.leaves[first:last], _COMMON, found.storages)
+        for key, child, (first, last) in zip(found.skeleton.keys, found.skeleton.children, bounds, strict=True)
+    }
+    both = [name for name in metadata.names if name in values]
+    refused = {
+        name: unreadable_leaf(
+            UnsupportedLeafError(
+                f"{name!r} is in {_COMMON} and in .metadata: load {_COMMON} by its own path for the first one"
+            )
+        )
+        for name in both
+    }
+    metadata = replace(
+        metadata,
+        tensors={name: tensor for name, tensor in metadata.tensors.items() if name not in refused},
+        values={name: value for name, value in metadata.values.items() if name not in refused},
+        unreadable={**metadata.unreadable, **refused},
+    )
+    return metadata, {name: value for name, value in values.items() if name not in refused}
+
+
+def _is_megatron(store: ReadStore) -> bool:
+    try:
+        config: Any = json.loads(store.get(_CONFIG, 0, _MAX_CONFIG))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and "sharded_backend" in config

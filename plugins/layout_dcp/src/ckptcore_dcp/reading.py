@@ -1,0 +1,33 @@
+"""Files of ``torch.save`` as data, for layouts of other distributions. Public; nothing in a file is executed.
+
+`read_torch_file` returns the tree of a file without its elements, and where its storages are.
+`LocationColumns` collects whole tensors for a `StorageIndex`, which reads them. A layout that puts
+an array together from several tensors takes the byte ranges from `StoredTensor` and `StoredBytes`.
+"""
+
+from ckptcore_dcp.chunk_index import StorageIndex, add_locations
+from ckptcore_dcp.directories import is_torch_file
+from ckptcore_dcp.pickled_trees import Column, Leaf, Unreadable, leaf_record
+from ckptcore_dcp.storages import LocationColumns, StoredBytes
+from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.tensor_parts import TensorPart
+from ckptcore_dcp.torch_files import TorchFile, read_torch_file
+from ckptcore_dcp.zip_directories import STORED
+
+__all__ = [
+    "STORED",
+    "Column",
+    "Leaf",
+    "LocationColumns",
+    "StorageIndex",
+    "StoredBytes",
+    "StoredTensor",
+    "TensorPart",
+    "TorchFile",
+    "Unreadable",
+    "add_locations",
+    "check_bounds",
+    "is_torch_file",
+    "leaf_record",
+    "read_torch_file",
+]
