@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import LayoutFactory
+from ckptcore.protocols import Layout, LayoutFactory
 
 __all__ = ["ckpt_layouts"]
 
@@ -13,4 +13,12 @@ __all__ = ["ckpt_layouts"]
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
-    return {}
+    return {
+        "numpy": _numpy,
+    }
+
+
+def _numpy() -> Layout:
+    from ckptcore_formats.numpy_files import NumpyLayout
+
+    return NumpyLayout()

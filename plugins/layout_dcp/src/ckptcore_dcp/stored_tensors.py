@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
@@ -12,7 +12,7 @@ from ckptcore.model import PLAIN_ARRAY, ArraySpec
 from ckptcore_dcp.dtypes import STORAGES, known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
-__all__ = ["PickledBytes", "StoredTensor", "c_strides", "check_bounds", "storage_size", "stored_tensor"]
+__all__ = ["PickledBytes", "StoredTensor", "Unreadable", "c_strides", "check_bounds", "storage_size", "stored_tensor"]
 
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
@@ -77,6 +77,7 @@ class StoredTensor:
         requires_grad: torch's ``requires_grad``.
         framework: the framework whose array it was; None for NumPy.
         pickled: the bytes of a NumPy array.
+        in_bytes: True if strides and offset count bytes, as for the fields of a structure.
     """
 
     storage: str
@@ -89,6 +90,15 @@ class StoredTensor:
     requires_grad: bool = False
     framework: str | None = "torch"
     pickled: PickledBytes | None = None
+    in_bytes: bool = False
+
+    @property
+    def physical(self) -> StoredTensor:
+        """The bytes of the elements, with one more axis, if strides count bytes; else the tensor itself."""
+        if not self.in_bytes:
+            return self
+        itemsize = self.itemsize
+        return replace(self, dtype="uint8", shape=(*self.shape, itemsize), strides=(*self.strides, 1), in_bytes=False)
 
     @property
     def spec(self) -> ArraySpec:
@@ -114,6 +124,22 @@ class StoredTensor:
             return True
         expected = zip(self.shape, self.strides, c_strides(self.shape), strict=True)
         return all(extent == 1 or stride == step for extent, stride, step in expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A leaf that cannot be read. A load that requests it raises `UnsupportedLeafError`.
+
+    Attributes:
+        reason: what is stored, and what to save instead.
+    """
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: UnsupportedLeafError, path: str) -> Unreadable:
+        """Return the leaf for an error that begins with its path."""
+        return cls(str(error).removeprefix(f"{path} is "))
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

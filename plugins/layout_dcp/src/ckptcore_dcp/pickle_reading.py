@@ -1,0 +1,38 @@
+"""Pickles, zips and arrays in files, for layouts of other distributions. Public; nothing in a file is executed.
+
+`read_pickle` reads a pickle as inert values, and `tree_of` makes a tree of them. `arrays_of` describes
+a NumPy array of any dtype, and `read_zip` locates the members of a zip. `LocationColumns` collects
+arrays for a `StorageIndex`, which reads them.
+"""
+
+from ckptcore_dcp.chunk_index import StorageIndex
+from ckptcore_dcp.pickled_trees import Leaf, leaf_record, tree_of
+from ckptcore_dcp.pickles import Places, read_pickle
+from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages
+from ckptcore_dcp.stored_tensors import StoredTensor, Unreadable, c_strides
+from ckptcore_dcp.structures import Fields, arrays_of
+from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
+from ckptcore_dcp.zips import ZipMember, read_member, read_zip
+
+__all__ = [
+    "DEFLATED",
+    "STORED",
+    "Fetch",
+    "Fields",
+    "Leaf",
+    "LocationColumns",
+    "Places",
+    "StorageIndex",
+    "StoredBytes",
+    "StoredTensor",
+    "Unreadable",
+    "ZipMember",
+    "arrays_of",
+    "c_strides",
+    "leaf_record",
+    "pickled_storages",
+    "read_member",
+    "read_pickle",
+    "read_zip",
+    "tree_of",
+]
