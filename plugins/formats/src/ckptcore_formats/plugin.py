@@ -15,6 +15,7 @@ def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
     return {
         "numpy": _numpy,
+        "pickle": _pickle,
     }
 
 
@@ -22,3 +23,9 @@ def _numpy() -> Layout:
     from ckptcore_formats.numpy_files import NumpyLayout
 
     return NumpyLayout()
+
+
+def _pickle() -> Layout:
+    from ckptcore_formats.pickle_files import PickleLayout
+
+    return PickleLayout()

@@ -6,8 +6,11 @@ arrays for a `StorageIndex`, which reads them.
 """
 
 from ckptcore_dcp.chunk_index import StorageIndex
+from ckptcore_dcp.embedded_storages import EmbeddedStorages
+from ckptcore_dcp.legacy_files import is_legacy
+from ckptcore_dcp.numpy_arrays import numpy_dtype
 from ckptcore_dcp.pickled_trees import Leaf, leaf_record, tree_of
-from ckptcore_dcp.pickles import Places, read_pickle
+from ckptcore_dcp.pickles import Call, DenseFileError, Global, OutOfLine, Places, Value, Window, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages
 from ckptcore_dcp.stored_tensors import StoredTensor, Unreadable, c_strides
 from ckptcore_dcp.structures import Fields, arrays_of
@@ -17,19 +20,28 @@ from ckptcore_dcp.zips import ZipMember, read_member, read_zip
 __all__ = [
     "DEFLATED",
     "STORED",
+    "Call",
+    "DenseFileError",
+    "EmbeddedStorages",
     "Fetch",
     "Fields",
+    "Global",
     "Leaf",
     "LocationColumns",
+    "OutOfLine",
     "Places",
     "StorageIndex",
     "StoredBytes",
     "StoredTensor",
     "Unreadable",
+    "Value",
+    "Window",
     "ZipMember",
     "arrays_of",
     "c_strides",
+    "is_legacy",
     "leaf_record",
+    "numpy_dtype",
     "pickled_storages",
     "read_member",
     "read_pickle",

@@ -23,7 +23,8 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record
-from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, check_bounds
+from ckptcore_dcp.pickles.literals import unquoted
+from ckptcore_dcp.stored_tensors import ByteForm, StoredTensor, c_strides, check_bounds
 from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
 from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 
@@ -42,8 +43,12 @@ __all__ = [
     "zip_storages",
 ]
 
-LATIN_1: Final = 1 << 16
-"""Compression of bytes that a pickle stores as text in UTF-8, whose code points are the bytes. No method of a zip."""
+_FORMS: Final[Mapping[ByteForm, int]] = {
+    "bytes": STORED, "text": 1 << 16, "escaped text": 1 << 17, "escaped bytes": 1 << 18,
+}  # fmt: skip
+"""Compression of bytes that a pickle stores in another form. Not methods of a zip. See `PickledBytes.form`."""
+_LATIN_1: Final = _FORMS["text"]
+_ESCAPED_BYTES: Final = _FORMS["escaped bytes"]
 _SLAB_BYTES: Final = 1 << 26
 """Uncompressed elements that are not in C order are gathered in reads of at most this size."""
 _MAX_COUNT: Final = 1 << 62
@@ -60,7 +65,7 @@ class StoredBytes:
         size: length after decompression; `nbytes` if uncompressed.
         crc: CRC-32 of the decompressed bytes; zero if unknown.
         descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
-        compression: as in `ZipMember`, or `LATIN_1`.
+        compression: as in `ZipMember`, or one of `_FORMS`.
         big_endian: True if the elements are big endian, False for little endian.
         skip: decompressed bytes before the storage, such as the header of a ``.npy`` file; part of `size`.
     """
@@ -140,7 +145,7 @@ def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int) -> Mapping
             start + leaf.pickled.start,
             leaf.pickled.nbytes,
             leaf.pickled.size,
-            compression=LATIN_1 if leaf.pickled.is_text else STORED,
+            compression=_FORMS[leaf.pickled.form],
             big_endian=leaf.pickled.big_endian,
         )
         for leaf in leaves
@@ -279,7 +284,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
             ]
             (skip,) = [_natural(one) for one in skips] or [0]
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1, skip))
-            if compression not in (STORED, DEFLATED, LATIN_1):
+            if compression != DEFLATED and compression not in _FORMS.values():
                 raise ValueError("the compression of a storage is unknown")
             if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
                 raise ValueError("the compressed and decompressed sizes of a storage are inconsistent")
@@ -332,7 +337,7 @@ def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
     Raises:
         CorruptCheckpointError: the bytes do not match the zip.
     """
-    if storage.compression == LATIN_1:
+    if storage.compression not in (STORED, DEFLATED):
         return _decode_text(storage, fetch(storage.start, storage.stop))
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
     return read_member(fetch, member, key=storage.key, limit=storage.size)[storage.skip :]
@@ -340,7 +345,11 @@ def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
 
 def _decode_text(storage: StoredBytes, text: bytes) -> bytes:
     try:
-        data = text.decode("utf-8").encode("latin-1")
+        if storage.compression == _ESCAPED_BYTES:
+            data = unquoted(text, storage.start, storage.key)
+        else:
+            encoding = "utf-8" if storage.compression == _LATIN_1 else "raw-unicode-escape"
+            data = text.decode(encoding).encode("latin-1")
     except UnicodeError:
         data = b""
     if len(data) != storage.size:

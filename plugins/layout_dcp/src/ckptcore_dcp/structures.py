@@ -57,10 +57,11 @@ def _arrays(
     if dtype.names is not None:
         fields: Mapping[str, Any] = dtype.fields or {}
         return {name: _arrays(fields[name][0], shape, strides, offset + fields[name][1], like) for name in dtype.names}
-    if dtype.kind == "V" and dtype.itemsize != 1 and dtype != _BFLOAT16:
+    is_raw = dtype.type is np.void  # the kind of dtypes of ml_dtypes is V too
+    if is_raw and dtype.itemsize != 1 and dtype != _BFLOAT16:
         shape, strides = (*shape, dtype.itemsize), (*strides, 1)
     name = "bfloat16" if dtype == _BFLOAT16 else "uint8"
-    if dtype.kind != "V":
+    if not is_raw:
         try:
             name = name_of_dtype(dtype)
         except UnsupportedLeafError as error:
