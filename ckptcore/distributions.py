@@ -89,7 +89,12 @@ DISTRIBUTIONS: Final = (
         "ckptcore_fsspec",
         schemes=("abfs", "az", "ftp", "hdfs", "hf", "http", "https", "sftp", "webhdfs"),
     ),
-    Distribution("formats", "ckptcore_formats"),
+    Distribution(
+        "formats",
+        "ckptcore_formats",
+        layouts=("numpy", "pickle"),
+        suffixes=(".joblib", ".npy", ".npz", ".pickle", ".pkl"),
+    ),
     Distribution("ray", "ckptcore_ray"),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("integrations", "ckptcore_integrations"),

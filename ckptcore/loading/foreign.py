@@ -186,6 +186,8 @@ def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
         head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
         kind = file_kind(head, file)
         found = f"begins with {head[:8]!r}"
+    if kind is not None and kind.layout and (hint := install_hint(layout=kind.layout)):
+        return f"it is {kind.noun}: install support for its format with {hint}"
     if kind is not None:
         return f"it is {kind}"
     return (

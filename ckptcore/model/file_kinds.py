@@ -17,10 +17,12 @@ class FileKind(NamedTuple):
     Attributes:
         noun: what it is, with an article.
         remedy: what to do, as an imperative.
+        layout: the layout that reads it; empty if there is none.
     """
 
     noun: str
     remedy: str
+    layout: str = ""
 
     def __str__(self) -> str:
         """Return both, to follow the name of the file and `is`."""
@@ -38,13 +40,14 @@ _HTML: Final = FileKind("a page of HTML, such as an error or a login page", _AGA
 _PICKLE: Final = FileKind(
     "a pickle of Python, which can run any code when it is read",
     "if you trust it, read it with pickle.load, or joblib.load, and pass the arrays to ckptcore.save",
+    "pickle",
 )
 
 _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"version https://git-lfs": _LFS,
     b"<?xml": FileKind("an XML document, such as the error of an object store", _AGAIN),
     b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras")),
-    b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load")),
+    b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load"), "numpy"),
     b"GGUF": FileKind("a GGUF file of llama.cpp", _OWNER.format("the package gguf")),
     b"lmgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
     b"tjgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
@@ -104,7 +107,7 @@ def _zip_kind(head: bytes) -> FileKind:
     length = int.from_bytes(head[26:28], "little")
     first = head[30 : 30 + length].decode("utf-8", "replace")
     if first.endswith(".npy"):
-        return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"))
+        return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"), "numpy")
     if first in ("metadata.json", "config.json", "model.weights.h5"):
         return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"))
     shown = first if first.isprintable() else repr(first)

@@ -15,7 +15,7 @@ from ckptcore_dcp.pickle_reading import (
 )
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, LeafRecord, Receipt, Skeleton, TreeMetadata, format_path, unreadable_leaf
+from ckptcore.model import JSON, LeafRecord, Receipt, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, Snapshot, WriteStore
 
 __all__ = ["FileTree", "ReadOnlyLayout", "inspection_of"]
@@ -58,20 +58,20 @@ class FileTree:
 
     Attributes:
         key: the object.
-        skeleton, leaves: the tree.
+        skeleton, leaves: the tree. A leaf that is damaged is the record of its error.
         storages: byte range of each storage, by the key that `StoredTensor.storage` has.
     """
 
     key: str
     skeleton: Skeleton
-    leaves: Sequence[Leaf]
+    leaves: Sequence[Leaf | ValueRecord]
     storages: Mapping[str, StoredBytes]
 
 
 def inspection_of(file: FileTree, writer: str) -> Inspection:
     """Return the tree with the locations of its arrays. An array that its storage does not have cannot be loaded."""
     columns = LocationColumns()
-    records: list[LeafRecord] = [leaf_record(leaf) for leaf in file.leaves]
+    records: list[LeafRecord] = [leaf if isinstance(leaf, ValueRecord) else leaf_record(leaf) for leaf in file.leaves]
     paths = TreeMetadata(file.skeleton, tuple(records)).paths
     for number, leaf in enumerate(file.leaves):
         if isinstance(leaf, StoredTensor):

@@ -7,7 +7,7 @@ that `numpy.load` returns: the names of the members without ``.npy``, also those
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptcore_dcp.pickle_reading import (
@@ -31,8 +31,8 @@ from ckptcore_dcp.pickle_reading import (
 )
 from isal import isal_zlib
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.model import LEAF, Node, Skeleton
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import LEAF, Node, Skeleton, ValueRecord, unreadable_leaf
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, inspection_of
 from ckptcore_formats.npy_headers import HEAD_BYTES, MAGIC, NpyHeader, read_header
@@ -88,7 +88,7 @@ def _read_npy(store: ReadStore, key: str, head: bytes) -> FileTree:
         skeleton, leaves, storages = _objects(fetch(0, size), header.nbytes, key, 0)
         return FileTree(key, skeleton, leaves, storages)
     storage = StoredBytes(key, header.nbytes, max(size - header.nbytes, 0))
-    skeleton, leaves = _flattened(_array(header, key, storage.usable))
+    skeleton, leaves = _flattened(_array(header, key, storage.usable, key))
     return FileTree(key, skeleton, leaves, _both_orders(key, storage))
 
 
@@ -108,16 +108,14 @@ def _read_npz(store: ReadStore, key: str) -> FileTree | None:
     heads = store.get_many([(key, members[name].start, stop[name]) for name in arrays])
     names: list[str] = []
     children: list[Skeleton] = []
-    leaves: list[Leaf] = []
+    leaves: list[Leaf | ValueRecord] = []
     storages: dict[str, StoredBytes] = {}
     found = dict(zip(arrays, heads, strict=True))
     for name, member in members.items():
         try:
             skeleton, inner, own = _member(member, found.get(name), fetch, key)
-        except CheckpointError as error:
-            if not isinstance(error, CorruptCheckpointError):
-                raise
-            skeleton, inner, own = LEAF, [Unreadable(f"damaged: {error}")], {}
+        except CorruptCheckpointError as error:  # the others can be loaded
+            skeleton, inner, own = LEAF, [unreadable_leaf(error)], {}
         names.append(name.removesuffix(_NPY))
         children.append(skeleton)
         leaves += inner
@@ -136,7 +134,7 @@ def _head_bytes(member: ZipMember) -> int:
 
 def _member(
     member: ZipMember, head: bytes | None, fetch: Fetch, key: str
-) -> tuple[Skeleton, Sequence[Leaf], Mapping[str, StoredBytes]]:
+) -> tuple[Skeleton, Sequence[Leaf | ValueRecord], Mapping[str, StoredBytes]]:
     """Return the tree of a member, and its storages. `head` has its first stored bytes; None: it is not an array."""
     name = f"{member.name} in {key}"
     if head is None:
@@ -158,7 +156,7 @@ def _member(
         start = member.start if member.compression == STORED else None
         return _objects(content, header.nbytes, key, start)
     storage = _storage(member, header, first, key)
-    skeleton, leaves = _flattened(_array(header, member.name, storage.usable))
+    skeleton, leaves = _flattened(_array(header, member.name, storage.usable, key))
     return skeleton, leaves, _both_orders(member.name, storage)
 
 
@@ -188,26 +186,20 @@ def _storage(member: ZipMember, header: NpyHeader, head: bytes, key: str) -> Sto
 
 def _both_orders(name: str, storage: StoredBytes) -> Mapping[str, StoredBytes]:
     """Return the storage for arrays in both byte orders: structures may have fields of both."""
-    big = StoredBytes(
-        storage.key,
-        storage.start,
-        storage.nbytes,
-        storage.size,
-        storage.crc,
-        0,
-        storage.compression,
-        True,
-        storage.skip,
-    )
-    return {name: storage, f"{name}>": big}
+    return {name: storage, f"{name}>": replace(storage, big_endian=True)}
 
 
-def _array(header: NpyHeader, storage: str, nbytes: int) -> Fields:
-    """Return the array of a header, in a storage of `nbytes`."""
+def _array(header: NpyHeader, storage: str, nbytes: int, key: str) -> Fields:
+    """Return the array of a header, in a storage of `nbytes`.
+
+    Raises:
+        CorruptCheckpointError: bytes are missing.
+    """
     if nbytes < header.array_bytes:
-        return Unreadable(
-            f"cut off: its header states {header.array_bytes} bytes of {header.dtype} elements, and {nbytes} follow; "
-            "restore the file from a copy"
+        raise CorruptCheckpointError(
+            f"{storage!r} is cut off: its header states {header.array_bytes} bytes of elements, and {nbytes} follow; "
+            "restore the file from a copy, or load another checkpoint",
+            key=key,
         )
     shape = header.shape
     strides = c_strides(shape[::-1])[::-1] if header.is_fortran else c_strides(shape)
