@@ -7,6 +7,7 @@ Long arrays are not read when a file is inspected.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -158,6 +159,7 @@ class _Decompressed(ReadStore):
             raise CorruptCheckpointError(f"{key!r} was replaced while it was read: open it again", key=key)
         self._file: TemporaryFile
         self._file, self._size = decompressed(codec, fetch, store.size(key), key)
+        weakref.finalize(self, self._file.close)
         self._key = key
 
     @property

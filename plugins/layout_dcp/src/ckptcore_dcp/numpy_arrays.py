@@ -125,7 +125,7 @@ class NumpyReader:
         elif order not in ("C", "A"):
             raise self._corrupt(path, f"a NumPy array in the order {order[:40]!r}")
         if kind is None:
-            return _objects(data, extents, order) if isinstance(data, list) else None
+            return _objects(data, extents) if isinstance(data, list) else None
         return self._stored(extents, strides, kind, data, path)
 
     def _masked(
@@ -265,14 +265,14 @@ def _structure(state: tuple[Value, ...], depth: int) -> np.dtype[Any] | None:
     return structure
 
 
-def _objects(elements: list[Value], shape: tuple[int, ...], order: str) -> Objects | None:
+def _objects(elements: list[Value], shape: tuple[int, ...]) -> Objects | None:
     """Return the elements of an array of objects, or None if there are fewer or more."""
     if len(elements) != math.prod(shape):
         return None
     array: HostArray = np.empty(len(elements), object)
     for number, element in enumerate(elements):
         array[number] = element
-    return Objects(array.reshape(shape, order="F" if order == "F" else "C").tolist())
+    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, also of a Fortran array
 
 
 def _unit(state: tuple[Value, ...]) -> str:
