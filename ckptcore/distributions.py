@@ -92,6 +92,7 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "formats",
         "ckptcore_formats",
+        internals={"open_archive": "archives"},
         layouts=("numpy", "pickle"),
         suffixes=(".joblib", ".npy", ".npz", ".pickle", ".pkl"),
     ),

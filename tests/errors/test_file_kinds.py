@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgpack  # type: ignore[import-untyped]
-import numpy as np
 import pytest
 import torch
 
@@ -51,9 +50,17 @@ FILES = [
     ("model.gguf", b"GGUF\x03\0\0\0" + bytes(90), "a GGUF file of llama.cpp: read it with the package gguf"),
     ("model.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model: read it with onnx"),
     ("model.tflite", b"\x1c\0\0\0TFL3" + bytes(90), "a TensorFlow Lite model: read it with TensorFlow"),
-    ("policy.zip", _bytes(_zip), "a zip archive that begins with data: unpack it, and load what it contains"),
-    ("model.tar", _bytes(_tar), "a tar archive: unpack it, and load what it contains"),
-    ("model.tar.gz", gzip.compress(_bytes(_tar)), "compressed by gzip: decompress it"),
+    (
+        "policy.zip",
+        _bytes(_zip),
+        "a zip archive that begins with data. It has data. Load one of them by",
+    ),
+    ("model.tar", _bytes(_tar), "a tar archive. It has model.pth. Load one of them by its own location"),
+    (
+        "model.tar.gz",
+        gzip.compress(_bytes(_tar)),
+        "compressed by gzip. It has model.pth. Load one of them",
+    ),
     ("config.json", b'{"a": 1}', "a text of JSON: load the directory or the file with the weights"),
 ]
 

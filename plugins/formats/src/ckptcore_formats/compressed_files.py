@@ -11,14 +11,12 @@ from typing import Final, NamedTuple, Protocol
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.temporary import TemporaryFile
 
-__all__ = ["Codec", "codec_of", "decompressed", "decompressed_head"]
+__all__ = ["Codec", "codec_of", "decompressed", "decompressed_head", "most_content_bytes"]
 
 _BLOCK_BYTES: Final = 4 << 20
-_MAX_BYTES: Final = 16 << 30
-"""Longest decompressed content: a small file can state terabytes."""
-_MAX_GROWTH: Final = 1100
-"""Deflate reaches a ratio of at most 1032. The others reach more, but not with arrays of trained models."""
-_ALWAYS_ALLOWED_BYTES: Final = 64 << 20
+_MAX_GROWTH: Final = 50
+"""Most bytes of content for each byte of a file. A small file can contain terabytes, but no trained model."""
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 30
 
 
 class _Decompressor(Protocol):
@@ -81,6 +79,11 @@ def codec_of(head: bytes) -> Codec | None:
     return None
 
 
+def most_content_bytes(size: int) -> int:
+    """Return the longest content of compressed bytes that is copied, for their length."""
+    return max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * size)
+
+
 def decompressed_head(codec: Codec, head: bytes, nbytes: int) -> bytes:
     """Return the first bytes of the content, as far as `head` has them; empty if it is damaged."""
     try:
@@ -108,7 +111,7 @@ def decompressed(codec: Codec, fetch: Callable[[int, int], bytes], size: int, ke
     try:
         for block in _blocks(codec, fetch, size, key):
             length += len(block)
-            if length > min(_MAX_BYTES, max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * size)):
+            if length > most_content_bytes(size):
                 raise UnsupportedLeafError(
                     f"{key!r} has {size} bytes, and more than {length} after decompression by {codec.name}, which is "
                     "too much for a temporary copy: decompress it, and load the result"

@@ -13,6 +13,7 @@ from ckptcore_dcp.pickled_trees import Leaf, leaf_record, tree_of
 from ckptcore_dcp.pickles import Call, DenseFileError, Global, OutOfLine, Places, Value, Window, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages
 from ckptcore_dcp.stored_tensors import StoredTensor, Unreadable, c_strides
+from ckptcore_dcp.streams import inflated_blocks
 from ckptcore_dcp.structures import Fields, arrays_of
 from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, read_member, read_zip
@@ -39,6 +40,7 @@ __all__ = [
     "ZipMember",
     "arrays_of",
     "c_strides",
+    "inflated_blocks",
     "is_legacy",
     "leaf_record",
     "numpy_dtype",

@@ -18,9 +18,10 @@ from ckptcore.model import Box, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.storages import ArrayLocation, StoredBytes, damaged_storage, finish_buffer
 from ckptcore_dcp.stored_tensors import c_strides
-from ckptcore_dcp.zip_directories import DEFLATED, STORED
+from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
+from ckptcore_dcp.zips import ZipMember
 
-__all__ = ["Streams", "streamed_axes"]
+__all__ = ["Streams", "inflated_blocks", "streamed_axes"]
 
 _BLOCK_BYTES: Final = 8 << 20
 """Bytes that are read, or decompressed, at a time."""
@@ -96,9 +97,27 @@ class Streams:
         with self._lock:
             stream, self._kept = self._kept, None
         if stream is None or not stream.reaches(storage, position, store):
-            stream = _Stream(storage, store)
+            stream = _Stream(storage, lambda start, stop: store.get(storage.key, start, stop), store)
         stream.skip_to(position)
         return stream
+
+
+def inflated_blocks(member: ZipMember, fetch: Fetch, *, key: str) -> Iterator[bytes]:
+    """Yield the content of a deflated member in blocks, and compare its checksum after the last.
+
+    Raises:
+        CorruptCheckpointError: it cannot be decompressed, or has another length than stated.
+        ChecksumError: the checksum differs.
+    """
+    stream = _Stream(StoredBytes.of_member(key, member, big_endian=False), fetch, None)
+    left = member.size
+    while left:
+        block = bytearray(min(left, _BLOCK_BYTES))
+        stream.read_into(memoryview(block))
+        left -= len(block)
+        if not left:
+            stream.check()
+        yield bytes(block)
 
 
 def _permuted(box: Box, axes: tuple[int, ...]) -> Box:
@@ -108,8 +127,9 @@ def _permuted(box: Box, axes: tuple[int, ...]) -> Box:
 class _Stream:
     """The decompressed bytes of a storage, in order. Not thread-safe."""
 
-    def __init__(self, storage: StoredBytes, store: ReadStore) -> None:
+    def __init__(self, storage: StoredBytes, fetch: Fetch, store: ReadStore | None) -> None:
         self._storage = storage
+        self._fetch_range = fetch
         self._store = store
         self._position = 0
         self._fetched = storage.start
@@ -167,7 +187,7 @@ class _Stream:
     def _fetch(self, wanted: int) -> bytes:
         storage = self._storage
         stop = min(self._fetched + wanted, storage.stop)
-        data = self._store.get(storage.key, self._fetched, stop) if stop > self._fetched else b""
+        data = self._fetch_range(self._fetched, stop) if stop > self._fetched else b""
         if not data or len(data) != stop - self._fetched:
             raise self._damaged(f"it is cut off after {self._fetched + len(data) - storage.start} stored bytes")
         self._fetched = stop
@@ -185,7 +205,7 @@ class _Stream:
             return
         if self._inflater is not None and not self._inflater.eof:
             try:
-                left = self._inflater.unconsumed_tail or self._store.get(storage.key, self._fetched, storage.stop)
+                left = self._inflater.unconsumed_tail or self._fetch_range(self._fetched, storage.stop)
                 more = self._inflater.decompress(left, 1)
             except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
                 raise self._damaged(str(error)) from error
