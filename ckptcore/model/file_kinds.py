@@ -48,7 +48,7 @@ _PICKLE: Final = FileKind(
 _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"version https://git-lfs": _LFS,
     b"<?xml": FileKind("an XML document, such as the error of an object store", _AGAIN),
-    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras")),
+    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras"), "hdf5"),
     b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load"), "numpy"),
     b"GGUF": FileKind("a GGUF file of llama.cpp", _OWNER.format("the package gguf")),
     b"lmgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
@@ -113,7 +113,7 @@ def _zip_kind(head: bytes) -> FileKind:
     if first.endswith(".npy"):
         return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"), "numpy")
     if first in ("metadata.json", "config.json", "model.weights.h5"):
-        return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"))
+        return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"), "hdf5")
     shown = first if first.isprintable() else repr(first)
     return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK, is_archive=True)
 

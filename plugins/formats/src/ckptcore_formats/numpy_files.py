@@ -34,12 +34,13 @@ from isal import isal_zlib
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, Node, Skeleton, ValueRecord, unreadable_leaf
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, inspection_of
+from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, first_member, inspection_of
 from ckptcore_formats.npy_headers import HEAD_BYTES, MAGIC, NpyHeader, read_header
 
 __all__ = ["NumpyLayout"]
 
 _NPY: Final = ".npy"
+_NPZ: Final = ".npz"
 _SPARSE: Final = frozenset(["data", "format", "shape"])
 """Members that every archive of `scipy.sparse.save_npz` has."""
 _MAX_BYTES_LEAF: Final = 1 << 20
@@ -65,7 +66,8 @@ class NumpyLayout(ReadOnlyLayout):
         head = store.get(entry, 0, HEAD_BYTES)
         if head.startswith(MAGIC):
             return inspection_of(_read_npy(store, entry, head), "numpy.save")
-        if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        is_named = head.startswith((b"PK\x03\x04", b"PK\x05\x06")) and entry.endswith(_NPZ)
+        if is_named or first_member(head).endswith(_NPY):
             found = _read_npz(store, entry)
             return None if found is None else inspection_of(found, "numpy.savez")
         return None
@@ -102,7 +104,7 @@ def _read_npz(store: ReadStore, key: str) -> FileTree | None:
         name: member for name, member in read_zip(fetch, 0, store.size(key), key=key).items() if name[-1:] != "/"
     }
     arrays = [name for name in members if name.endswith(_NPY)]
-    if not key.endswith(".npz") and (not arrays or len(arrays) != len(members)):
+    if not key.endswith(_NPZ) and (not arrays or len(arrays) != len(members)):
         return None
     stop = {name: members[name].start + min(members[name].nbytes, _head_bytes(members[name])) for name in arrays}
     heads = store.get_many([(key, members[name].start, stop[name]) for name in arrays])

@@ -14,9 +14,16 @@ __all__ = ["ckpt_layouts"]
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
     return {
+        "hdf5": _hdf5,
         "numpy": _numpy,
         "pickle": _pickle,
     }
+
+
+def _hdf5() -> Layout:
+    from ckptcore_formats.hdf5_files import Hdf5Layout
+
+    return Hdf5Layout()
 
 
 def _numpy() -> Layout:
