@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 import atheris
 
 _PACKAGES: Final = [
-    "ckptcore", "ckptcore_dcp", "ckptcore_incremental", "ckptcore_integrations", "ckptcore_orbax", "ckptcore_tools",
-    "ckptcore_view",
+    "ckptcore", "ckptcore_dcp", "ckptcore_formats", "ckptcore_incremental", "ckptcore_integrations", "ckptcore_orbax",
+    "ckptcore_tools", "ckptcore_view",
 ]  # fmt: skip
 """What is measured. Tests and the conformance kit are not."""
 
