@@ -198,13 +198,15 @@ class _Walk:
             self.places[path] = offset, stored
             return self._fields(array)
         if not isinstance(array, StoredTensor) or array.shape != shape:
-            return self._leaf(Unreadable("a dataset of structures in chunks: write it without chunks"))
+            return self._leaf(
+                Unreadable(array if isinstance(array, str) else "a dataset of structures in chunks: write it without")
+            )
         self.datasets[path] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
         return self._leaf(array)
 
     def _fields(self, found: Fields) -> Skeleton:
-        if isinstance(found, StoredTensor | Unreadable):
-            return self._leaf(found)
+        if isinstance(found, StoredTensor | str):
+            return self._leaf(Unreadable(found) if isinstance(found, str) else found)
         return Node("dict", tuple(found), tuple([self._fields(part) for part in found.values()]), "numpy.void")
 
     def _attributes(self, found: Any, path: str) -> None:

@@ -209,8 +209,8 @@ def _array(header: NpyHeader, storage: str, nbytes: int, key: str) -> Fields:
 
 
 def _flattened(found: Fields) -> tuple[Skeleton, list[Leaf]]:
-    if isinstance(found, StoredTensor | Unreadable):
-        return LEAF, [found]
+    if isinstance(found, StoredTensor | str):
+        return LEAF, [Unreadable(found) if isinstance(found, str) else found]
     parts = [_flattened(part) for part in found.values()]
     leaves = [leaf for _, inner in parts for leaf in inner]
     return Node("dict", tuple(found), tuple([skeleton for skeleton, _ in parts]), "numpy.void"), leaves

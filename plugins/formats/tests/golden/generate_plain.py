@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
-import joblib
+import joblib  # type: ignore[import-untyped]
 import numpy as np
 
 HERE = Path(__file__).parent / "plain"
 
-ARRAYS = {
+ARRAYS: dict[str, Any] = {
     "c": np.arange(6.0).reshape(2, 3),
     "fortran": np.asfortranarray(np.arange(24, dtype=np.int16).reshape(2, 3, 4)),
     "big_endian": np.arange(4, dtype=">f4"),

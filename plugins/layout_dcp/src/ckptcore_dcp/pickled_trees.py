@@ -32,9 +32,25 @@ from ckptcore_dcp.dtypes import FRAMEWORK
 from ckptcore_dcp.numpy_arrays import MaskedArray, NumpyReader, NumpyValue, Objects
 from ckptcore_dcp.pickles import Call, Global, OutOfLine, Persistent, Places, Value, brief, builtin_value
 from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
-from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, Unreadable, stored_tensor
+from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, stored_tensor
 
 __all__ = ["Column", "Leaf", "Unreadable", "leaf_record", "tree_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A leaf that cannot be read. A load that requests it raises `UnsupportedLeafError`.
+
+    Attributes:
+        reason: what is stored, and what to save instead.
+    """
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: UnsupportedLeafError, path: str) -> Unreadable:
+        """Return the leaf for an error that begins with its path."""
+        return cls(str(error).removeprefix(f"{path} is "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +283,8 @@ class _TreeBuilder:
             raise self._too_large(path)
         if isinstance(found, StoredTensor):
             return self._leaf(replace(found, storage=f"{storage}{found.storage}"))
+        if isinstance(found, str):
+            return self._leaf(Unreadable(found))
         if isinstance(found, Objects):
             return self.visit(found.elements, path, depth + 1)
         if isinstance(found, MaskedArray):

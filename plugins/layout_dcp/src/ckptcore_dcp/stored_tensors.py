@@ -17,7 +17,6 @@ __all__ = [
     "FindStorage",
     "PickledBytes",
     "StoredTensor",
-    "Unreadable",
     "c_strides",
     "check_bounds",
     "storage_size",
@@ -138,22 +137,6 @@ class StoredTensor:
             return True
         expected = zip(self.shape, self.strides, c_strides(self.shape), strict=True)
         return all(extent == 1 or stride == step for extent, stride, step in expected)
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A leaf that cannot be read. A load that requests it raises `UnsupportedLeafError`.
-
-    Attributes:
-        reason: what is stored, and what to save instead.
-    """
-
-    reason: str
-
-    @classmethod
-    def of(cls, error: UnsupportedLeafError, path: str) -> Unreadable:
-        """Return the leaf for an error that begins with its path."""
-        return cls(str(error).removeprefix(f"{path} is "))
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

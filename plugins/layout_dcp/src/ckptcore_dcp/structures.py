@@ -11,12 +11,12 @@ import numpy as np
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import name_of_dtype
-from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, Unreadable, c_strides
+from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
 
 __all__ = ["Fields", "arrays_of"]
 
-Fields: TypeAlias = "StoredTensor | Unreadable | Mapping[str, Fields]"
-"""An array, or the arrays of the fields of a structure by name."""
+Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
+"""An array, what it is if it cannot be loaded, or the arrays of the fields of a structure by name."""
 
 _BFLOAT16: Final = np.dtype("V2")
 """numpy.save loses the name of bfloat16. `jax.numpy.load` takes these bytes for bfloat16, too."""
@@ -65,9 +65,9 @@ def _arrays(
         try:
             name = name_of_dtype(dtype)
         except UnsupportedLeafError as error:
-            return Unreadable(f"a NumPy array that cannot be loaded: {error}")
+            return f"a NumPy array that cannot be loaded: {error}"
     elif not dtype.itemsize:
-        return Unreadable("a NumPy array whose elements have no bytes")
+        return "a NumPy array whose elements have no bytes"
     array = replace(like, dtype=name, shape=shape)
     if dtype.byteorder == ">":
         pickled = None if like.pickled is None else replace(like.pickled, big_endian=True)
