@@ -43,7 +43,7 @@ def open_archive(storage: StorageBackend, key: str, display: str) -> StorageBack
 
 
 class _Content(NamedTuple):
-    """Where the bytes of a member are.
+    """The bytes of a member.
 
     Attributes:
         nbytes: length.

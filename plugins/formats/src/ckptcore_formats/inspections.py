@@ -71,7 +71,7 @@ class FileTree:
 def first_member(head: bytes) -> str:
     """Return the name of the first member of a zip with these first bytes; empty for other files, and if unknown.
 
-    Most zips are told apart by it, without a read of their directory (APPNOTE.TXT 4.3.7).
+    It distinguishes most zips without a read of their directory (APPNOTE.TXT 4.3.7).
     """
     if head[:4] != b"PK\x03\x04":
         return ""

@@ -6,6 +6,7 @@ Long arrays are not read when a file is inspected.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -42,11 +43,12 @@ _SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
 """Names of pickles of protocols 0 and 1, which have no first bytes of their own."""
 _WHOLE_BYTES: Final = 1 << 18
 """Pickles up to this length are read at once."""
-_SPARSE_BYTES: Final = 8 << 20
-"""Bytes without long arrays after which a pickle is read as a whole."""
-_BLOCK_BYTES: Final = 1 << 20
+_SPARSE_BYTES: Final = 1 << 20
+_SPARSE_PART: Final = 8
+"""A pickle is read as a whole after this many bytes, and this part of it, without long arrays: it has many values."""
 _MAX_BYTES: Final = 1 << 30
 """Longest pickle that is read as a whole."""
+_BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,27 +108,26 @@ def _is_pickle(head: bytes, name: str) -> bool:
 
 
 def _read(fetch: Fetch, size: int, key: str) -> FileTree:
-    places = Places()
-    data: bytes | Window = b""
     if size > _WHOLE_BYTES and fetch(0, 1) == b"\x80":
-        data = Window(fetch, size, most_bytes=max(_SPARSE_BYTES, size // 4))
-        try:
-            return _tree(data, size, key, places)
-        except DenseFileError:
-            places = Places()
+        most_bytes = max(_SPARSE_BYTES, size // _SPARSE_PART) if size <= _MAX_BYTES else None
+        with contextlib.suppress(DenseFileError):
+            return _tree(Window(fetch, size, most_bytes=most_bytes), key)
     if size > _MAX_BYTES:
         raise UnsupportedLeafError(
-            f"{key!r} is a pickle of {size} bytes with few arrays, where at most {_MAX_BYTES} are read: load it with "
-            "the software that wrote it, and save its arrays with ckptcore.save"
+            f"{key!r} is a pickle of protocol 0 or 1 with {size} bytes, where at most {_MAX_BYTES} are read: load it "
+            "with the software that wrote it, and save its arrays with ckptcore.save"
         )
-    return _tree(fetch(0, size), size, key, places)
+    return _tree(fetch(0, size), key)
 
 
-def _tree(data: bytes | Window, size: int, key: str, places: Places) -> FileTree:
+def _tree(data: bytes | Window, key: str) -> FileTree:
+    places = Places()
     value: Value
     value, _ = read_pickle(data, key=key, places=places, raw=JoblibArrays(data, key, places))
     embedded = EmbeddedStorages(key, places)
-    skeleton, leaves = tree_of(value, key=key, limit=size + (1 << 16), places=places, embedded=embedded.find)
+    # Long literals are no leaves.
+    limit = (data.fetched if isinstance(data, Window) else len(data)) + (1 << 16)
+    skeleton, leaves = tree_of(value, key=key, limit=limit, places=places, embedded=embedded.find)
     return FileTree(key, skeleton, leaves, pickled_storages(leaves, key=key, start=0))
 
 

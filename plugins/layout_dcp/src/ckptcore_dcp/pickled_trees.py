@@ -190,7 +190,7 @@ class _TreeBuilder:
             if isinstance(value, Global):
                 return self._leaf(_qualified_name(value))
             if isinstance(value, OutOfLine):
-                return self._leaf(_content(value))
+                return self._leaf(self._content(value, path))
             return self._result(cast("Call | Persistent", value), path, depth)
         finally:
             self._containers.discard(id(value))
@@ -211,6 +211,16 @@ class _TreeBuilder:
         if self._remaining < 0:
             raise self._too_large(path)
         return tuple(children)
+
+    def _content(self, value: OutOfLine, path: TreePath) -> Leaf:
+        """Return a long text or long bytes that are no array. The pickle may have it in many places."""
+        length = value.stop - value.start
+        if length > _MAX_CONTENT_BYTES:
+            return Unreadable(f"a {brief(value)}, where at most {_MAX_CONTENT_BYTES} are read: save it as an array")
+        self._text_bytes -= length
+        if self._text_bytes < 0:
+            raise self._too_large(path)
+        return value.read()
 
     def _count_text(self, value: Value, path: TreePath) -> None:
         if isinstance(value, str | bytes) and len(value) > _SHORT:
@@ -368,13 +378,6 @@ class _TreeBuilder:
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
         children = self._children(zip(keys, [part for _, part in parts], strict=True), path, depth)
         return Node("object", keys, children, type_name)
-
-
-def _content(value: OutOfLine) -> Leaf:
-    """Return a long text or long bytes that are no array."""
-    if value.stop - value.start > _MAX_CONTENT_BYTES:
-        return Unreadable(f"a {brief(value)}, where at most {_MAX_CONTENT_BYTES} are read: save it as an array")
-    return value.read()
 
 
 def _may_describe_tensor(value: Value) -> bool:

@@ -10,13 +10,15 @@ from ckptcore_dcp.pickles.values import OutOfLine
 
 __all__ = ["DenseFileError", "Window"]
 
+_FIRST_WINDOW_BYTES: Final = 1 << 11
+"""Bytes that are read after a long literal: the next one often follows soon."""
 _WINDOW_BYTES: Final = 1 << 16
 _OUT_OF_LINE_BYTES: Final = 1 << 14
 """Shortest literal that is not read."""
 
 
 class DenseFileError(Exception):
-    """A pickle has so few long literals that it is read faster as a whole."""
+    """A pickle that is better read as a whole: it has few long literals, or a long line."""
 
 
 class Window:
@@ -28,19 +30,20 @@ class Window:
         fetched: the number of bytes read so far.
     """
 
-    def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, most_bytes: int) -> None:
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, most_bytes: int | None) -> None:
         """Read nothing yet.
 
         Args:
             fetch: reads bytes of the file.
             size: length of the file.
-            most_bytes: limit of the bytes that are read in all. Beyond it, `DenseFileError` is raised.
+            most_bytes: limit of the bytes that are read in all. Beyond it, `DenseFileError` is raised. None: no limit.
         """
         self._fetch = fetch
         self._size = size
         self._most_bytes = most_bytes
         self._data = b""
         self._start = 0
+        self._nbytes = _WINDOW_BYTES
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -49,6 +52,8 @@ class Window:
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a byte, or several."""
+        if index.__class__ is int and 0 <= (position := index - self._start) < len(self._data):
+            return self._data[position]
         if isinstance(index, slice):
             start, stop, _ = index.indices(self._size)
             if stop - start >= _OUT_OF_LINE_BYTES:
@@ -84,9 +89,11 @@ class Window:
     def _move_to(self, start: int, stop: int) -> None:
         if self._start <= start and stop <= self._start + len(self._data):
             return
-        stop = min(max(stop, start + _WINDOW_BYTES), self._size)
+        follows = self._start <= start <= self._start + len(self._data)
+        self._nbytes = min(4 * self._nbytes, _WINDOW_BYTES) if follows else _FIRST_WINDOW_BYTES
+        stop = min(max(stop, start + self._nbytes), self._size)
         self.fetched += stop - start
-        if self.fetched > self._most_bytes:
+        if self._most_bytes is not None and self.fetched > self._most_bytes:
             raise DenseFileError
         self._data = self._fetch(start, stop)
         self._start = start
