@@ -44,7 +44,8 @@ def file_suffix(location: AnyLocation) -> str:
     except TypeError:
         return ""  # refused where it is resolved
     suffix = os.path.splitext(text)[1].lower() if isinstance(text, str) else ""
-    return suffix if suffix in _WRITERS else ""
+    # A location in an archive is refused as such.
+    return suffix if suffix in _WRITERS and "!/" not in text else ""
 
 
 def is_safetensors_file(location: AnyLocation) -> bool:

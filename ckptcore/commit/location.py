@@ -8,13 +8,14 @@ import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.commit.support import StorageSupport
+from ckptcore.distributions import import_name
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins, expect_inherits
@@ -48,6 +49,9 @@ _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
 _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 """A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
+
+_ARCHIVE: Final = re.compile(r"!(?=/|$)")
+"""The end of the name of an archive, before what is named in it."""
 
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
@@ -87,9 +91,15 @@ class Storages(NamedTuple):
     def open(self, scheme: str, address: str, to_write: bool) -> StorageBackend:
         """Open a storage at an address: an absolute path, or a whole URL.
 
+        An address in an archive, such as ``/data/model.zip!/weights``, opens the archive. See `archive`.
+
         Raises:
             UnknownPluginError: no plugin supports the scheme.
         """
+        for mark in reversed([*_ARCHIVE.finditer(address)]):  # an archive may be in another one
+            if (archive := self.archive(scheme, address[: mark.start()], to_write)) is not None:
+                _, _, name = address[: mark.end()].rpartition("/")
+                return subdirectory(archive, f"{name}{address[mark.end() :]}")
         options = StorageOptions(durable=to_write and self.is_durable, config=self.config.get(scheme, {}))
         storage = self.plugins.storage(scheme)(address, options)
         expect_inherits(type(storage), StorageBackend)
@@ -98,6 +108,29 @@ class Storages(NamedTuple):
 
             return EmulatedConditionalPuts(storage, address, self.support)
         return storage
+
+    def archive(self, scheme: str, address: str, to_write: bool) -> StorageBackend | None:
+        """Open a zip or tar at an address as a storage, in which keys begin with ``NAME!/``; None if there is no file.
+
+        Raises:
+            InvalidLocationError: `to_write` is True.
+            MissingDistributionError: the distribution that reads archives is not installed.
+        """
+        directory, _, name = address.rpartition("/")
+        if not name or directory.endswith(":/"):
+            return None
+        storage = self.open(scheme, directory or "/", False)
+        try:
+            storage.size(name)
+        except ObjectNotFoundError:
+            return None
+        display = redacted_location(address)
+        if to_write:
+            raise InvalidLocationError(f"{display} is an archive, which is only read: save to a directory")
+        # A plugin of this project: it is called with these arguments.
+        open_archive: Any = import_name("open_archive", purpose=f"a location in the archive {display}")
+        archive: StorageBackend = open_archive(storage, name, display)
+        return archive
 
 
 class IndirectLocation(ABC):
@@ -267,7 +300,9 @@ def open_address(address: LocationAddress, storages: Storages, *, to_write: bool
         UnknownPluginError: no plugin supports the scheme.
     """
     display, scheme, parent, name = address.display, address.scheme, address.parent, address.name
-    store = storages.open(scheme, parent, to_write)
+    store = storages.archive(scheme, f"{parent}/{name[:-1]}", to_write) if name[-1:] == "!" else None
+    if store is None:
+        store = storages.open(scheme, parent, to_write)
     identity = f"{scheme}:{parent}/{name}"
     return Location(display, store, name, identity, support=storages.support)
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
@@ -15,7 +15,7 @@ from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
-from ckptcore.distributions import install_hint
+from ckptcore.distributions import DISTRIBUTIONS, import_name, install_hint
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -119,7 +119,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(f"{location.display} is not a checkpoint. It holds {held}")
     tried = ", ".join([layout.name for layout in registry.layouts()])
     failed = "".join([f"; {name} cannot be used: {reason}" for name, reason in registry.failed_layouts().items()])
-    remedy = f"install support for its format with {hint}" if hint else _way_on(store, entry, version.names)
+    remedy = f"install support for its format with {hint}" if hint else _way_on(location, store, entry, version.names)
     raise CheckpointNotFoundError(
         f"{location.display} is not a checkpoint that an installed layout reads (tried {tried}{failed}): {remedy}"
     )
@@ -169,6 +169,8 @@ def _way_from_parent(location: Location) -> str:
         )
     if StepNames().find([location.name]) and (steps := StepNames().find(directories)):
         return f"{_CHECK_PATH}: its steps are {_format_steps(list(steps.values()))}"
+    if "!/" in location.identity:  # in an archive, of which users do not have a listing
+        return f"check the path: {within} has {format_names(names)}"
     return _CHECK_PATH
 
 
@@ -183,7 +185,7 @@ def format_names(names: Collection[str]) -> str:
     return (", ".join(shown) or "none") + more
 
 
-def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
+def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
     """Return what a file or directory of other software is or has, and what to do."""
     from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind  # only for this error
 
@@ -195,11 +197,34 @@ def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
         head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
         kind = file_kind(head, file)
         found = f"begins with {head[:8]!r}"
+    if kind is not None and kind.is_archive:
+        return f"it is {kind.noun}{_inside_archive(location, kind.remedy)}"
+    if kind is not None and kind.layout and (hint := install_hint(layout=kind.layout)):
+        return f"it is {kind.noun}: install support for its format with {hint}"
     if kind is not None:
         return f"it is {kind}"
     return (
         f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
         "location"
+    )
+
+
+def _inside_archive(location: Location, unpack: str) -> str:
+    """Return what is in a zip or tar, and how to name it."""
+    try:
+        # A plugin of this project: it is called with these arguments.
+        open_archive: Any = import_name("open_archive", purpose="a location in the archive, such as NAME.zip!/FILE,")
+        archive: StorageBackend = open_archive(location.parent, location.name, location.display)
+        names = [key.partition("/")[2] for key in archive.list()]
+    except CheckpointError as error:
+        return f": {unpack}. {error}"
+    if not names:
+        return " without files: restore it from a copy, or load another one"
+    suffixes = (".safetensors", ".th", *[suffix for one in DISTRIBUTIONS for suffix in one.suffixes])
+    likely = next((name for name in names if name.endswith(suffixes)), names[0])
+    return (
+        f". It has {format_names(names)}. Load one of them by its own location, such as "
+        f"{location.display}!/{likely if likely.isprintable() else 'NAME'}"
     )
 
 

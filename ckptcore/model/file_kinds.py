@@ -18,11 +18,13 @@ class FileKind(NamedTuple):
         noun: what it is, with an article.
         remedy: what to do, as an imperative.
         layout: the layout that reads it; empty if there is none.
+        is_archive: True if files in it can be named.
     """
 
     noun: str
     remedy: str
     layout: str = ""
+    is_archive: bool = False
 
     def __str__(self) -> str:
         """Return both, to follow the name of the file and `is`."""
@@ -40,20 +42,23 @@ _HTML: Final = FileKind("a page of HTML, such as an error or a login page", _AGA
 _PICKLE: Final = FileKind(
     "a pickle of Python, which can run any code when it is read",
     "if you trust it, read it with pickle.load, or joblib.load, and pass the arrays to ckptcore.save",
+    "pickle",
 )
 
 _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"version https://git-lfs": _LFS,
     b"<?xml": FileKind("an XML document, such as the error of an object store", _AGAIN),
-    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras")),
-    b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load")),
+    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file, as Keras writes it", _OWNER.format("h5py or Keras"), "hdf5"),
+    b"\x93NUMPY": FileKind("an array of numpy.save", _OWNER.format("numpy.load"), "numpy"),
     b"GGUF": FileKind("a GGUF file of llama.cpp", _OWNER.format("the package gguf")),
     b"lmgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
     b"tjgg": FileKind("a GGML file of llama.cpp", "convert it to GGUF with the tools of llama.cpp"),
-    b"\x1f\x8b": FileKind("compressed by gzip", "decompress it with gunzip, or unpack it with tar -xzf"),
+    b"\x1f\x8b": FileKind(
+        "compressed by gzip", "decompress it with gunzip, or unpack it with tar -xzf", is_archive=True
+    ),
     b"\x28\xb5\x2f\xfd": FileKind("compressed by Zstandard", "decompress it with zstd -d"),
-    b"\xfd7zXZ\x00": FileKind("compressed by xz", "decompress it with xz -d"),
-    b"BZh": FileKind("compressed by bzip2", "decompress it with bzip2 -d"),
+    b"\xfd7zXZ\x00": FileKind("compressed by xz", "decompress it with xz -d", is_archive=True),
+    b"BZh": FileKind("compressed by bzip2", "decompress it with bzip2 -d", is_archive=True),
     b"\x04\x22\x4d\x18": FileKind("compressed by LZ4", "decompress it with lz4 -d"),
     b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK),
     b"PAR1": FileKind("a Parquet file", _OWNER.format("pyarrow or pandas")),
@@ -90,7 +95,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     if head[4:8] == b"TFL3":
         return FileKind("a TensorFlow Lite model", _OWNER.format("TensorFlow"))
     if head[257:262] == b"ustar":
-        return FileKind("a tar archive", _UNPACK)
+        return FileKind("a tar archive", _UNPACK, is_archive=True)
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(head)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
@@ -106,11 +111,11 @@ def _zip_kind(head: bytes) -> FileKind:
     length = int.from_bytes(head[26:28], "little")
     first = head[30 : 30 + length].decode("utf-8", "replace")
     if first.endswith(".npy"):
-        return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"))
+        return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"), "numpy")
     if first in ("metadata.json", "config.json", "model.weights.h5"):
-        return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"))
+        return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"), "hdf5")
     shown = first if first.isprintable() else repr(first)
-    return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK)
+    return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK, is_archive=True)
 
 
 def directory_kind(names: Collection[str]) -> FileKind | None:

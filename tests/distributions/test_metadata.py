@@ -34,6 +34,8 @@ OURS = {metadata(project)["name"] for project in PROJECTS}
 UNTESTED_EXTRAS = {
     # Libraries that replacements and adapters need: tests use the versions in `constraints.txt` only.
     "ckptcore-integrations": metadata(ROOT / "plugins" / "integrations")["optional-dependencies"].keys(),
+    # Libraries of formats, likewise.
+    "ckptcore-formats": {"hdf5", "test"},
     # A single controller needs a newer JAX than the rest of its distribution.
     "ckptcore-jax": {"colocated", "test"},
 }
@@ -121,14 +123,16 @@ def test_an_extra_has_one_meaning() -> None:
     assert {extra: sorted(found) for extra, found in meanings.items() if len(found) > 1} == {}
 
 
-def test_the_core_has_the_extra_of_every_replacement_and_adapter() -> None:
+def test_the_core_has_the_extra_of_every_replacement_adapter_and_format() -> None:
     extras = CORE["optional-dependencies"]
-    offered = metadata(ROOT / "plugins" / "integrations")["optional-dependencies"].keys() - {"test"}
-    assert {name: extras.get(name) for name in offered} == {
-        name: [f"ckptcore-integrations[{name}]=={CORE['version']}"] for name in offered
+    offered = {
+        name: [f"ckptcore-{plugin}[{name}]=={CORE['version']}"]
+        for plugin in ("formats", "integrations")
+        for name in metadata(ROOT / "plugins" / plugin)["optional-dependencies"].keys() - {"test"}
     }
+    assert {name: extras.get(name) for name in offered} == offered
     own = {one.extra: [f"ckptcore-{one.extra}=={CORE['version']}"] for one in DISTRIBUTIONS}
-    assert {name: extras[name] for name in extras.keys() - offered - {"all"}} == own
+    assert {name: extras[name] for name in extras.keys() - offered.keys() - {"all"}} == own
     assert Requirement(extras["all"][0]).extras == own.keys()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,28 @@ def _deepspeed(directory: Path) -> Path:
     return directory / "c"
 
 
+def _pickle(directory: Path) -> Path:
+    (directory / "params").write_bytes(pickle.dumps({"w": np.ones(2)}))
+    return directory / "params"
+
+
+def _numpy(directory: Path) -> Path:
+    np.savez(directory / "state.npz", w=np.ones(2))
+    return (directory / "state.npz").rename(directory / "state")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 @pytest.mark.parametrize(
     ("write", "extra"),
-    [(_torch_file, "dcp"), (_dcp, "dcp"), (_orbax, "orbax"), (_deepspeed, "formats")],
-    ids=["torch.save", "dcp", "orbax", "deepspeed"],
+    [
+        (_torch_file, "dcp"),
+        (_dcp, "dcp"),
+        (_orbax, "orbax"),
+        (_deepspeed, "formats"),
+        (_pickle, "formats"),
+        (_numpy, "formats"),
+    ],
+    ids=["torch.save", "dcp", "orbax", "deepspeed", "pickle", "numpy"],
 )
 def test_files_of_other_software_name_the_distribution_that_reads_them(
     write: Callable[[Path], Path], extra: str, core_alone: ckptcore.Context, tmp_path: Path

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ __all__ = [
     "verify",
     "view",
     "view_with_parameters",
+    "with_own_temporary_files",
 ]
 
 CONTEXT: Final = Context(durability="none", io=IOOptions(threads=1))
@@ -92,6 +94,23 @@ def look(location: Path) -> object:
 
 READS: Final[Sequence[Read]] = (look, load, load_unverified, load_members, verify)
 """What a user calls for a checkpoint from elsewhere."""
+
+
+def with_own_temporary_files(read: Read) -> Read:
+    """Return a call whose temporary files are in the directory that it reads."""
+
+    def call(location: Path) -> object:
+        before, tempfile.tempdir = (
+            tempfile.tempdir,
+            str(next(one for one in location.parents if one.name == "c").parent),
+        )
+        try:
+            return read(location)
+        finally:
+            tempfile.tempdir = before
+
+    call.__name__ = read.__name__
+    return call
 
 
 def save_update(location: Path) -> object:

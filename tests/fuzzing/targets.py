@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import pickle
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import joblib  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
@@ -217,6 +221,64 @@ def _torch_zips() -> Sequence[Place]:
         place(several, "scheduler.pt"),
         zip_place(several, "scheduler.pt", "."),
     ]
+
+
+def _made(write: Callable[[io.BytesIO], object]) -> bytes:
+    """Return what a function writes to a file."""
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+_TENSORS: Final[dict[str, Any]] = {"t": torch.arange(6.0).reshape(2, 3), **_STATE}
+
+
+def _numpy_files() -> Sequence[Place]:
+    records = np.array([(1, 2.0)], [("a", "<i2"), ("b", ">f8")])
+    arrays: dict[str, Any] = {"w": _ARRAYS["w"], "f": np.asfortranarray(_ARRAYS["w"]), "r": records}
+    files = {
+        "a.npy": _made(lambda file: np.save(file, records)),
+        "o.npy": _made(lambda file: np.save(file, np.array([{"w": np.arange(3)}, "x"], object))),
+        "a.npz": _made(lambda file: np.savez(file, **arrays)),
+        "c.npz": _made(lambda file: np.savez_compressed(file, **arrays)),
+    }
+    return [place(files, name, "bytes", name) for name in files]
+
+
+def _pickles() -> Sequence[Place]:
+    files = {
+        **{f"p{protocol}.pkl": pickle.dumps(_STATE, protocol) for protocol in range(6)},
+        "t.pkl": pickle.dumps(_TENSORS),
+        "j.joblib": _made(lambda file: joblib.dump({**_ARRAYS, "o": np.array([None, 1], object)}, file)),
+        # Long enough to be read in windows.
+        "long.pkl": pickle.dumps({"x": np.zeros(1 << 15), **_TENSORS, "m": np.ma.array([1, 2], mask=[False, True])}),
+    }
+    places = [place(files, name, mutator, name) for name in files for mutator in ("pickle", "bytes")]
+    return [one for one in places if not (one.location.startswith("j") and one.mutator == "pickle")]
+
+
+def _archives() -> Sequence[Place]:
+    inner = _made(lambda file: torch.save(_TENSORS, file))
+
+    def tar(file: io.BytesIO, mode: Any) -> None:
+        with tarfile.open(fileobj=file, mode=mode, format=tarfile.PAX_FORMAT) as archive:
+            for name in ("policy.pth", "long" * 40):
+                member = tarfile.TarInfo(name)
+                member.size = len(inner)
+                archive.addfile(member, io.BytesIO(inner))
+
+    def zipped(file: io.BytesIO, compression: int) -> None:
+        with zipfile.ZipFile(file, "w", compression) as archive:
+            archive.writestr(zipfile.ZipInfo("data"), b"{}")
+            archive.writestr(zipfile.ZipInfo("policy.pth"), inner, compression)
+
+    files = {
+        "s.zip": _made(lambda file: zipped(file, 0)),
+        "d.zip": _made(lambda file: zipped(file, 8)),
+        "a.tar": _made(lambda file: tar(file, "w")),
+        "a.tar.bz2": _made(lambda file: tar(file, "w:bz2")),
+    }
+    return [place(files, name, "bytes", f"{name}!/policy.pth") for name in files]
 
 
 def _torch_legacy() -> Sequence[Place]:
@@ -438,6 +500,9 @@ TARGETS: Final[Mapping[str, Target]] = {
     "deepspeed": Target(_deepspeed, reads.READS),
     "rank-files": Target(_rank_files, reads.READS),
     "megatron": Target(_megatron, reads.READS),
+    "numpy": Target(_numpy_files, reads.READS),
+    "pickle": Target(_pickles, reads.READS),
+    "archive": Target(_archives, [reads.with_own_temporary_files(read) for read in reads.READS]),
     "ocdbt-manifest": Target(_manifests, reads.READS),
     "ocdbt-node": Target(_nodes, reads.READS),
     "zarr2": Target(_zarr2, reads.READS),

@@ -15,6 +15,9 @@ def ckpt_layouts() -> Mapping[str, LayoutFactory]:
     """Register the layouts. Their modules are imported on first use."""
     return {
         "deepspeed": _deepspeed,
+        "hdf5": _hdf5,
+        "numpy": _numpy,
+        "pickle": _pickle,
         "ranks": _ranks,
     }
 
@@ -23,6 +26,24 @@ def _deepspeed() -> Layout:
     from ckptcore_formats.deepspeed import DeepSpeedLayout
 
     return DeepSpeedLayout()
+
+
+def _hdf5() -> Layout:
+    from ckptcore_formats.hdf5_files import Hdf5Layout
+
+    return Hdf5Layout()
+
+
+def _numpy() -> Layout:
+    from ckptcore_formats.numpy_files import NumpyLayout
+
+    return NumpyLayout()
+
+
+def _pickle() -> Layout:
+    from ckptcore_formats.pickle_files import PickleLayout
+
+    return PickleLayout()
 
 
 def _ranks() -> Layout:

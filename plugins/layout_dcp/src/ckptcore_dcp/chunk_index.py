@@ -6,11 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, ArrayRecord, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
+from ckptcore_dcp.array_reads import read_arrays
 from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
-from ckptcore_dcp.storages import LocationColumns, decode_locations, read_arrays
+from ckptcore_dcp.storages import LocationColumns, decode_locations
+from ckptcore_dcp.streams import Streams
 
 __all__ = ["ItemIndex", "StorageIndex", "add_locations", "dcp_index"]
 
@@ -49,6 +51,7 @@ class StorageIndex(ChunkIndex):
             UnsupportedLeafError: a view expands a few bytes to too many elements.
         """
         self._locations = decode_locations(tree, state)
+        self._streams = Streams()
 
     def __contains__(self, leaf: int) -> bool:
         """Return whether the location of an array is known."""
@@ -63,13 +66,25 @@ class StorageIndex(ChunkIndex):
         if (location := self._locations.get(leaf)) is not None:
             yield location.key, *location.extent
 
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """See `ChunkIndex.stored_specs`. Fields of structures are read as bytes."""
+        return {leaf: one.tensor.spec for leaf, one in self._locations.items() if one.elements is not None}
+
+    def chunk_rows(self, leaf: int) -> int | None:
+        """See `ChunkIndex.chunk_rows`. An array that is compressed, or not in C order, is read whole."""
+        location = self._locations.get(leaf)
+        if location is None or location.is_contiguous or not location.tensor.shape:
+            return None
+        return max(location.tensor.shape[0], 1)
+
     def reads(self, leaf: int, store: ReadStore) -> bool:
         """See `NativeReader.reads`."""
         return True
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`. Reads only the requested elements of tensors in C order."""
-        return read_arrays(items, buffers, store, self._locations)
+        return read_arrays(items, buffers, store, self._locations, self._streams)
 
 
 class ItemIndex(ChunkTable):

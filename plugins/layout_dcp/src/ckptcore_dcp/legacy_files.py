@@ -35,7 +35,9 @@ def is_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") in head[:32]
 
 
-def read_legacy(fetch: Fetch, size: int, *, key: str, places: Places) -> tuple[Value, Mapping[str, StoredBytes], int]:
+def read_legacy(
+    fetch: Fetch, size: int, *, key: str, places: Places, first_bytes: int = _FIRST_BYTES
+) -> tuple[Value, Mapping[str, StoredBytes], int]:
     """Return the value in a file, its storages, and the total length of the pickles in bytes.
 
     Args:
@@ -43,11 +45,12 @@ def read_legacy(fetch: Fetch, size: int, *, key: str, places: Places) -> tuple[V
         size: length of the file, in bytes.
         key: the file, for errors.
         places: receives where the file has texts and bytes.
+        first_bytes: length of the first read.
 
     Raises:
         CorruptCheckpointError: the file has another format, or is truncated.
     """
-    values, position = _read_pickles(fetch, size, key, places)
+    values, position = _read_pickles(fetch, size, key, places, first_bytes)
     magic, version, _, value, keys = values
     if magic != _MAGIC or version != _VERSION:
         raise _corrupt_file(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
@@ -79,9 +82,9 @@ def read_legacy(fetch: Fetch, size: int, *, key: str, places: Places) -> tuple[V
     return value, found, pickle_bytes
 
 
-def _read_pickles(fetch: Fetch, size: int, key: str, places: Places) -> tuple[list[Value], int]:
+def _read_pickles(fetch: Fetch, size: int, key: str, places: Places, first_bytes: int) -> tuple[list[Value], int]:
     """Return the five leading values, and their end. Reads more bytes until the pickles are complete."""
-    length = min(_FIRST_BYTES, size)
+    length = min(first_bytes, size)
     while True:
         data = fetch(0, length)
         position = 0

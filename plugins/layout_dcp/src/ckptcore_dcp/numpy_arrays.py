@@ -7,17 +7,18 @@ Source: ``array_reduce``, ``array_reduce_ex_picklebuffer`` and ``arraydescr_redu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, dtype_from_name, name_of_dtype
-from ckptcore_dcp.pickles import Call, Global, Places, Value, brief, builtin_value
+from ckptcore.model import HostArray, dtype_from_name, name_of_dtype
+from ckptcore_dcp.pickles import Call, Global, OutOfLine, Places, Value, brief, builtin_value
 from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
+from ckptcore_dcp.structures import Fields, arrays_of
 
-__all__ = ["NumpyReader"]
+__all__ = ["MaskedArray", "NumpyReader", "NumpyValue", "Objects", "numpy_dtype"]
 
 _SCALAR: Final = "numpy.scalar"
 """Kind of the records of NumPy scalars, as the core saves them."""
@@ -27,7 +28,10 @@ _PACKAGES: Final = ("numpy.core", "numpy._core")
 _RECONSTRUCT: Final = frozenset(Global(f"{package}.multiarray", "_reconstruct") for package in _PACKAGES)
 _FROM_BUFFER: Final = frozenset(Global(f"{package}.numeric", "_frombuffer") for package in _PACKAGES)
 _MAKE_SCALAR: Final = frozenset(Global(f"{package}.multiarray", "scalar") for package in _PACKAGES)
-_ARRAY: Final = Global("numpy", "ndarray")
+_MASKED: Final = frozenset(Global(f"numpy.ma{part}", "_mareconstruct") for part in ("", ".core"))
+_ARRAY_TYPES: Final = frozenset(["ndarray", "matrix", "recarray", "memmap", "chararray"])
+_BOOL: Final = Call(Global("numpy", "dtype"), ("b1",))
+_MAX_NESTED_DTYPES: Final = 8
 _DTYPE: Final = Global("numpy", "dtype")
 _ENCODE: Final = Global("_codecs", "encode")
 _BYTE_ARRAYS: Final = frozenset(Global(module, "bytearray") for module in ("builtins", "__builtin__"))
@@ -35,6 +39,23 @@ _LATIN_1: Final = ("latin1", "latin-1")
 _BYTES: Final = frozenset(Global(module, "bytes") for module in ("builtins", "__builtin__"))
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
+
+
+class Objects(NamedTuple):
+    """The objects of an array, as lists in its shape; of an array without axes, its object."""
+
+    elements: Value
+
+
+class MaskedArray(NamedTuple):
+    """The parts of a masked array."""
+
+    data: StoredTensor
+    mask: StoredTensor
+    fill_value: Value
+
+
+NumpyValue: TypeAlias = "Fields | Objects | MaskedArray | bool | int | float | complex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +71,12 @@ class NumpyReader:
     key: str
     places: Places | None
 
-    def read(self, call: Call, path: str) -> StoredTensor | bool | int | float | complex | list[Value] | None:
+    def read(self, call: Call, path: str) -> NumpyValue | None:
         """Return the array or scalar that a call makes.
 
-        An array of objects becomes nested lists. Without places, and in pickles of protocol 0, a scalar
-        is a number, and an array cannot be read from the file. Returns None then, for arrays of
-        structures, and for other calls.
+        An array of structures becomes an array for each field, and an array of objects nested lists.
+        Without places a scalar is a number, and an array cannot be read from the file. Returns None
+        then, and for other calls.
 
         Raises:
             CorruptCheckpointError: the array is invalid.
@@ -63,7 +84,7 @@ class NumpyReader:
         function, arguments, state = call.function, call.arguments, call.state
         if function in _MAKE_SCALAR and len(arguments) == 2:
             return self._scalar(arguments[0], arguments[1], path)
-        if function in _RECONSTRUCT and arguments and arguments[0] == _ARRAY and isinstance(state, tuple):
+        if function in _RECONSTRUCT and arguments and _is_array_type(arguments[0]) and isinstance(state, tuple):
             # NumPy before 1.0 wrote no version.
             if not 4 <= len(state) <= 5:
                 raise self._corrupt(path, f"a NumPy array with {brief(state)}")
@@ -73,14 +94,26 @@ class NumpyReader:
             match arguments:
                 case (data, dtype, shape, str() as order, *axes):
                     return self._array(shape, dtype, data, order, axes[0] if axes else None, path)
+        if function in _MASKED:
+            match state:
+                case (_, shape, dtype, fortran, data, mask, fill):
+                    return self._masked(shape, dtype, fortran is True, data, mask, fill, path)
+        return None
+
+    def of_jax(self, call: Call, path: str) -> StoredTensor | None:
+        """Return the array of JAX that a call makes: it has the parts of a NumPy array. None for other calls."""
+        match call.arguments:
+            case (Global() as make, tuple() as arguments, tuple() as state, _):
+                found = self.read(Call(make, arguments, state), path)
+                if isinstance(found, StoredTensor):
+                    return replace(found, framework="jax")
         return None
 
     def _array(
         self, shape: Value, dtype: Value, data: Value, order: str, axes: Value, path: str
-    ) -> StoredTensor | list[Value] | None:
+    ) -> Fields | Objects | None:
         extents = self._naturals(shape, path)
-        if (kind := _dtype(dtype)) is None:
-            return _nested_lists(data, extents, order) if isinstance(data, list) else None
+        kind = numpy_dtype(dtype)
         strides = c_strides(extents)
         if order == "F":
             strides = c_strides(extents[::-1])[::-1]
@@ -91,32 +124,44 @@ class NumpyReader:
             extents, strides = (tuple([row[axis] for axis in permutation]) for row in (extents, strides))
         elif order not in ("C", "A"):
             raise self._corrupt(path, f"a NumPy array in the order {order[:40]!r}")
-        return self._stored(extents, strides, kind, data, PLAIN_ARRAY, path)
+        if kind is None:
+            return _objects(data, extents) if isinstance(data, list) else None
+        return self._stored(extents, strides, kind, data, path)
+
+    def _masked(
+        self, shape: Value, dtype: Value, is_fortran: bool, data: Value, mask: Value, fill: Value, path: str
+    ) -> MaskedArray | None:
+        order = "F" if is_fortran else "C"
+        found = self._array(shape, dtype, data, order, None, path)
+        masked = self._array(shape, _BOOL, mask, order, None, path)
+        if not isinstance(found, StoredTensor) or not isinstance(masked, StoredTensor):
+            return None
+        return MaskedArray(found, masked, fill)
 
     def _scalar(self, dtype: Value, data: Value, path: str) -> StoredTensor | bool | int | float | complex | None:
-        if (kind := _dtype(dtype)) is None:
+        if (kind := numpy_dtype(dtype)) is None or kind.type is np.void:
             return None
         found = _plain_bytes(data)
         if found is None or len(found) != kind.itemsize:
             return None  # it only looks like a scalar
-        if (stored := self._stored((), (), kind, data, _SCALAR, path)) is not None:
-            return stored
+        if isinstance(stored := self._stored((), (), kind, data, path), StoredTensor):
+            return replace(stored, kind=_SCALAR)
         number: object = np.frombuffer(found, kind)[0].item()
         return number if isinstance(number, bool | int | float | complex) else None
 
     def _stored(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], data: Value, kind: str, path: str
-    ) -> StoredTensor | None:
-        found = self._place(data, dtype.byteorder == ">")
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], data: Value, path: str
+    ) -> Fields | None:
+        nbytes = math.prod(shape) * dtype.itemsize
+        found = self._place(data, nbytes)
         if found is None:
             return None
-        if found.size != math.prod(shape) * dtype.itemsize:
+        if found.size != nbytes:
             raise self._corrupt(path, f"an array of {dtype} of shape {shape} has {found.size} bytes")
-        return StoredTensor(
-            "", name_of_dtype(dtype), shape, strides, 0, kind, found.size, framework=None, pickled=found
-        )
+        return arrays_of(dtype, shape, strides, "", found)
 
-    def _place(self, data: Value, big_endian: bool) -> PickledBytes | None:
+    def _place(self, data: Value, nbytes: int) -> PickledBytes | None:
+        """Return where the bytes of an array are. An array of `nbytes` is expected."""
         is_text = False
         if isinstance(data, Call) and data.function in _BYTE_ARRAYS and len(data.arguments) == 1:
             (data,) = data.arguments
@@ -124,13 +169,22 @@ class NumpyReader:
             data, encoding = data.arguments
             is_text = encoding in _LATIN_1
         elif isinstance(data, Call) and data.function in _BYTES and not data.arguments:
-            return PickledBytes(0, 0, 0, False, big_endian)
+            return PickledBytes(0, 0, 0)
+        if isinstance(data, OutOfLine):
+            length = data.stop - data.start
+            # The length of a text in characters is unknown until it is read.
+            return PickledBytes(data.start, length, nbytes if is_text else length, "text" if is_text else "bytes")
         found = self.places.find(data) if self.places is not None and isinstance(data, str | bytes) else None
         if found is None:
             return None
-        start, stop = found
+        start, stop, escaped = found
         assert isinstance(data, str | bytes)  # it has a place
-        return PickledBytes(start, stop - start, len(data) if is_text else stop - start, is_text, big_endian)
+        if is_text:
+            return PickledBytes(start, stop - start, len(data), "escaped text" if escaped else "text")
+        if escaped:
+            plain = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+            return PickledBytes(start, stop - start, len(plain), "escaped bytes")
+        return PickledBytes(start, stop - start, stop - start)
 
     def _naturals(self, value: Value, path: str) -> tuple[int, ...]:
         if isinstance(value, tuple | list) and len(value) <= _MAX_AXES:
@@ -147,37 +201,78 @@ class NumpyReader:
         )
 
 
-def _dtype(value: Value) -> np.dtype[Any] | None:
-    """Return a dtype in the byte order of the file, or None if its elements have no fixed size or are structures.
+def _is_array_type(value: Value) -> bool:
+    """Return True for an array, and for a subclass of NumPy that adds no state."""
+    return isinstance(value, Global) and value.module.partition(".")[0] == "numpy" and value.name in _ARRAY_TYPES
+
+
+def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
+    """Return a dtype in the byte order of the file, or None if its elements have no fixed size.
 
     The call is ``dtype("f8", False, True)`` with a state that has a version and ``<``, ``>`` or
-    ``|``. Times have their unit in the state. The argument of dtypes of other libraries is a class.
+    ``|``. Times have their unit in the state, and structures their fields. The argument of dtypes of
+    other libraries is a class.
     """
-    if not isinstance(value, Call) or value.function != _DTYPE or not value.arguments:
+    if not isinstance(value, Call) or value.function != _DTYPE or not value.arguments or depth > _MAX_NESTED_DTYPES:
         return None
     code, state = value.arguments[0], value.state if isinstance(value.state, tuple) else ()
     order = state[1] if len(state) > 1 else "|"
     try:
+        if len(state) > 5 and (state[2] is not None or state[3] is not None):
+            return _structure(state, depth)
         if isinstance(code, Global):
             return dtype_from_name(code.name) if code.module == "ml_dtypes" and order != ">" else None
         if not isinstance(code, str) or order not in ("<", ">", "|"):
             return None
         found = np.dtype(f"{order}{code}{_unit(state) if code[:1] in ('M', 'm') else ''}")
-        if order == ">" and found.kind == "U":
-            return None  # bytes are swapped by element
-        name_of_dtype(found)
-        return found
-    except (TypeError, ValueError, UnsupportedLeafError):
+        if found.kind != "V":
+            name_of_dtype(found)
+        return None if found.hasobject else found
+    except (TypeError, ValueError, SyntaxError, UnsupportedLeafError):
         return None
 
 
-def _nested_lists(elements: list[Value], shape: tuple[int, ...], order: str) -> list[Value] | None:
-    """Return the elements of an array of objects as lists in its shape, or None if the array is no list."""
-    if not shape or len(elements) != math.prod(shape) or (order == "F" and len(shape) > 1):
+def _structure(state: tuple[Value, ...], depth: int) -> np.dtype[Any] | None:
+    """Return a dtype of fields, or of arrays, from its state: ``(3, "|", array, names, fields, size, ...)``."""
+    array, names, fields, size = state[2:6]
+    if array is not None:
+        match array:
+            case (Call() as inner, (int() | tuple()) as shape):
+                kind = numpy_dtype(inner, depth + 1)
+                extents: Any = shape  # NumPy checks it
+                repeated: np.dtype[Any] | None = None if kind is None else np.dtype((kind, extents))
+                return repeated
         return None
-    for extent in reversed(shape[1:]):
-        elements = [elements[start : start + extent] for start in range(0, len(elements), max(extent, 1))]
-    return elements
+    if not isinstance(names, tuple) or not isinstance(fields, dict) or type(size) is not int:
+        return None
+    found: list[tuple[str, np.dtype[Any], int]] = []
+    for name in names:
+        match fields.get(name):
+            case (Call() as inner, int() as offset, *_) if isinstance(name, str):
+                kind = numpy_dtype(inner, depth + 1)
+                if kind is None:
+                    return None
+                found.append((name, kind, offset))
+            case _:
+                return None
+    columns: Any = {
+        "names": [name for name, _, _ in found],
+        "formats": [kind for _, kind, _ in found],
+        "offsets": [offset for _, _, offset in found],
+        "itemsize": size,
+    }
+    structure: np.dtype[Any] = np.dtype(columns)
+    return structure
+
+
+def _objects(elements: list[Value], shape: tuple[int, ...]) -> Objects | None:
+    """Return the elements of an array of objects, or None if there are fewer or more."""
+    if len(elements) != math.prod(shape):
+        return None
+    array: HostArray = np.empty(len(elements), object)
+    for number, element in enumerate(elements):
+        array[number] = element
+    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, also of a Fortran array
 
 
 def _unit(state: tuple[Value, ...]) -> str:

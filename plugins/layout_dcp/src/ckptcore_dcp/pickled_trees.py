@@ -29,10 +29,10 @@ from ckptcore.model import (
 )
 from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
 from ckptcore_dcp.dtypes import FRAMEWORK
-from ckptcore_dcp.numpy_arrays import NumpyReader
-from ckptcore_dcp.pickles import Call, Global, Persistent, Places, Value, brief, builtin_value
+from ckptcore_dcp.numpy_arrays import MaskedArray, NumpyReader, NumpyValue, Objects
+from ckptcore_dcp.pickles import Call, Global, OutOfLine, Persistent, Places, Value, brief, builtin_value
 from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
-from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
+from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, stored_tensor
 from ckptcore_dcp.tensor_parts import TensorPart, tensor_part
 
 __all__ = ["Column", "Leaf", "Unreadable", "leaf_record", "tree_of"]
@@ -73,6 +73,8 @@ _ATTRIBUTE_DEPTH: Final = 3
 
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _TEXTS: Final = frozenset([str, bytes])
+_MAX_CONTENT_BYTES: Final = 1 << 26
+"""Longest text that is read from a file of which long texts were left out."""
 _SHORT: Final = 64
 """Longest text that counts as a leaf only, and that is compared with another one."""
 _MAX_TEXT_GROWTH: Final = 16
@@ -83,14 +85,30 @@ _MIN_COLUMN: Final = 1000
 _MAX_DEPTH: Final = 150
 """Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
-_MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
+_MAPS: Final = frozenset(
+    [
+        _ORDERED,
+        Global("collections", "defaultdict"),
+        Global("collections", "Counter"),
+        Global("flax.core.frozen_dict", "FrozenDict"),
+        Global("haiku._src.data_structures", "FlatMap"),
+        Global("haiku._src.data_structures", "FlatMapping"),
+    ]
+)
+"""Classes that are called with a mapping or with pairs."""
+_JAX_ARRAYS: Final = frozenset(["_reconstruct_array", "reconstruct_device_array", "reconstruct_array"])
 _BUILTINS: Final = ("builtins", "__builtin__")
 _BYTES_IO: Final = Global("_io", "BytesIO")
 _MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_reg", "_reconstructor")])
 
 
 def tree_of(
-    value: Value, *, key: str, limit: int = 1 << 20, places: Places | None = None
+    value: Value,
+    *,
+    key: str,
+    limit: int = 1 << 20,
+    places: Places | None = None,
+    embedded: FindStorage | None = None,
 ) -> tuple[Skeleton, Sequence[Leaf]]:
     """Return the skeleton and the leaves of a value of `read_pickle`.
 
@@ -105,11 +123,12 @@ def tree_of(
             container any number of times; without such references it has at least a byte for each.
         places: where the pickle has its bytes. Without it NumPy scalars become numbers, and NumPy arrays
             objects of an unknown class.
+        embedded: finds storages of PyTorch in the pickle itself.
 
     Raises:
         CorruptCheckpointError: the value is too deep or too large, or has an invalid tensor.
     """
-    walk = _TreeBuilder(key, limit, NumpyReader(key, places))
+    walk = _TreeBuilder(key, limit, NumpyReader(key, places), embedded)
     skeleton = walk.visit(value, (), 0)
     return skeleton, walk.leaves
 
@@ -119,7 +138,9 @@ def leaf_record(leaf: Leaf) -> LeafRecord:
     if isinstance(leaf, Unreadable | TensorPart):
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
-        return ArrayRecord(leaf.spec, leaf.kind, notes=FRAMEWORK if leaf.framework is not None else {})
+        framework = leaf.framework
+        notes = FRAMEWORK if framework == "torch" else {} if framework is None else {"framework": framework}
+        return ArrayRecord(leaf.spec, leaf.kind, notes=notes)
     if isinstance(leaf, Column):
         return column_record(leaf.values)
     return ValueRecord("none" if leaf is None else type(leaf).__name__, _encode_leaf(leaf))
@@ -132,8 +153,9 @@ class _TreeBuilder:
         leaves: the leaves found, in order.
     """
 
-    def __init__(self, key: str, limit: int, numpy: NumpyReader) -> None:
+    def __init__(self, key: str, limit: int, numpy: NumpyReader, embedded: FindStorage | None) -> None:
         self._key = key
+        self._embedded = embedded
         self._numpy = numpy
         self._remaining = limit
         self._text_bytes = _MAX_TEXT_GROWTH * limit + _ALWAYS_ALLOWED_TEXT
@@ -168,6 +190,8 @@ class _TreeBuilder:
                 return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
             if isinstance(value, Global):
                 return self._leaf(_qualified_name(value))
+            if isinstance(value, OutOfLine):
+                return self._leaf(self._content(value, path))
             return self._result(cast("Call | Persistent", value), path, depth)
         finally:
             self._containers.discard(id(value))
@@ -188,6 +212,16 @@ class _TreeBuilder:
         if self._remaining < 0:
             raise self._too_large(path)
         return tuple(children)
+
+    def _content(self, value: OutOfLine, path: TreePath) -> Leaf:
+        """Return a long text or long bytes that are no array. The pickle may have it in many places."""
+        length = value.stop - value.start
+        if length > _MAX_CONTENT_BYTES:
+            return Unreadable(f"a {brief(value)}, where at most {_MAX_CONTENT_BYTES} are read: save it as an array")
+        self._text_bytes -= length
+        if self._text_bytes < 0:
+            raise self._too_large(path)
+        return value.read()
 
     def _count_text(self, value: Value, path: TreePath) -> None:
         if isinstance(value, str | bytes) and len(value) > _SHORT:
@@ -212,7 +246,7 @@ class _TreeBuilder:
             try:
                 tensor = tensor_part(value, key=self._key, path=format_path(path))
                 if tensor is None:
-                    tensor = stored_tensor(value, key=self._key, path=format_path(path))
+                    tensor = stored_tensor(value, key=self._key, path=format_path(path), embedded=self._embedded)
             except UnsupportedLeafError as error:
                 return self._leaf(Unreadable.of(error, format_path(path)))
             if tensor is not None:
@@ -240,19 +274,42 @@ class _TreeBuilder:
                 elements = value.arguments[0]
                 if isinstance(elements, list | tuple):
                     return self._sequence(elements, f"builtins.{function.name}", path, depth)
+            array: NumpyValue | None = None
             if function.module.startswith("numpy."):
                 array = self._numpy.read(value, format_path(path))
-                if isinstance(array, list):
-                    return self.visit(array, path, depth + 1)
-                if isinstance(array, StoredTensor):
-                    # By its identity: equal arrays of one byte can have one literal, but are not one array.
-                    array = replace(array, storage=f"pickle:{id(value)}")
-                if array is not None:
-                    return self._leaf(array)
+            elif function.name in _JAX_ARRAYS and function.module.startswith(("jax.", "jaxlib.")):
+                array = self._numpy.of_jax(value, format_path(path))
+            if array is not None:
+                return self._numpy_array(array, f"pickle:{id(value)}", path, depth)
             plain = _plain_value(function, value)
             if plain is not value:
                 return self.visit(plain, path, depth + 1)
         return self._object(value, path, depth)
+
+    def _numpy_array(self, found: NumpyValue, storage: str, path: TreePath, depth: int) -> Skeleton:
+        """Return the skeleton of an array, of the fields of a structure, or of objects.
+
+        `storage` is the identity of the array: equal arrays of one byte can have one literal, but are not one array.
+        """
+        self._remaining -= 1
+        if self._remaining < 0:
+            raise self._too_large(path)
+        if isinstance(found, StoredTensor):
+            return self._leaf(replace(found, storage=f"{storage}{found.storage}"))
+        if isinstance(found, str):
+            return self._leaf(Unreadable(found))
+        if isinstance(found, Objects):
+            return self.visit(found.elements, path, depth + 1)
+        if isinstance(found, MaskedArray):
+            data, mask = [self._numpy_array(part, storage + part.dtype, path, depth) for part in found[:2]]
+            fill = self.visit(found.fill_value, (*path, "fill_value"), depth + 1)
+            return Node("dict", ("data", "mask", "fill_value"), (data, mask, fill), "numpy.ma.MaskedArray")
+        if not isinstance(found, Mapping):
+            return self._leaf(found)
+        fields = [
+            self._numpy_array(part, f"{storage}.{name}", (*path, name), depth + 1) for name, part in found.items()
+        ]
+        return Node("dict", tuple(found), tuple(fields), "numpy.void")
 
     def _sequence(self, values: Iterable[Value], type_name: str, path: TreePath, depth: int) -> Node:
         children = self._children(enumerate(values), path, depth)

@@ -1,4 +1,4 @@
-"""Storages in torch.save files: their byte ranges, and reading of the arrays in them."""
+"""Storages in torch.save files and similar files: their byte ranges, and the places of arrays in them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
     Box,
-    ChunkRead,
     HostArray,
     LeafRecord,
-    ReadItem,
     TreeMetadata,
+    dtype_from_name,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record
-from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, check_bounds
+from ckptcore_dcp.pickles.literals import unquoted
+from ckptcore_dcp.stored_tensors import ByteForm, StoredTensor, c_strides, check_bounds
 from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
 from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 
@@ -32,17 +32,23 @@ __all__ = [
     "ArrayLocation",
     "LocationColumns",
     "StoredBytes",
+    "damaged_storage",
     "decode_locations",
+    "finish_buffer",
+    "gather",
     "pickled_storages",
-    "read_arrays",
     "read_box",
     "read_storage",
     "should_read_whole",
     "zip_storages",
 ]
 
-LATIN_1: Final = 1 << 16
-"""Compression of bytes that a pickle stores as text in UTF-8, whose code points are the bytes. No method of a zip."""
+_FORMS: Final[Mapping[ByteForm, int]] = {
+    "bytes": STORED, "text": 1 << 16, "escaped text": 1 << 17, "escaped bytes": 1 << 18,
+}  # fmt: skip
+"""Compression of bytes that a pickle stores in another form. Not methods of a zip. See `PickledBytes.form`."""
+_LATIN_1: Final = _FORMS["text"]
+_ESCAPED_BYTES: Final = _FORMS["escaped bytes"]
 _SLAB_BYTES: Final = 1 << 26
 """Uncompressed elements that are not in C order are gathered in reads of at most this size."""
 _MAX_COUNT: Final = 1 << 62
@@ -59,8 +65,9 @@ class StoredBytes:
         size: length after decompression; `nbytes` if uncompressed.
         crc: CRC-32 of the decompressed bytes; zero if unknown.
         descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
-        compression: as in `ZipMember`, or `LATIN_1`.
+        compression: as in `ZipMember`, or one of `_FORMS`.
         big_endian: True if the elements are big endian, False for little endian.
+        skip: decompressed bytes before the storage, such as the header of a ``.npy`` file; part of `size`.
     """
 
     key: str
@@ -71,6 +78,7 @@ class StoredBytes:
     descriptor: int = 0
     compression: int = STORED
     big_endian: bool = False
+    skip: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 0:
@@ -87,6 +95,11 @@ class StoredBytes:
     def stop(self) -> int:
         """End of the storage in the object, in bytes."""
         return self.start + self.nbytes
+
+    @property
+    def usable(self) -> int:
+        """Length of the storage itself after decompression, in bytes."""
+        return self.size - self.skip
 
     @property
     def checksum(self) -> DescriptorChecksum | None:
@@ -132,7 +145,7 @@ def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int) -> Mapping
             start + leaf.pickled.start,
             leaf.pickled.nbytes,
             leaf.pickled.size,
-            compression=LATIN_1 if leaf.pickled.is_text else STORED,
+            compression=_FORMS[leaf.pickled.form],
             big_endian=leaf.pickled.big_endian,
         )
         for leaf in leaves
@@ -145,12 +158,14 @@ class ArrayLocation:
     """Location of the elements of an array.
 
     Attributes:
-        tensor: strides and offset in the storage.
+        tensor: strides and offset in the storage. See `StoredTensor.physical`.
         storage: the bytes of the storage.
+        elements: dtype of the elements, if the tensor has their bytes instead.
     """
 
     tensor: StoredTensor
     storage: StoredBytes
+    elements: str | None = None
 
     @property
     def key(self) -> str:
@@ -209,7 +224,7 @@ class LocationColumns:
                 )
                 return unreadable_leaf(error)
             try:
-                check_bounds(leaf, storage.size, key=key, path=path)
+                check_bounds(leaf.physical, storage.usable, key=key, path=path)
                 self._add_array(number, leaf, storage)
             except UnsupportedLeafError as error:  # it expands a few bytes to too many elements
                 leaf = Unreadable.of(error, path)
@@ -224,7 +239,8 @@ class LocationColumns:
             return
         self._files.setdefault(storage.key, len(self._files))
         number = self._storages.setdefault(storage, len(self._storages))
-        self._rows.append([leaf, number, tensor.offset, None if tensor.is_contiguous else list(tensor.strides)])
+        steps = None if tensor.is_contiguous and not tensor.in_bytes else list(tensor.physical.strides)
+        self._rows.append([leaf, number, tensor.offset, steps])
 
     def to_json(self) -> JSON:
         """Return the state that `decode_locations` reads."""
@@ -240,6 +256,7 @@ class LocationColumns:
                     one.descriptor,
                     one.compression,
                     int(one.big_endian),
+                    *([one.skip] if one.skip else []),
                 ]
                 for one in self._storages
             ],
@@ -258,28 +275,37 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
         columns: Any = state  # the errors of a hostile state are caught below
         files = columns["files"]
         storages: list[StoredBytes] = []
-        for file, *numbers, big in columns["storages"]:
-            start, nbytes, size, crc, descriptor, compression = [_natural(number) for number in numbers]
+        for file, start, nbytes, size, crc, descriptor, compression, big, *skips in columns["storages"]:
             key = files[_natural(file)]
             if not isinstance(key, str):
                 raise TypeError("a file name is expected")
-            storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
-            if compression not in (STORED, DEFLATED, LATIN_1):
+            start, nbytes, size, crc, descriptor, compression = [
+                _natural(one) for one in (start, nbytes, size, crc, descriptor, compression)
+            ]
+            (skip,) = [_natural(one) for one in skips] or [0]
+            storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1, skip))
+            if compression != DEFLATED and compression not in _FORMS.values():
                 raise ValueError("the compression of a storage is unknown")
             if size > nbytes * MAX_INFLATE_RATIO or (compression == STORED and size != nbytes):
                 raise ValueError("the compressed and decompressed sizes of a storage are inconsistent")
+            if skip > size or (skip and compression != DEFLATED):
+                raise ValueError("a storage begins after its end")
         found: dict[int, ArrayLocation] = {}
         for leaf, number, offset, strides in columns["arrays"]:
             record = tree.leaves[_natural(leaf)]
             if not isinstance(record, ArrayRecord):
                 raise TypeError("an array is expected")
             steps = c_strides(record.spec.shape) if strides is None else tuple([_natural(step) for step in strides])
-            if len(steps) != len(record.spec.shape):
-                raise ValueError("strides do not match the axes")
             tensor = StoredTensor("", record.spec.dtype, record.spec.shape, steps, _natural(offset), record.kind)
+            elements = None
+            if len(steps) == len(record.spec.shape) + 1 and steps[-1] == 1:
+                elements = record.spec.dtype
+                tensor = replace(tensor, strides=steps[:-1], in_bytes=True).physical
+            elif len(steps) != len(record.spec.shape):
+                raise ValueError("strides do not match the axes")
             storage = storages[_natural(number)]
-            check_bounds(tensor, storage.size, key=storage.key, path=format_path(tree.paths[leaf]))
-            found[leaf] = ArrayLocation(tensor, storage)
+            check_bounds(tensor, storage.usable, key=storage.key, path=format_path(tree.paths[leaf]))
+            found[leaf] = ArrayLocation(tensor, storage, elements)
         return found
     except CheckpointError:
         raise
@@ -293,71 +319,16 @@ def _natural(found: Any) -> int:
     return found
 
 
-def read_arrays(
-    items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore, locations: Mapping[int, ArrayLocation]
-) -> Iterator[int]:
-    """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
-
-    Uncompressed arrays in C order are copied directly into the destination. The checksum is
-    verified if the array is a whole storage and almost all of it is requested (see
-    `should_read_whole`). Other arrays are gathered in the calling thread. It reads at most 64 MiB
-    at a time, but whole storages if they are compressed, and whole boxes if their elements overlap.
-
-    Raises:
-        CorruptCheckpointError: bytes are missing or wrong.
-    """
-    contiguous: dict[int, list[int]] = {}
-    gathered: dict[StoredBytes, list[int]] = {}
-    for number, item in enumerate(items):
-        location = locations.get(item.leaf)
-        if location is None:
-            raise CorruptCheckpointError(f"the checkpoint has no location for the array of leaf {item.leaf}")
-        if not item.box.size:
-            yield number
-        elif location.is_contiguous:
-            contiguous.setdefault(item.leaf, []).append(number)
-        else:
-            gathered.setdefault(location.storage, []).append(number)
-    verified: set[tuple[str, int]] = set()
-    reads: list[ChunkRead] = []
-    for leaf, numbers in contiguous.items():
-        targets = tuple([(number, items[number].box, buffers[number]) for number in numbers])
-        reads.append(_chunk_read(locations[leaf], targets, verified))
-    for number in store.read_chunks(reads):
-        if locations[items[number].leaf].storage.big_endian:
-            _swap_bytes(buffers[number])
-        yield number
-    for storage, numbers in gathered.items():
-        whole = read_storage(storage, _store_fetch(store, storage.key)) if storage.compression != STORED else None
-        for number in numbers:
-            item = items[number]
-            _gather(locations[item.leaf], item.box, buffers[number], store, whole)
-            if storage.big_endian:
-                _swap_bytes(buffers[number])
-            yield number
-
-
-def _store_fetch(store: ReadStore, key: str) -> Fetch:
-    return lambda start, stop: store.get(key, start, stop)
-
-
-def _chunk_read(
-    location: ArrayLocation, targets: tuple[tuple[int, Box, HostArray], ...], verified: set[tuple[str, int]]
-) -> ChunkRead:
-    tensor, storage = location.tensor, location.storage
-    spec = tensor.spec
-    checksum = None
-    # The checksum covers the whole storage, so it is verified only if all bytes are read, and only
-    # once.
-    if (
-        tensor.offset == 0
-        and spec.nbytes == storage.nbytes
-        and should_read_whole([box for _, box, _ in targets], Box.whole(spec.shape), tensor.itemsize)
-        and (storage.key, storage.start) not in verified
-    ):
-        checksum = storage.checksum
-        verified.add((storage.key, storage.start))
-    return ChunkRead(storage.key, location.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
+def damaged_storage(storage: StoredBytes, found: int) -> ChecksumError:
+    """Return the error for a storage whose checksum differs."""
+    return ChecksumError(
+        f"bytes {storage.start} to {storage.stop} of {storage.key!r} are damaged: expected the CRC-32 "
+        f"{storage.crc:08x} of the zip directory, found {found:08x}; restore the file from a copy, or load another "
+        "checkpoint",
+        key=storage.key,
+        start=storage.start,
+        stop=storage.stop,
+    )
 
 
 def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
@@ -366,15 +337,19 @@ def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
     Raises:
         CorruptCheckpointError: the bytes do not match the zip.
     """
-    if storage.compression == LATIN_1:
+    if storage.compression not in (STORED, DEFLATED):
         return _decode_text(storage, fetch(storage.start, storage.stop))
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
-    return read_member(fetch, member, key=storage.key, limit=storage.size)
+    return read_member(fetch, member, key=storage.key, limit=storage.size)[storage.skip :]
 
 
 def _decode_text(storage: StoredBytes, text: bytes) -> bytes:
     try:
-        data = text.decode("utf-8").encode("latin-1")
+        if storage.compression == _ESCAPED_BYTES:
+            data = unquoted(text, storage.start, storage.key)
+        else:
+            encoding = "utf-8" if storage.compression == _LATIN_1 else "raw-unicode-escape"
+            data = text.decode(encoding).encode("latin-1")
     except UnicodeError:
         data = b""
     if len(data) != storage.size:
@@ -401,13 +376,12 @@ def read_box(location: ArrayLocation, box: Box, whole: bytes | None, store: Read
         CorruptCheckpointError: bytes are missing.
     """
     buffer: HostArray = np.empty(box.shape, location.tensor.spec.numpy_dtype)
-    _gather(location, box, buffer, store, whole)
-    if location.storage.big_endian:
-        _swap_bytes(buffer)
+    gather(location, box, buffer, store, whole)
+    finish_buffer(location, buffer)
     return buffer
 
 
-def _gather(location: ArrayLocation, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
+def gather(location: ArrayLocation, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
     """Fill a buffer with a box of a strided array, in the stored byte order."""
     tensor, storage = location.tensor, location.storage
     itemsize, strides = tensor.itemsize, tensor.strides
@@ -461,9 +435,15 @@ def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
         left.extend(part.bands(cut, step))
 
 
-def _swap_bytes(buffer: HostArray) -> None:
-    """Swap the bytes of each element; for complex dtypes, of each component."""
-    width = buffer.dtype.itemsize // (2 if buffer.dtype.kind == "c" else 1)
+def finish_buffer(location: ArrayLocation, buffer: HostArray) -> None:
+    """Convert a C-contiguous buffer of stored bytes to the byte order of this machine."""
+    if not location.storage.big_endian:
+        return
+    dtype = buffer.dtype if location.elements is None else dtype_from_name(location.elements)
+    if dtype.kind == "U":
+        width = 4  # a character
+    else:
+        width = dtype.itemsize // (2 if dtype.kind == "c" else 1)  # a component of a complex number
     # View as integers: NumPy cannot byte-swap ml_dtypes elements.
     buffer.reshape(-1).view(f"u{width}").byteswap(inplace=True)
 

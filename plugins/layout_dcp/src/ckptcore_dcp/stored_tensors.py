@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArraySpec
 from ckptcore_dcp.dtypes import STORAGES, known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
-__all__ = ["PickledBytes", "StoredTensor", "c_strides", "check_bounds", "storage_size", "stored_tensor"]
+__all__ = [
+    "ByteForm",
+    "FindStorage",
+    "PickledBytes",
+    "StoredTensor",
+    "c_strides",
+    "check_bounds",
+    "storage_size",
+    "stored_tensor",
+]
 
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
@@ -43,6 +52,9 @@ _REMEDIES: Final[Mapping[str, str]] = {
 }
 
 
+ByteForm: TypeAlias = Literal["bytes", "text", "escaped text", "escaped bytes"]
+
+
 @dataclass(frozen=True, slots=True)
 class PickledBytes:
     """Bytes that a pickle contains.
@@ -51,15 +63,16 @@ class PickledBytes:
         start: their offset in the pickle, in bytes.
         nbytes: their length in the pickle.
         size: their length.
-        is_text: True if they are stored as UTF-8 text whose code points are the bytes (protocols 0 to 2).
+        form: how they are written: as they are, as UTF-8 text whose code points are the bytes (protocols 1 and 2), as
+            such a text in a line with escapes (protocol 0), or as a quoted string of Python 2 with escapes.
         big_endian: True if the elements are big endian.
     """
 
     start: int
     nbytes: int
     size: int
-    is_text: bool
-    big_endian: bool
+    form: ByteForm = "bytes"
+    big_endian: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,7 @@ class StoredTensor:
         requires_grad: torch's ``requires_grad``.
         framework: the framework whose array it was; None for NumPy.
         pickled: the bytes of a NumPy array.
+        in_bytes: True if strides and offset count bytes, as for the fields of a structure.
     """
 
     storage: str
@@ -89,6 +103,15 @@ class StoredTensor:
     requires_grad: bool = False
     framework: str | None = "torch"
     pickled: PickledBytes | None = None
+    in_bytes: bool = False
+
+    @property
+    def physical(self) -> StoredTensor:
+        """The bytes of the elements, with one more axis, if strides count bytes; else the tensor itself."""
+        if not self.in_bytes:
+            return self
+        itemsize = self.itemsize
+        return replace(self, dtype="uint8", shape=(*self.shape, itemsize), strides=(*self.strides, 1), in_bytes=False)
 
     @property
     def spec(self) -> ArraySpec:
@@ -126,7 +149,15 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
+class FindStorage(Protocol):
+    """Finds the storage that a value of a pickle has inside itself, and where its elements are."""
+
+    def __call__(self, value: Value, /) -> tuple[Persistent, PickledBytes] | None:
+        """Return both, or None for other values."""
+        ...
+
+
+def stored_tensor(value: Value, *, key: str, path: str, embedded: FindStorage | None = None) -> StoredTensor | None:
     """Return the tensor, or the bare storage, that a pickled value describes; None for other values.
 
     Recognises the functions of ``torch/_utils.py`` and ``torch/_tensor.py`` that
@@ -136,6 +167,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
         value: result of `read_pickle`.
         key: the object that contains the pickle, for errors.
         path: path in the tree, for errors.
+        embedded: finds storages inside the pickle.
 
     Raises:
         CorruptCheckpointError: the tensor is invalid.
@@ -149,6 +181,9 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
         if not isinstance(value, Call) or not isinstance(value.function, Global):
             return None
         function, arguments = value.function, value.arguments
+        if embedded is not None and (found_storage := embedded(value)) is not None:
+            whole = _whole_storage(found_storage[0], key, path)
+            return None if whole is None else _inside(whole, value, found_storage[1])
         if function.module == "torch._tensor" and function.name == "_rebuild_from_type_v2":
             made, of_type, inner = _first_arguments(arguments, 3, key, path)
             if not isinstance(of_type, Global) or of_type not in _TENSOR_TYPES or not isinstance(inner, tuple):
@@ -168,13 +203,23 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
                 grad = grad or requires_grad is True
                 casts.add(_dtype_of(dtype, key, path))
             case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
+                inner_storage = None if embedded is None or not arguments else embedded(arguments[0])
+                if inner_storage is not None:
+                    arguments = (inner_storage[0], *arguments[1:])
                 found = _rebuild(function.name, arguments, grad, key, path)
+                if inner_storage is not None:
+                    found = _inside(found, value.arguments[0], inner_storage[1])
                 if not casts <= {(found.dtype, found.kind)}:
                     raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
                 return found
             case name:
                 raise _unsupported(path, _REMEDIES.get(name, f"built by torch._utils.{name}, which is not supported"))
     raise _corrupt(key, path, "too many nested calls that build a tensor")
+
+
+def _inside(tensor: StoredTensor, storage: Value, place: PickledBytes) -> StoredTensor:
+    """Return a tensor whose storage is in the pickle. Tensors share it if they share the value."""
+    return replace(tensor, storage=f"pickle:{id(storage)}", pickled=place)
 
 
 def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> None:

@@ -4,6 +4,7 @@ No object of a pickle is imported or called. The result of a class or function b
 records the function and its arguments; the caller decides what it means.
 
 - `values`: the values of a pickle, and errors about pickles
+- `windows`: a long file in parts, without its long literals
 - `machine`: decodes the opcodes of protocols 0 to 5
 - `literals`: opcodes that contain a value
 - `keys`: limits the cost of hashing dict keys
@@ -14,17 +15,22 @@ records the function and its arguments; the caller decides what it means.
 from ckptcore_dcp.pickles.encoder import write_pickle
 from ckptcore_dcp.pickles.known_calls import builtin_value
 from ckptcore_dcp.pickles.machine import UNSET, ObjectReader, read_pickle
-from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, Places, Value, brief
+from ckptcore_dcp.pickles.values import Call, CompactObject, Global, OutOfLine, Persistent, Place, Places, Value, brief
+from ckptcore_dcp.pickles.windows import DenseFileError, Window
 
 __all__ = [
     "UNSET",
     "Call",
     "CompactObject",
+    "DenseFileError",
     "Global",
     "ObjectReader",
+    "OutOfLine",
     "Persistent",
+    "Place",
     "Places",
     "Value",
+    "Window",
     "brief",
     "builtin_value",
     "read_pickle",

@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore_dcp.pickles.keys import KeyCheck
-from ckptcore_dcp.pickles.values import Call, Global, Value
+from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value
 
 __all__ = ["builtin_value"]
 
@@ -46,6 +46,8 @@ def builtin_value(call: Call) -> Value:
         case "bytes" | "bytearray", ():
             return b""
         case "bytes" | "bytearray", (bytes() as found,):
+            return found
+        case "bytes" | "bytearray", (OutOfLine() as found,):
             return found
         case "bytearray", (Call() as inner,) if inner.function == _ENCODE:  # protocol 2
             encoded = _latin1_bytes(inner)

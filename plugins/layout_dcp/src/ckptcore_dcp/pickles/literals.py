@@ -14,8 +14,9 @@ from struct import Struct
 from typing import Final, TypeAlias
 
 from ckptcore_dcp.pickles.values import Call, Global, Value, malformed, truncated
+from ckptcore_dcp.pickles.windows import DenseFileError
 
-__all__ = ["LITERALS", "Literal", "line"]
+__all__ = ["LITERALS", "Literal", "line", "unquoted"]
 
 Literal: TypeAlias = Callable[[bytes, int, str], tuple[Value, int]]
 
@@ -42,7 +43,10 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     end = data.find(b"\n", position)
     if end < 0:
         raise truncated(key, position, len(data) + 1)
-    return data[position:end], end + 1
+    found = data[position:end]
+    if not isinstance(found, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
+        raise DenseFileError
+    return found, end + 1
 
 
 def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], tuple[bytes, int]]:
@@ -103,6 +107,15 @@ def _python2_string(size: int) -> Literal:
 
 def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
     found, end = line(data, position, key)
+    return _python2_text(unquoted(found, position, key)), end
+
+
+def unquoted(found: bytes, position: int, key: str) -> bytes:
+    """Return the bytes of a quoted string of Python 2 with escapes.
+
+    Raises:
+        CorruptCheckpointError: it has no quotes, or an invalid escape.
+    """
     found = found.rstrip(b"\r")
     if len(found) < 2 or found[0] != found[-1] or found[0] not in b"'\"":
         raise malformed(key, position, "a string without quotes")
@@ -115,7 +128,7 @@ def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
             raise malformed(key, position, "a string with an invalid escape")
         return bytes([int(code[1:], 16) if code[0] == ord("x") else int(code, 8) & 0xFF])
 
-    return _python2_text(_ESCAPE.sub(plain, found[1:-1])), end
+    return _ESCAPE.sub(plain, found[1:-1])
 
 
 def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
@@ -197,7 +210,10 @@ def _double(data: bytes, position: int, key: str) -> tuple[Value, int]:
     end = position + 8
     if end > len(data):
         raise truncated(key, position, end)
-    (value,) = _DOUBLE.unpack_from(data, position)
+    try:
+        (value,) = _DOUBLE.unpack_from(data, position)
+    except TypeError:  # a `Window`
+        (value,) = _DOUBLE.unpack(data[position:end])
     assert isinstance(value, float)
     return value, end
 

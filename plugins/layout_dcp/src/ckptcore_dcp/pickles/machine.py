@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
 from ckptcore_dcp.pickles.literals import LITERALS, line
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Places, Value, brief, malformed, truncated
+from ckptcore_dcp.pickles.windows import Window
 
-__all__ = ["UNSET", "ObjectReader", "read_pickle"]
+__all__ = ["UNSET", "ObjectReader", "RawReader", "read_pickle"]
 
 
 class _Unset:
@@ -35,6 +36,12 @@ Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EM
 MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the
 offset after them. Memo entries without a value are `UNSET`; a pickle that refers to one is
 rejected.
+"""
+RawReader: TypeAlias = Callable[[Call, int], tuple[Value, int] | None]
+"""Finds bytes between the opcodes of a pickle, as joblib writes them. None: there are none.
+
+Receives an object that was given its state, and the offset after it. Returns the value that takes its
+place on the stack, and the offset at which the pickle continues.
 """
 _REFUSED: Final = {
     ord("i"): "INST",
@@ -62,12 +69,13 @@ _UINT8: Final = struct.Struct("<Q")
 
 
 def read_pickle(
-    data: bytes | memoryview,
+    data: bytes | memoryview | Window,
     *,
     key: str,
     start: int = 0,
     objects: ObjectReader | None = None,
     places: Places | None = None,
+    raw: RawReader | None = None,
 ) -> tuple[Value, int]:
     """Read the pickle that begins at byte ``start``. Return its value and the offset after it.
 
@@ -76,10 +84,11 @@ def read_pickle(
     UTF-8 becomes bytes.
 
     Args:
-        data: the data; a memoryview is copied from ``start`` on.
+        data: the data; a memoryview is copied from ``start`` on. Long literals of a `Window` become `OutOfLine`.
         key: the object that contains the data, for errors.
         objects: reads common objects of ``data`` in one step; requires bytes.
-        places: receives where texts and bytes are in ``data``; requires bytes.
+        places: receives where texts and bytes are in ``data``; requires bytes or a `Window`.
+        raw: finds bytes that follow objects and are not part of the pickle.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of data, or exceeds a limit that torch's files never
@@ -88,13 +97,19 @@ def read_pickle(
     if not 0 <= start <= len(data):
         raise truncated(key, len(data), start)
     if isinstance(data, memoryview):
-        value, end = _run(bytes(data[start:]), 0, key, None, None)
+        value, end = _run(bytes(data[start:]), 0, key, None, None, None)
         return value, start + end
-    return _run(data, start, key, objects, places)
+    # A window has the methods of bytes that the machine calls.
+    return _run(cast(bytes, data), start, key, objects, places, raw)
 
 
 def _run(
-    data: bytes, position: int, key: str, objects: ObjectReader | None, places: Places | None
+    data: bytes,
+    position: int,
+    key: str,
+    objects: ObjectReader | None,
+    places: Places | None,
+    raw: RawReader | None,
 ) -> tuple[Value, int]:
     # One loop with local variables, with the frequent opcodes of `.metadata` first: it has about 65
     # opcodes per chunk.
@@ -108,7 +123,10 @@ def _run(
     unset = UNSET
     starts_with = data.startswith
     plain_keys = PLAIN_KEYS
-    uint2, uint4, int4 = _UINT2.unpack_from, _UINT4.unpack_from, _INT4.unpack_from
+    uint2, uint4, int4, uint8 = [
+        data.unpacker(numbers) if isinstance(data, Window) else numbers.unpack_from
+        for numbers in (_UINT2, _UINT4, _INT4, _UINT8)
+    ]
     try:
         while True:
             code = data[position]
@@ -180,9 +198,13 @@ def _run(
                         raise malformed(key, position, f"it stops with {len(stack)} values and {len(outer)} marks left")
                     return stack[0], position
                 elif (literal := literals[code]) is not None:
+                    begins = position
                     value, position = literal(data, position, key)
-                    if places is not None and code != 0x53 and code != 0x56:  # STRING and UNICODE have escapes
-                        places.add_literal(value, position)
+                    if places is not None:
+                        if code == 0x53 or code == 0x56:  # STRING and UNICODE are lines with escapes
+                            places.add_line(value, begins, position - 1)
+                        else:
+                            places.add_literal(value, position)
                     stack.append(value)
                 elif code == 0x30:  # 0: POP
                     if stack:
@@ -215,7 +237,7 @@ def _run(
                             data[position] == 0x62 and len(stack) > 1
                         ):  # BUILD: the dict is the state of the object below
                             item = stack[-2]
-                            if item.__class__ is Call and item.state is None:
+                            if item.__class__ is Call and item.state is None and raw is None:
                                 position += 1
                                 stack.pop()
                                 item.state = target
@@ -233,6 +255,8 @@ def _run(
                             f"a state for a {brief(target)}, which cannot have a state or already has one",
                         )
                     target.state = state
+                    if raw is not None and (read := raw(target, position)) is not None:
+                        stack[-1], position = read
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
                     position += 1
@@ -367,7 +391,7 @@ def _run(
                     )
                 position += 1
             elif code == 0x95:  # FRAME: number of bytes a reader may prefetch; all of them are in memory
-                (length,) = _UINT8.unpack_from(data, position)
+                (length,) = uint8(data, position)
                 position += 8
                 if length > len(data) - position:
                     raise truncated(key, position, position + length)

@@ -8,18 +8,30 @@ list or tuple walks too, so messages show values with `brief`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["Call", "CompactObject", "Global", "Persistent", "Places", "Value", "brief", "malformed", "truncated"]
+__all__ = [
+    "Call",
+    "CompactObject",
+    "Global",
+    "OutOfLine",
+    "Persistent",
+    "Place",
+    "Places",
+    "Value",
+    "brief",
+    "malformed",
+    "truncated",
+]
 
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | "
-    "set[Value] | frozenset[Value] | Global | Call | CompactObject | Persistent"
+    "set[Value] | frozenset[Value] | Global | Call | CompactObject | OutOfLine | Persistent"
 )
 
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
@@ -108,6 +120,59 @@ class CompactObject(tuple[Any, ...]):
     __hash__ = object.__hash__
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class OutOfLine:
+    """A long text, or long bytes, of a pickle that was not read into memory. Equality is identity.
+
+    Attributes:
+        start, stop: their byte range in the pickle.
+        is_text: True for a text, which is UTF-8.
+        fetch: reads bytes of the pickle.
+    """
+
+    start: int
+    stop: int
+    is_text: bool
+    fetch: Callable[[int, int], bytes]
+
+    def decode(self, encoding: str, errors: str = "strict") -> OutOfLine:
+        """Return the text that the bytes are, as the reader of a literal requests it from bytes.
+
+        A string of Python 2 may be bytes, and stays bytes.
+        """
+        return OutOfLine(self.start, self.stop, errors == "surrogatepass", self.fetch)
+
+    def read(self) -> str | bytes:
+        """Return the text or the bytes.
+
+        Raises:
+            CorruptCheckpointError: the text is not UTF-8.
+        """
+        data = self.fetch(self.start, self.stop)
+        if not self.is_text:
+            return data
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise malformed("it", self.start, f"a text that is not UTF-8 ({error.reason})") from error
+
+    def __repr__(self) -> str:
+        return f"<{brief(self)}>"
+
+
+class Place(NamedTuple):
+    """The byte range of a text or of bytes in a pickle.
+
+    Attributes:
+        start, stop: the range.
+        escaped: True for a line of protocol 0, which has escapes.
+    """
+
+    start: int
+    stop: int
+    escaped: bool = False
+
+
 class Places:
     """Byte ranges of the texts and bytes of a pickle, by the identity of the value."""
 
@@ -115,11 +180,11 @@ class Places:
 
     def __init__(self) -> None:
         """Create an empty collection."""
-        self._ranges: dict[int, tuple[object, int, int]] = {}  # holds the values: an id is used again otherwise
+        self._ranges: dict[int, tuple[object, Place]] = {}  # holds the values: an id is used again otherwise
 
-    def add(self, value: str | bytes, start: int, stop: int) -> None:
+    def add(self, value: Value, start: int, stop: int, escaped: bool = False) -> None:
         """Add a text, which is UTF-8 in the pickle, or bytes."""
-        self._ranges[id(value)] = value, start, stop
+        self._ranges[id(value)] = value, Place(start, stop, escaped)
 
     def add_literal(self, value: Value, stop: int) -> None:
         """Add the value of an opcode that ends with it. Skips numbers."""
@@ -130,10 +195,15 @@ class Places:
         elif isinstance(value, str):
             self.add(value, stop - len(value.encode("utf-8", "surrogatepass")), stop)
 
-    def find(self, value: str | bytes) -> tuple[int, int] | None:
+    def add_line(self, value: Value, start: int, stop: int) -> None:
+        """Add the value of a line of protocol 0. Skips numbers."""
+        if isinstance(value, str | bytes):
+            self.add(value, start, stop, escaped=True)
+
+    def find(self, value: str | bytes) -> Place | None:
         """Return the byte range of a value of this pickle, or None."""
         found = self._ranges.get(id(value))
-        return None if found is None else found[1:]
+        return None if found is None else found[1]
 
 
 def brief(value: Value) -> str:
@@ -151,6 +221,8 @@ def brief(value: Value) -> str:
     if isinstance(value, Persistent):
         inner = value.id
         return f"reference {_shown(inner)}" if isinstance(inner, str | int) else f"reference by a {_kind(inner)}"
+    if isinstance(value, OutOfLine):
+        return f"{'text' if value.is_text else 'bytes'} of {value.stop - value.start} bytes"
     if isinstance(value, list | tuple | dict | set | frozenset):
         return f"{_kind(value)} of {len(value)}"
     return _shown(value)

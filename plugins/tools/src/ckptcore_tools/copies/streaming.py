@@ -10,6 +10,7 @@ from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, SaveLostError
+from ckptcore.io.chunk_reads import native_reader
 from ckptcore.loading.checkpoint import Checkpoint, extents_of
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -120,12 +121,19 @@ def _items_by_object(
         ]
     stored = _stored_bytes(opened)
     index = opened.index
+    is_native = native_reader(index) is not None
+
+    def slices(record: ArrayRecord, source: int) -> list[Box]:
+        rows, shape = index.chunk_rows(source), record.spec.shape
+        is_whole = is_native and rows is not None and shape != () and rows >= shape[0]
+        return _slices(record, stored.get(source, 0), rows, sizes, is_whole=is_whole)
+
     return [
         [
             WriteItem(leaf, record.spec, (box,))
             for leaf in leaves
             if isinstance(record := tree.leaves[leaf], ArrayRecord)
-            for box in _slices(record, stored.get(sources[leaf], 0), index.chunk_rows(sources[leaf]), sizes)
+            for box in slices(record, sources[leaf])
         ]
         for leaves in objects
     ]
@@ -139,7 +147,7 @@ def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
     return stored
 
 
-def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSizes) -> list[Box]:
+def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSizes, *, is_whole: bool) -> list[Box]:
     """Divide an array at the boundaries of its stored chunks, and elsewhere only if parts can be read efficiently.
 
     Args:
@@ -147,9 +155,10 @@ def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
         stored: total size of its byte ranges, which may include headers and checksums. See `_stored_bytes`.
         rows: rows per chunk. None if there is no regular grid.
         sizes: sizes of slices.
+        is_whole: True if each read of a part reads the whole array.
     """
     nbytes = record.spec.nbytes
-    if nbytes <= sizes.slice:
+    if nbytes <= sizes.slice or is_whole:
         return [Box.whole(record.spec.shape)]
     if stored == nbytes:
         undivided = 0  # raw elements: any range can be read alone

@@ -1,0 +1,264 @@
+"""Objects of an HDF5 file as a tree: groups as mappings, datasets as arrays. Uses h5py, on the bytes of any storage.
+
+The library of HDF5 reads through `StoredFile`, so that it cannot open another file: links to other files, external
+storage and virtual datasets are named, and not followed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON, LEAF, Node, Skeleton
+
+__all__ = ["Dataset", "FileObjects", "StoredFile", "open_file"]
+
+_WINDOW_BYTES: Final = 1 << 16
+_DIRECT_BYTES: Final = 1 << 15
+_MAX_DEPTH: Final = 100
+_MAX_OBJECTS: Final = 1 << 20
+_MAX_TEXT_BYTES: Final = 1 << 20
+_MAX_ATTRIBUTE_BYTES: Final = 1 << 18
+_MAX_GROWTH: Final = 1100
+"""Most bytes of elements for each stored byte; deflate reaches at most 1032."""
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 26
+
+
+class StoredFile(io.RawIOBase):
+    """A range of an object as a file that is read. Not thread-safe."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
+        """Read nothing yet. `fetch` returns bytes from `start` to `stop` of the file of `size` bytes."""
+        super().__init__()
+        self._fetch = fetch
+        self._size = size
+        self._position = 0
+        self._window = b""
+        self._start = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a position."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer from the position on, as far as the file has bytes."""
+        view = memoryview(buffer).cast("B")
+        start = self._position
+        stop = min(start + len(view), self._size)
+        if start >= stop:
+            return 0
+        if stop - start >= _DIRECT_BYTES:
+            data = self._fetch(start, stop)
+        else:
+            if not self._start <= start or stop > self._start + len(self._window):
+                self._window = self._fetch(start, min(start + _WINDOW_BYTES, self._size))
+                self._start = start
+            data = self._window[start - self._start : stop - self._start]
+        view[: len(data)] = data
+        self._position = start + len(data)
+        return len(data)
+
+
+def open_file(file: StoredFile) -> Any:
+    """Open an HDF5 file.
+
+    Raises:
+        OSError: it is damaged.
+    """
+    return h5py.File(file, "r")
+
+
+class Dataset(NamedTuple):
+    """A dataset that the library of HDF5 reads, because it is stored in chunks.
+
+    Attributes:
+        path: its path in the file.
+        rows: extent of its chunks along the first axis.
+    """
+
+    path: str
+    rows: int
+
+
+class FileObjects(NamedTuple):
+    """The objects of a file.
+
+    Attributes:
+        skeleton, leaves: the tree. The storage of an array is the path of its dataset.
+        places: byte range (start, bytes) of each dataset with one range, by path.
+        datasets: the others.
+        attributes: attributes by path, as far as JSON has them.
+    """
+
+    skeleton: Skeleton
+    leaves: Sequence[Leaf]
+    places: Mapping[str, tuple[int, int]]
+    datasets: Mapping[str, Dataset]
+    attributes: Mapping[str, Mapping[str, JSON]]
+
+    @classmethod
+    def of(cls, file: Any, key: str) -> FileObjects:
+        """Read the objects of an open file, without elements.
+
+        Raises:
+            CorruptCheckpointError: it has too many objects.
+        """
+        walk = _Walk(key)
+        skeleton = walk.group(file, "", ())
+        return cls(skeleton, walk.leaves, walk.places, walk.datasets, walk.attributes)
+
+
+class _Walk:
+    """One pass over the objects of a file."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._left = _MAX_OBJECTS
+        self._attribute_bytes = _MAX_ATTRIBUTE_BYTES
+        self.leaves: list[Leaf] = []
+        self.places: dict[str, tuple[int, int]] = {}
+        self.datasets: dict[str, Dataset] = {}
+        self.attributes: dict[str, Mapping[str, JSON]] = {}
+
+    def group(self, group: Any, path: str, above: tuple[object, ...]) -> Skeleton:
+        """Return the skeleton of a group at a path. `above` has the addresses of the groups around it."""
+        address = h5py.h5o.get_info(group.id).addr
+        if address in above or len(above) > _MAX_DEPTH:
+            return self._leaf(Unreadable("a group that contains itself, or is nested too deeply"))
+        self._attributes(group, path)
+        names = _ordered(list(group), group.attrs)
+        children: list[Skeleton] = []
+        for name in names:
+            self._left -= 1
+            if self._left < 0:
+                raise CorruptCheckpointError(
+                    f"{self._key!r} has more than {_MAX_OBJECTS} objects, or refers to some again and again: it is no "
+                    "checkpoint",
+                    key=self._key,
+                )
+            children.append(self._child(group, name, f"{path}/{name}", (*above, address)))
+        return Node("dict", tuple(names), tuple(children))
+
+    def _child(self, group: Any, name: str, path: str, above: tuple[object, ...]) -> Skeleton:
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            return self._leaf(Unreadable(f"a link to {link.path!r} in the file {link.filename!r}: load that file"))
+        if not isinstance(link, h5py.HardLink):
+            return self._leaf(Unreadable("a link to another name of the file: load that name"))
+        found = group.get(name)
+        if isinstance(found, h5py.Group):
+            return self.group(found, path, above)
+        if not isinstance(found, h5py.Dataset):
+            return self._leaf(Unreadable("a named type, which has no elements"))
+        self._attributes(found, path)
+        return self._dataset(found, path)
+
+    def _leaf(self, leaf: Leaf) -> Skeleton:
+        self.leaves.append(leaf)
+        return LEAF
+
+    def _dataset(self, found: Any, path: str) -> Skeleton:
+        if found.external:
+            return self._leaf(Unreadable(f"a dataset with its elements in the file {found.external[0][0]!r}"))
+        if found.is_virtual:
+            return self._leaf(Unreadable("a virtual dataset, whose elements are in other datasets: load these"))
+        shape, dtype = found.shape, found.dtype
+        if shape is None:
+            return self._leaf(None)
+        if dtype.hasobject:
+            return self._leaf(_text(found, dtype))
+        stored = found.id.get_storage_size()
+        nbytes = math.prod(map(int, shape)) * dtype.itemsize
+        if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
+            return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
+        array = arrays_of(dtype, shape, c_strides(shape), path)
+        offset = found.id.get_offset()
+        if offset is not None and found.chunks is None:
+            self.places[path] = offset, stored
+            return self._fields(array)
+        if not isinstance(array, StoredTensor) or array.shape != shape:
+            return self._leaf(
+                Unreadable(array if isinstance(array, str) else "a dataset of structures in chunks: write it without")
+            )
+        self.datasets[path] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
+        return self._leaf(array)
+
+    def _fields(self, found: Fields) -> Skeleton:
+        if isinstance(found, StoredTensor | str):
+            return self._leaf(Unreadable(found) if isinstance(found, str) else found)
+        return Node("dict", tuple(found), tuple([self._fields(part) for part in found.values()]), "numpy.void")
+
+    def _attributes(self, found: Any, path: str) -> None:
+        values: dict[str, JSON] = {}
+        for name in found.attrs:
+            info = found.attrs.get_id(name)
+            self._attribute_bytes -= math.prod(map(int, info.shape)) * info.dtype.itemsize + len(name)
+            if self._attribute_bytes < 0:
+                return
+            value = _json(found.attrs[name])
+            if value is not None:
+                values[name] = value
+        if values:
+            self.attributes[path or "/"] = values
+
+
+def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
+    """Return a text. Arrays of texts and references to objects cannot be loaded."""
+    if h5py.check_string_dtype(dtype) is None or found.shape != ():
+        return Unreadable("a dataset of texts or of references: save it as a list")
+    if found.id.get_storage_size() > _MAX_TEXT_BYTES:
+        return Unreadable("a text that is too long")
+    value = found[()]
+    if isinstance(value, bytes) and len(value) <= _MAX_TEXT_BYTES:
+        return value.decode("utf-8", "surrogateescape")
+    return Unreadable("a text that is too long")
+
+
+def _ordered(names: list[str], attributes: Any) -> list[str]:
+    """Return names in the order of the layers and weights that Keras 2 lists, if it lists them all."""
+    for attribute in ("layer_names", "weight_names"):
+        if attribute in attributes:
+            listed = [_plain(one) for one in np.asarray(attributes[attribute]).reshape(-1).tolist()]
+            firsts = list(dict.fromkeys([one if one in names else one.partition("/")[0] for one in listed]))
+            if set(firsts) <= set(names):
+                return [*firsts, *[name for name in names if name not in firsts]]
+    return names
+
+
+def _plain(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _json(value: Any) -> JSON:
+    """Return an attribute as JSON, or None if it is something else."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, list):
+        parts = [_json(part) for part in value]
+        return None if None in parts else parts
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str) else None

@@ -1,0 +1,94 @@
+"""Trees of files, and layouts that only read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptcore_dcp.pickle_reading import (
+    Leaf,
+    LocationColumns,
+    StorageIndex,
+    StoredBytes,
+    StoredTensor,
+    leaf_record,
+)
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, LeafRecord, Receipt, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, Snapshot, WriteStore
+
+__all__ = ["FileTree", "ReadOnlyLayout", "first_member", "inspection_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnlyLayout(Layout):
+    """A layout of files that other software writes."""
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of arrays at byte ranges of files."""
+        return StorageIndex(tree, state)
+
+    def _read_only(self) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"the layout {self.name!r} only reads files of other software; save with layout='safetensors' or another "
+            "layout"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileTree:
+    """The tree of a file, without its elements.
+
+    Attributes:
+        key: the object.
+        skeleton, leaves: the tree. A leaf that is damaged is the record of its error.
+        storages: byte range of each storage, by the key that `StoredTensor.storage` has.
+    """
+
+    key: str
+    skeleton: Skeleton
+    leaves: Sequence[Leaf | ValueRecord]
+    storages: Mapping[str, StoredBytes]
+
+
+def first_member(head: bytes) -> str:
+    """Return the name of the first member of a zip with these first bytes; empty for other files, and if unknown.
+
+    It distinguishes most zips without a read of their directory (APPNOTE.TXT 4.3.7).
+    """
+    if head[:4] != b"PK\x03\x04":
+        return ""
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")].decode("utf-8", "replace")
+
+
+def inspection_of(file: FileTree, writer: str) -> Inspection:
+    """Return the tree with the locations of its arrays. An array that its storage does not have cannot be loaded."""
+    columns = LocationColumns()
+    records: list[LeafRecord] = [leaf if isinstance(leaf, ValueRecord) else leaf_record(leaf) for leaf in file.leaves]
+    paths = TreeMetadata(file.skeleton, tuple(records)).paths
+    for number, leaf in enumerate(file.leaves):
+        if isinstance(leaf, StoredTensor):
+            path = format_path(paths[number])
+            try:
+                records[number] = columns.add(number, leaf, file.storages, key=file.key, path=path)
+            except CorruptCheckpointError as error:
+                records[number] = unreadable_leaf(error)
+    tree = TreeMetadata(file.skeleton, tuple(records), columns.aliases)
+    return Inspection(tree, columns.to_json(), writer)

@@ -1,0 +1,220 @@
+"""The layout `pickle`: files of ``pickle.dump``, ``joblib.dump`` and cloudpickle, read as data. No code in them runs.
+
+Arrays of NumPy, JAX and PyTorch are read from their bytes in the file. Objects of unknown classes become their parts.
+Long arrays are not read when a file is inspected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from ckptcore_dcp.pickle_reading import (
+    DenseFileError,
+    EmbeddedStorages,
+    Fetch,
+    Places,
+    StorageIndex,
+    Value,
+    Window,
+    is_legacy,
+    pickled_storages,
+    read_pickle,
+    tree_of,
+)
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, Box, ChunkRead, HostArray, TreeMetadata
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, StorageAddress
+from ckptcore.temporary import TemporaryFile
+from ckptcore_formats.compressed_files import Codec, codec_of, decompressed, decompressed_head
+from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, inspection_of
+from ckptcore_formats.joblib_arrays import JoblibArrays
+
+__all__ = ["PickleLayout"]
+
+_SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
+"""Names of pickles of protocols 0 and 1, which have no first bytes of their own."""
+_WHOLE_BYTES: Final = 1 << 18
+"""Pickles up to this length are read at once."""
+_SPARSE_BYTES: Final = 1 << 20
+_SPARSE_PART: Final = 8
+"""A pickle is read as a whole after this many bytes, and this part of it, without long arrays: it has many values."""
+_MAX_BYTES: Final = 1 << 30
+"""Longest pickle that is read as a whole."""
+_BLOCK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PickleLayout(ReadOnlyLayout):
+    """Pickles, which may be compressed. Read-only."""
+
+    @property
+    def name(self) -> str:
+        """The name "pickle"."""
+        return "pickle"
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of arrays in pickles."""
+        content: Any = state
+        if not isinstance(content, dict) or content.keys() != {"arrays", "file"}:
+            raise CorruptCheckpointError("the state of the layout 'pickle' is invalid: open the checkpoint again")
+        file = content["file"]
+        if file is None:
+            return StorageIndex(tree, content["arrays"])
+        return _CompressedIndex(tree, content["arrays"], file)
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a file by its first bytes, or by its name if it has protocol 0 or 1."""
+        if entry is None:
+            return None
+
+        def fetch(start: int, stop: int) -> bytes:
+            return store.get(entry, start, stop)
+
+        head = fetch(0, FILE_HEAD_BYTES)
+        codec = codec_of(head)
+        if codec is None:
+            if not _is_pickle(head, entry):
+                return None
+            found = _read(fetch, store.size(entry), entry)
+        else:
+            # A block of bzip2 is decompressed whole.
+            inner = decompressed_head(codec, head, FILE_HEAD_BYTES) or decompressed_head(
+                codec, fetch(0, _BLOCK_BYTES), FILE_HEAD_BYTES
+            )
+            if not _is_pickle(inner, entry.removesuffix(".gz").removesuffix(".bz2").removesuffix(".xz")):
+                return None
+            file, size = decompressed(codec, fetch, store.size(entry), entry)
+            try:
+                found = _read(lambda start, stop: file.read_at(start, stop - start), size, entry)
+            finally:
+                file.close()
+        inspection = inspection_of(found, "pickle")
+        return inspection._replace(state={"arrays": inspection.state, "file": None if codec is None else entry})
+
+
+def _is_pickle(head: bytes, name: str) -> bool:
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return not is_legacy(head)  # a file of torch.save
+    # Only a pickle of protocol 0 or 1 begins with these opcodes: MARK, EMPTY_DICT, EMPTY_LIST, GLOBAL.
+    return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and file_kind(head, "") is None
+
+
+def _read(fetch: Fetch, size: int, key: str) -> FileTree:
+    if size > _WHOLE_BYTES and fetch(0, 1) == b"\x80":
+        most_bytes = max(_SPARSE_BYTES, size // _SPARSE_PART) if size <= _MAX_BYTES else None
+        with contextlib.suppress(DenseFileError):
+            return _tree(Window(fetch, size, most_bytes=most_bytes), key)
+    if size > _MAX_BYTES:
+        raise UnsupportedLeafError(
+            f"{key!r} is a pickle of protocol 0 or 1 with {size} bytes, where at most {_MAX_BYTES} are read: load it "
+            "with the software that wrote it, and save its arrays with ckptcore.save"
+        )
+    return _tree(fetch(0, size), key)
+
+
+def _tree(data: bytes | Window, key: str) -> FileTree:
+    places = Places()
+    value: Value
+    value, _ = read_pickle(data, key=key, places=places, raw=JoblibArrays(data, key, places))
+    embedded = EmbeddedStorages(key, places)
+    # Long literals are no leaves.
+    limit = (data.fetched if isinstance(data, Window) else len(data)) + (1 << 16)
+    skeleton, leaves = tree_of(value, key=key, limit=limit, places=places, embedded=embedded.find)
+    return FileTree(key, skeleton, leaves, pickled_storages(leaves, key=key, start=0))
+
+
+class _CompressedIndex(StorageIndex):
+    """Index of arrays in a compressed file, which is decompressed at the first read."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON, file: str) -> None:
+        super().__init__(tree, state)
+        self._file = file
+        self._lock = threading.Lock()
+        self._content: _Decompressed | None = None
+
+    def read(self, items: Any, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`."""
+        with self._lock:
+            if self._content is None:
+                self._content = _Decompressed(store, self._file)
+        return super().read(items, buffers, self._content)
+
+
+class _Decompressed(ReadStore):
+    """A store of one object, which is decompressed. Thread-safe."""
+
+    def __init__(self, store: ReadStore, key: str) -> None:
+        def fetch(start: int, stop: int) -> bytes:
+            return store.get(key, start, stop)
+
+        codec: Codec | None = codec_of(fetch(0, FILE_HEAD_BYTES))
+        if codec is None:
+            raise CorruptCheckpointError(f"{key!r} was replaced while it was read: open it again", key=key)
+        self._file: TemporaryFile
+        self._file, self._size = decompressed(codec, fetch, store.size(key), key)
+        weakref.finalize(self, self._file.close)
+        self._key = key
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None."""
+        return None
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `ReadStore`."""
+        return self._file.read_at(start, (self._size if stop is None else stop) - start)
+
+    def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
+        """See `ReadStore`."""
+        return [self.get(*one) for one in ranges]
+
+    def size(self, key: str) -> int:
+        """See `ReadStore`."""
+        return self._size
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `ReadStore`."""
+        return [self._key]
+
+    def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
+        """See `ReadStore`. Chunks are arrays in C order."""
+        left: dict[int, HostArray] = {}
+        for read in reads:
+            rows = max(1, (8 << 20) // max(read.itemsize * (read.box.size // max(read.box.shape[:1] or (1,))), 1))
+            for band in read.box.bands(0, rows) if read.box.shape else [read.box]:
+                self._fill(read, band)
+            left.update({number: buffer for number, _, buffer in read.targets})
+        yield from left
+
+    def _fill(self, read: ChunkRead, band: Box) -> None:
+        """Copy rows of a chunk to its targets."""
+        common = [(box.intersect(band), box, buffer) for _, box, buffer in read.targets]
+        if not any(one is not None for one, _, _ in common):
+            return
+        before = 0
+        if band.start:
+            row = read.box.size // read.box.shape[0]
+            before = (band.start[0] - read.box.start[0]) * row * read.itemsize
+        start = read.offset + before
+        data = self.get(self._key, start, start + band.size * read.itemsize)
+        if len(data) != band.size * read.itemsize:
+            raise CorruptCheckpointError(f"{self._key!r} is cut off: restore it from a copy", key=self._key)
+        for one, box, buffer in common:
+            if one is not None:
+                elements = np.frombuffer(data, buffer.dtype).reshape(band.shape)
+                # The ellipsis keeps arrays without axes from becoming scalars.
+                to: tuple[Any, ...] = (*one.within(box), ...)
+                of: tuple[Any, ...] = (*one.within(band), ...)
+                buffer[to] = elements[of]
+
+    def read_boxes(self, index: ChunkIndex, items: Any, buffers: Sequence[HostArray]) -> Iterator[int]:
+        """Not used: the index reads arrays itself."""
+        raise NotImplementedError

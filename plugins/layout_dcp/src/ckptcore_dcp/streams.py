@@ -1,0 +1,235 @@
+"""Arrays that are read as a stream: of deflated storages, and of dense storages that are not in C order.
+
+A deflated storage is decompressed from its beginning, in blocks, directly into the arrays that need
+its elements. Its last stream is kept, because a conversion reads an array in several parts, in order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from isal import isal_zlib
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import Box, HostArray, ReadItem
+from ckptcore.protocols import ReadStore
+from ckptcore_dcp.storages import ArrayLocation, StoredBytes, damaged_storage, finish_buffer
+from ckptcore_dcp.stored_tensors import c_strides
+from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
+from ckptcore_dcp.zips import ZipMember
+
+__all__ = ["Streams", "inflated_blocks", "streamed_axes"]
+
+_BLOCK_BYTES: Final = 8 << 20
+"""Bytes that are read, or decompressed, at a time."""
+
+
+def _stored_axes(location: ArrayLocation) -> tuple[int, ...] | None:
+    """Return the axes of an array in the order of its storage, or None if its elements have gaps or overlap."""
+    tensor = location.tensor
+    axes = tuple(sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis)))
+    shape = tuple([tensor.shape[axis] for axis in axes])
+    steps = zip(axes, c_strides(shape), strict=True)
+    dense = all(tensor.shape[axis] == 1 or tensor.strides[axis] == step for axis, step in steps)
+    return axes if dense else None
+
+
+class Streams:
+    """Reads dense arrays in the order of their storage. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Create it without a stream."""
+        self._lock = threading.Lock()
+        self._kept: _Stream | None = None
+
+    def read(
+        self,
+        items: Sequence[ReadItem],
+        buffers: Sequence[HostArray],
+        numbers: Sequence[int],
+        location: ArrayLocation,
+        axes: tuple[int, ...],
+        store: ReadStore,
+    ) -> Iterator[int]:
+        """Fill the buffers with these numbers, which are of one array, and yield the numbers.
+
+        Args:
+            items, buffers: see `NativeReader.read`.
+            numbers: numbers of items.
+            location: location of the array.
+            axes: the result of `streamed_axes`.
+            store: reads the object.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or wrong.
+        """
+        shape = tuple([location.tensor.shape[axis] for axis in axes])
+        targets = [(_permuted(items[number].box, axes), buffers[number].transpose(axes)) for number in numbers]
+        start = min(box.start[:1] for box, _ in targets)
+        stop = max(box.stop[:1] for box, _ in targets)
+        row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * location.tensor.itemsize
+        origin = location.storage.skip + location.tensor.offset * location.tensor.itemsize
+        stream = self._take(location.storage, origin + (start[0] * row_bytes if start else 0), store)
+        whole = targets[0][1]
+        if len(targets) == 1 and targets[0][0].shape[1:] == shape[1:] and whole.flags.c_contiguous:
+            stream.read_into(whole.reshape(-1).view(np.uint8).data)
+        else:
+            step = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+            for first in range(start[0], stop[0], step):
+                rows = Box((first, *[0] * (len(shape) - 1)), (min(first + step, stop[0]), *shape[1:]))
+                scratch: HostArray = np.empty(rows.shape, whole.dtype)
+                stream.read_into(scratch.reshape(-1).view(np.uint8).data)
+                for box, buffer in targets:
+                    if (common := box.intersect(rows)) is not None:
+                        buffer[common.within(box)] = scratch[common.within(rows)]
+        stream.check()
+        with self._lock:
+            self._kept = stream
+        for number in numbers:
+            finish_buffer(location, buffers[number])
+            yield number
+
+    def _take(self, storage: StoredBytes, position: int, store: ReadStore) -> _Stream:
+        """Return a stream at a position of a storage, counted in decompressed bytes."""
+        with self._lock:
+            stream, self._kept = self._kept, None
+        if stream is None or not stream.reaches(storage, position, store):
+            stream = _Stream(storage, lambda start, stop: store.get(storage.key, start, stop), store)
+        stream.skip_to(position)
+        return stream
+
+
+def inflated_blocks(member: ZipMember, fetch: Fetch, *, key: str) -> Iterator[bytes]:
+    """Yield the content of a deflated member in blocks, and compare its checksum after the last.
+
+    Raises:
+        CorruptCheckpointError: it cannot be decompressed, or has another length than stated.
+        ChecksumError: the checksum differs.
+    """
+    stream = _Stream(StoredBytes.of_member(key, member, big_endian=False), fetch, None)
+    left = member.size
+    while left:
+        block = bytearray(min(left, _BLOCK_BYTES))
+        stream.read_into(memoryview(block))
+        left -= len(block)
+        if not left:
+            stream.check()
+        yield bytes(block)
+
+
+def _permuted(box: Box, axes: tuple[int, ...]) -> Box:
+    return Box(tuple([box.start[axis] for axis in axes]), tuple([box.stop[axis] for axis in axes]))
+
+
+class _Stream:
+    """The decompressed bytes of a storage, in order. Not thread-safe."""
+
+    def __init__(self, storage: StoredBytes, fetch: Fetch, store: ReadStore | None) -> None:
+        self._storage = storage
+        self._fetch_range = fetch
+        self._store = store
+        self._position = 0
+        self._fetched = storage.start
+        self._inflater = isal_zlib.decompressobj(-15) if storage.compression == DEFLATED else None
+        self._checksum: int | None = 0  # None after a jump
+
+    def reaches(self, storage: StoredBytes, position: int, store: ReadStore) -> bool:
+        """Return True if bytes from a position on can be read without beginning again."""
+        return storage == self._storage and store is self._store and self._position <= position
+
+    def skip_to(self, position: int) -> None:
+        """Go forward to a position."""
+        if self._inflater is None:
+            if position != self._position:
+                self._checksum = None
+                self._fetched += position - self._position
+                self._position = position
+            return
+        scratch = bytearray(min(position - self._position, _BLOCK_BYTES))
+        while self._position < position:
+            self.read_into(memoryview(scratch)[: position - self._position])
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill a buffer with the next bytes.
+
+        Raises:
+            CorruptCheckpointError: there are fewer bytes, or they cannot be decompressed.
+        """
+        filled = 0
+        while filled < len(target):
+            data = self._next(len(target) - filled)
+            target[filled : filled + len(data)] = data
+            filled += len(data)
+            self._position += len(data)
+            if self._checksum is not None:
+                self._checksum = isal_zlib.crc32(data, self._checksum)
+
+    def _next(self, wanted: int) -> bytes:
+        """Return at least one, and at most `wanted`, of the next bytes."""
+        wanted = min(wanted, _BLOCK_BYTES)
+        if self._inflater is None:
+            return self._fetch(wanted)
+        data = self._inflater.unconsumed_tail
+        while True:
+            try:
+                found: bytes = self._inflater.decompress(data, wanted)
+            except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
+                raise self._damaged(str(error)) from error
+            if found:
+                return found
+            if self._inflater.eof:
+                raise self._damaged(f"it ends after {self._position} of {self._storage.size} bytes")
+            data = self._fetch(_BLOCK_BYTES)
+
+    def _fetch(self, wanted: int) -> bytes:
+        storage = self._storage
+        stop = min(self._fetched + wanted, storage.stop)
+        data = self._fetch_range(self._fetched, stop) if stop > self._fetched else b""
+        if not data or len(data) != stop - self._fetched:
+            raise self._damaged(f"it is cut off after {self._fetched + len(data) - storage.start} stored bytes")
+        self._fetched = stop
+        return data
+
+    def check(self) -> None:
+        """Compare the checksum if all bytes were read.
+
+        Raises:
+            CorruptCheckpointError: there are more bytes than stated.
+            ChecksumError: the checksum differs.
+        """
+        storage = self._storage
+        if self._position != storage.size or self._checksum is None:
+            return
+        if self._inflater is not None and not self._inflater.eof:
+            try:
+                left = self._inflater.unconsumed_tail or self._fetch_range(self._fetched, storage.stop)
+                more = self._inflater.decompress(left, 1)
+            except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
+                raise self._damaged(str(error)) from error
+            if more or not self._inflater.eof:
+                raise self._damaged(f"it has more than {storage.size} bytes")
+        if storage.crc and self._checksum != storage.crc:
+            raise damaged_storage(storage, self._checksum)
+
+    def _damaged(self, reason: str) -> CorruptCheckpointError:
+        storage = self._storage
+        return CorruptCheckpointError(
+            f"bytes {storage.start} to {storage.stop} of {storage.key!r} cannot be read: {reason}; restore the file "
+            "from a copy, or load another checkpoint",
+            key=storage.key,
+            start=storage.start,
+            stop=storage.stop,
+        )
+
+
+def streamed_axes(
+    numbers: Sequence[int], items: Sequence[ReadItem], locations: Mapping[int, ArrayLocation]
+) -> tuple[int, ...] | None:
+    """Return the order of the axes if these items, which share a storage, are of one array that can be streamed."""
+    location = locations[items[numbers[0]].leaf]
+    if any(items[number].leaf != items[numbers[0]].leaf for number in numbers) or not location.tensor.shape:
+        return None
+    return _stored_axes(location) if location.storage.compression in (STORED, DEFLATED) else None
