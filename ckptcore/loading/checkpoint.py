@@ -193,6 +193,7 @@ class CompositeCheckpoint:
         root: its root; None if other software wrote it.
         members: its checkpointables by name, including those that were deleted since the save.
         origin: its provenance.
+        default: the checkpointable that a load of one tree uses; None if it has to be named.
     """
 
     location: Location
@@ -200,11 +201,12 @@ class CompositeCheckpoint:
     root: CompositeRoot | None
     members: Mapping[str, Member]
     origin: Origin
+    default: str | None = None
 
     @classmethod
     def of_root(cls, location: Location, version: LocationVersion, root: CompositeRoot) -> CompositeCheckpoint:
         """Return a composite of ckptcore."""
-        return cls(location, version, root, root.members, Origin.of_root(root))
+        return cls(location, version, root, root.members, Origin.of_root(root), root.default)
 
 
 @converts_errors

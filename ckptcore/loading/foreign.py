@@ -227,7 +227,7 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
                 _check_member(location, name)
             members = {name: Member(kind) for name, kind in found.members.items()}
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
-            return CompositeCheckpoint(location, version, None, members, origin)
+            return CompositeCheckpoint(location, version, None, members, origin, found.default)
     return None
 
 

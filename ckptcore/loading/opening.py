@@ -217,7 +217,8 @@ def open_tree(
 ) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
-    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name.
+    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name. So is the
+    default one of a copy.
 
     Args:
         location: the location.
@@ -236,23 +237,28 @@ def open_tree(
     if root is None:
         return open_foreign(location, version, context)
     if isinstance(root, CompositeRoot):
-        if len(root.members) != 1 or any(member.processes not in (None, 1) for member in root.members.values()):
+        name = next(iter(root.members)) if len(root.members) == 1 else root.default
+        if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
-        return _open_only_member(location, version, root, context, known)
+        return _open_default(location, version, root, name, context, known)
     return _open_with_root(location, version, root, context, known)
 
 
-def _open_only_member(
-    location: Location, version: LocationVersion, composite: CompositeRoot, context: Context, known: RootCache | None
+def _open_default(
+    location: Location,
+    version: LocationVersion,
+    composite: CompositeRoot,
+    name: str,
+    context: Context,
+    known: RootCache | None,
 ) -> Checkpoint:
-    ((name, member),) = composite.members.items()
     inner = location.within(name)
     inner_version = read_version(inner, version.root)
     root = _committed_root(inner, inner_version, known)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
     opened = _open_with_root(inner, inner_version, root, context, known)
-    _expect_member(opened, location, composite, member)
+    _expect_member(opened, location, composite, composite.members[name])
     return opened
 
 

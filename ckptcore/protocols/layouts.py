@@ -182,6 +182,7 @@ class InspectedComposite(NamedTuple):
             that name that contains a tree. A tree may have any installed layout. Other directories, such as metadata,
             are left out. The mapping may list a checkpointable whose directory or file is missing.
         writer, custom, metrics, created: of the checkpoint as a whole. See `Inspection`.
+        default: the checkpointable that `inspect` finds, which a load of one tree uses; None if it finds none.
     """
 
     members: Mapping[str, MemberKind]
@@ -189,6 +190,7 @@ class InspectedComposite(NamedTuple):
     custom: Mapping[str, JSON] = _EMPTY
     metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
+    default: str | None = None
 
 
 class CheckpointInfo(NamedTuple):
