@@ -107,6 +107,9 @@ def _zip_kind(head: bytes) -> FileKind:
         return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"))
     if first in ("metadata.json", "config.json", "model.weights.h5"):
         return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"))
+    if first == "serialized_exported_program.json":
+        remedy = "load it with torch.export.load and pass program.state_dict to ckptcore.save"
+        return FileKind("an exported program of PyTorch before 2.8", remedy)
     shown = first if first.isprintable() else repr(first)
     return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK)
 

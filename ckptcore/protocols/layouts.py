@@ -249,6 +249,17 @@ class ChunkIndex(Protocol):
         """
         ...
 
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects in which a changed byte of an array may not be found, because the format has no checksum.
+
+        Called after the whole array was read, in checkpoints of other software. Compares those checksums of the format
+        that the read did not compare. By default returns all objects of `extents`.
+
+        Raises:
+            CorruptCheckpointError: a checksum differs.
+        """
+        return frozenset([key for key, _, _ in self.extents(leaf)])
+
     def check(self, leaves: Collection[int]) -> None:
         """Refuse arrays that their chunks do not cover exactly. Called before memory is allocated; reads nothing.
 

@@ -89,9 +89,15 @@ def command(as_json: bool, directory: str) -> ExitCode:
 def _read_entries(directory: str) -> Sequence[Entry]:
     from ckptcore.commit.root import ROOT_KEY
     from ckptcore.commit.target import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
+    from ckptcore.errors import InvalidLocationError
 
     context = command_context()
-    names = names_in(directory, context)
+    try:
+        names = names_in(directory, context)
+    except InvalidLocationError:  # a file
+        if (entry := _read_entry(directory, directory, context)) is None:
+            describe_and_check(directory, context)  # its error says what the file is
+        return [] if entry is None else [entry]
     if ROOT_KEY in names:
         # The directory is a checkpoint itself: list only it, as `ls` does for a file.
         entry = _read_entry(directory, directory, context)
