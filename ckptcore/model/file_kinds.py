@@ -59,12 +59,12 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"SQLite format 3\x00": FileKind("a SQLite database", "load the checkpoint that it is about"),
 }
 
+_TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
+
 _SUFFIXES: Final[Mapping[str, FileKind]] = {
     ".onnx": FileKind("an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)")),
     ".pb": FileKind("a TensorFlow or protobuf file", _OWNER.format("TensorFlow")),
     ".h5": FileKind("no HDF5 file, in spite of its name", "download or copy it again"),
-    ".md": FileKind("a text", "load the directory or the file with the weights"),
-    ".txt": FileKind("a text", "load the directory or the file with the weights"),
     ".yaml": FileKind("a configuration", "load the directory or the file with the weights"),
     ".json": FileKind("a text of JSON", "load the directory or the file with the weights"),
 }
@@ -96,7 +96,13 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
-    return None
+    return _TEXT if _is_text(head) else None
+
+
+def _is_text(head: bytes) -> bool:
+    """Return True for UTF-8 without control characters. The last character may be cut off."""
+    text = head.decode("utf-8", "ignore")
+    return len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
 
 
 def _zip_kind(head: bytes) -> FileKind:
@@ -147,6 +153,10 @@ _DIRECTORIES: Final[tuple[tuple[Callable[[Collection[str]], bool], FileKind], ..
     (
         lambda names: not {"zarr.json", ".zgroup", ".zarray"}.isdisjoint(names),
         FileKind("a zarr hierarchy without the metadata of a checkpoint", _OWNER.format("zarr.open")),
+    ),
+    (
+        lambda names: "_ROOT_METADATA" in names,
+        FileKind("the metadata of a run of Orbax", "load one of the steps in the directory that contains it"),
     ),
     (_ends(".gguf"), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
     (_ends(".onnx"), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
