@@ -32,9 +32,9 @@ def results(output: str) -> dict[str, str]:
 def test_each_file_has_a_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert strangers.main([str(directory / "inside")]) == 0
     output = capsys.readouterr().out
-    assert results(output) == {"other.safetensors": "equal", "page.pt": "refused"}
+    assert results(output) == {".": "equal", "other.safetensors": "equal", "page.pt": "refused"}
     assert output.endswith(
-        "equal           1\nread            0\nrefused         1\ndifferent       0\nunnamed         0\n"
+        "equal           2\nread            0\nrefused         1\ndifferent       0\nunnamed         0\n"
     )
 
 
