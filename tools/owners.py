@@ -109,6 +109,7 @@ def _allowed() -> list[Any]:
     multiarray = importlib.import_module("numpy._core.multiarray")
     reconstruct, scalar = multiarray._reconstruct, multiarray.scalar
     allowed: list[Any] = [np.ndarray, np.dtype, argparse.Namespace, collections.defaultdict, collections.deque, dict]
+    allowed += [collections.Counter, collections.OrderedDict]
     allowed += [reconstruct, scalar, (reconstruct, "numpy.core.multiarray._reconstruct")]
     allowed += [(scalar, "numpy.core.multiarray.scalar"), set, frozenset, bytearray, complex, slice, list, tuple, int]
     return allowed + [one for one in vars(numpy.dtypes).values() if isinstance(one, type)]
@@ -201,9 +202,19 @@ def _read_transformers(path: Path, metadata: CheckpointMetadata) -> tuple[str, A
     files = list(path.glob("*.safetensors"))
     if metadata.layout == "safetensors" and len(files) == 1:
         return "safetensors", _safetensors(files[0])
-    if metadata.layout == "torch" and (path / "pytorch_model.bin").exists():
-        return "torch", _torch_load(path / "pytorch_model.bin")
+    indexes, files = list(path.glob("*.bin.index.json")), list(path.glob("*.bin"))
+    if metadata.layout == "torch" and len(indexes) == 1:
+        return "torch", _torch_of(indexes[0], path)
+    for stem in ("pytorch_model", "diffusion_pytorch_model", "adapter_model"):
+        if metadata.layout == "torch" and path / f"{stem}.bin" in files:
+            return "torch", _torch_load(path / f"{stem}.bin")
     return None
+
+
+def _torch_of(index: Path, directory: Path) -> dict[str, Any]:
+    names = json.loads(index.read_text())["weight_map"]
+    read = {file: _torch_load(directory / file) for file in set(names.values())}
+    return {name: read[file][name] for name, file in names.items()}
 
 
 def _read_dcp(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:

@@ -78,6 +78,8 @@ def locations(directory: Path) -> Iterator[Path]:
         yield entry
         if entry.is_dir():
             inside = list(locations(entry))
+            if any((entry / name).exists() for name in ("zarr.json", ".zarray", ".zgroup")):
+                continue  # files of an array
             if not _is_checkpoint(entry):
                 yield from inside
             else:
@@ -161,6 +163,8 @@ def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any
 def _parts(value: Any) -> Sequence[tuple[Any, Any]] | None:
     """Return the keys and parts of a container; None for a leaf."""
     if isinstance(value, Mapping):
+        if not all(isinstance(key, str | int | tuple) for key in value):
+            return list(enumerate(value.items()))  # as ckptcore stores keys that no path can have
         return list(value.items())
     if isinstance(value, set | frozenset):
         return list(enumerate(sorted(value, key=repr)))

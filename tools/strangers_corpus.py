@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pickle
@@ -90,7 +91,15 @@ def write_torch(to: Path) -> None:
     torch.save({"args": None, "cfg": {"model": argparse.Namespace(layers=2)}, "model": state,
                 "optimizer_history": [{"num_updates": 3, "lr_scheduler_state": {"best": None}}],
                 "extra_state": {"epoch": 1, "val_loss": 2.5}}, to / "fairseq_like.pt")  # fmt: skip
-    dtypes = [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    dtypes = [
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int8,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+    ]
     torch.save({str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}, to / "dtypes.pt")
     base = torch.arange(24.0).reshape(4, 6)
     torch.save({"base": base, "row": base[1], "column": base[:, 2], "t": base.t(), "again": base,
@@ -102,7 +111,9 @@ def write_torch(to: Path) -> None:
     torch.save(torch.ones(3).to_sparse(), to / "sparse.pt")
     torch.save({"sparse": torch.ones(3).to_sparse(), "dense": torch.ones(3)}, to / "sparse_in_dict.pt")
     torch.save(list(range(3000)), to / "numbers.pt")
-    torch.save({"state": np.random.RandomState(0).get_state(), "python": __import__("random").getstate()}, to / "rng.pt")
+    torch.save(
+        {"state": np.random.RandomState(0).get_state(), "python": __import__("random").getstate()}, to / "rng.pt"
+    )
     with open(to / "protocol4.pt", "wb") as file:
         torch.save(state, file, pickle_protocol=4)
     torch.save({"w": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, to / "quantized.pt")
@@ -130,6 +141,7 @@ def write_safetensors(to: Path) -> None:
     save_file({"w": np.arange(3.0), "empty": np.zeros((0, 2)), "scalar": np.array(2)}, to / "model.safetensors",
               {"format": "np", "note": "ä"})  # fmt: skip
     save_file({}, to / "nothing.safetensors")
+    write_broken(to / "broken")
 
 
 @writes("numpy")
@@ -145,7 +157,6 @@ def write_numpy(to: Path) -> None:
         with open(to / f"protocol{protocol}.pkl", "wb") as file:
             pickle.dump({"w": np.arange(4.0), "s": np.float32(1.5), "l": [1, {"a": (2, None)}]}, file, protocol)
     np.savetxt(to / "text.txt", np.ones((2, 2)))
-    np.ones(5).tofile(to / "raw.bin")
 
 
 @writes("scikit-learn")
@@ -225,16 +236,18 @@ def write_orbax(to: Path) -> None:
         checkpointer.save(str(root / "standard"), {"w": jnp.ones((2, 2)), "n": jnp.array(3)})
         getattr(checkpointer, "wait_until_finished", lambda: None)()
     if hasattr(ocp, "args"):
-        with ocp.CheckpointManager(str(root / "manager")) as manager:
+        with ocp.CheckpointManager(str(root / "manager"), item_names=("state", "meta")) as manager:
             saved = ocp.args.StandardSave({"w": jnp.ones(4)})
             manager.save(1, args=ocp.args.Composite(state=saved, meta=ocp.args.JsonSave({"a": [1]})))
             manager.wait_until_finished()
     else:
         manager = ocp.CheckpointManager(str(root / "manager"), ocp.PyTreeCheckpointer())
         manager.save(1, state)
-    if hasattr(ocp, "v1"):
-        ocp.v1.save_pytree(root / "v1", {"w": jnp.ones(4), "s": "text", "n": 5})
-        ocp.v1.save_checkpointables(root / "v1_several", {"a": {"w": jnp.ones(4)}, "b": {"x": jnp.ones(2)}})
+    if importlib.util.find_spec("orbax.checkpoint.v1") is not None:
+        from orbax.checkpoint import v1
+
+        v1.save_pytree(root / "v1", {"w": jnp.ones(4), "s": "text", "n": 5})
+        v1.save_checkpointables(root / "v1_several", {"a": {"w": jnp.ones(4)}, "b": {"x": jnp.ones(2)}})
 
 
 @writes("optax")
@@ -375,11 +388,19 @@ def write_deepspeed(to: Path) -> None:
     import torch
 
     module, optimizer, _ = trained()
-    states = {"module": module.state_dict(), "optimizer": None, "global_steps": 3, "dp_world_size": 1, "ds_version": "0"}
+    states = {
+        "module": module.state_dict(),
+        "optimizer": None,
+        "global_steps": 3,
+        "dp_world_size": 1,
+        "ds_version": "0",
+    }
     directory = to / "run" / "global_step3"
     directory.mkdir(parents=True)
     torch.save(states, directory / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": optimizer.state_dict()}, directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    torch.save(
+        {"optimizer_state_dict": optimizer.state_dict()}, directory / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
     (to / "run" / "latest").write_text("global_step3")
 
 
@@ -387,8 +408,8 @@ def write_deepspeed(to: Path) -> None:
 def write_diffusers(to: Path) -> None:
     from diffusers import UNet2DModel
 
-    unet = UNet2DModel(8, block_out_channels=(4, 4), norm_num_groups=2, layers_per_block=1,
-                       down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"))  # fmt: skip
+    blocks: dict[str, Any] = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    unet = UNet2DModel(8, block_out_channels=(4, 4), norm_num_groups=2, layers_per_block=1, **blocks)
     unet.save_pretrained(to / "unet")
     unet.save_pretrained(to / "unet_bin", safe_serialization=False)
 
@@ -409,7 +430,9 @@ def write_ignite(to: Path) -> None:
     from ignite.handlers import Checkpoint, DiskSaver  # type: ignore[import-not-found]
 
     module, optimizer, scheduler = trained()
-    handler = Checkpoint({"model": module, "optimizer": optimizer, "lr": scheduler}, DiskSaver(str(to), require_empty=False))
+    handler = Checkpoint(
+        {"model": module, "optimizer": optimizer, "lr": scheduler}, DiskSaver(str(to), require_empty=False)
+    )
     engine = Engine(lambda engine, batch: None)
     engine.run([0], max_epochs=1)
     handler(engine)
@@ -418,8 +441,8 @@ def write_ignite(to: Path) -> None:
 @writes("skorch")
 def write_skorch(to: Path) -> None:
     import numpy as np
-    from skorch import NeuralNetRegressor  # type: ignore[import-not-found]
     import torch
+    from skorch import NeuralNetRegressor  # type: ignore[import-not-found]
 
     net = NeuralNetRegressor(torch.nn.Linear(3, 1), max_epochs=1, verbose=0)
     net.fit(np.ones((8, 3), np.float32), np.ones((8, 1), np.float32))
@@ -445,14 +468,6 @@ def write_gpytorch(to: Path) -> None:
     import torch
 
     torch.save(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).state_dict(), to / "kernel.pth")
-
-
-@writes("tinygrad")
-def write_tinygrad(to: Path) -> None:
-    from tinygrad import Tensor  # type: ignore[import-not-found]
-    from tinygrad.nn.state import safe_save  # type: ignore[import-not-found]
-
-    safe_save({"w": Tensor([1.0, 2.0]), "n": Tensor([1, 2, 3])}, str(to / "state.safetensors"))
 
 
 @writes("onnx")
@@ -563,7 +578,6 @@ def write_torchtitan(to: Path) -> None:
     dcp.save(state, checkpoint_id=to / "checkpoint" / "step-3", no_dist=True)
 
 
-@writes("wandb")
 def write_broken(to: Path) -> None:
     """Files that are not what their names say: pointers of Git LFS, pages, empty and truncated files."""
     import numpy as np

@@ -180,6 +180,8 @@ def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
 
     if file is None:
         kind = directory_kind(names)
+        if kind is None and (found := _file_with_kind(store, names)):
+            return found
         found = f"has {format_names(names)}"
     else:
         size = store.size(file)
@@ -192,6 +194,21 @@ def _way_on(store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
         f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
         "location"
     )
+
+
+def _file_with_kind(store: ObjectReader, names: Sequence[str]) -> str:
+    """Return what the first file of a known kind in a directory is; empty if there is none. Texts come last."""
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
+
+    found = ""
+    for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
+        with contextlib.suppress(CheckpointError):  # a file that cannot be read
+            head = store.get(file, 0, min(store.size(file), FILE_HEAD_BYTES))
+            if (kind := file_kind(head, file)) is not None and not (found and is_text(head)):
+                found = f"it is a directory with {format_names(names)}, and {format_names([file])} is {kind}"
+                if not is_text(head):
+                    break
+    return found
 
 
 def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:

@@ -24,7 +24,14 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays, stored_format
+from ckptcore.loading.checkpoint import (
+    Checkpoint,
+    CompositeCheckpoint,
+    Source,
+    naming_arrays,
+    naming_other_file,
+    stored_format,
+)
 from ckptcore.loading.foreign import (
     find_composite,
     format_names,
@@ -111,6 +118,9 @@ class ConsistentRead(Generic[OpenedT]):
                 opened = self._opener(resolved, version, context)
             except CheckpointError as error:
                 if version.is_current(resolved) and not _restores(resolved, error):
+                    named = naming_other_file(error, resolved) if isinstance(error, CorruptCheckpointError) else error
+                    if named is not error:
+                        raise named from error
                     raise
                 continue
             # Without a root, the opener listed files; check that no save was committed meanwhile.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind"]
+__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of"]
 
 FILE_HEAD_BYTES: Final = 512
 """Bytes of a file by which it is recognized."""
@@ -59,6 +60,10 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"SQLite format 3\x00": FileKind("a SQLite database", "load the checkpoint that it is about"),
 }
 
+_EMPTY: Final = FileKind("empty", "restore it from a copy, or load another one")
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the header of safetensors, in its length in 8 bytes."""
+_WORD_VECTORS: Final = re.compile(rb"\d{1,12} \d{1,9}\n")
 _TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
 
 _SUFFIXES: Final[Mapping[str, FileKind]] = {
@@ -78,7 +83,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         name: its name.
     """
     if not head:
-        return FileKind("empty", "restore it from a copy, or load another one")
+        return _EMPTY
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -96,10 +101,20 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
-    return _TEXT if _is_text(head) else None
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
+        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
+    if _WORD_VECTORS.match(head):
+        return FileKind("vectors of words in the format of word2vec", _OWNER.format("gensim"))
+    return _TEXT if is_text(head) else None
 
 
-def _is_text(head: bytes) -> bool:
+def kind_in_place_of(head: bytes) -> FileKind | None:
+    """Return the kind of a file that is found in place of another one: a pointer, a page, nothing. None for others."""
+    kind = file_kind(head, "")
+    return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
+
+
+def is_text(head: bytes) -> bool:
     """Return True for UTF-8 without control characters. The last character may be cut off."""
     text = head.decode("utf-8", "ignore")
     return len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)

@@ -261,7 +261,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
         try:
             content = _read_file(store, file)
             if content is None and (kind := file_kind(store.get(file, 0, FILE_HEAD_BYTES), file)) is not None:
-                problem = f"is {kind.noun}"
+                problem = f"is {kind}"
         except ObjectNotFoundError:
             problem = "does not exist"
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
@@ -283,8 +283,9 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
 
 
 def _missing(index: str, name: str, file: str, problem: str) -> CorruptCheckpointError:
+    restore = ". Restore" if ": " in problem else ": restore"
     return CorruptCheckpointError(
-        f"{index} lists {name!r} in {file}, which {problem}: restore {file} from a copy, or correct {index}", key=file
+        f"{index} lists {name!r} in {file}, which {problem}{restore} {file} from a copy, or correct {index}", key=file
     )
 
 
