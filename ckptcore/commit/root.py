@@ -320,10 +320,13 @@ class CompositeRoot(CommittedRoot):
         members: the checkpointables by name, including those that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
             None if they are unknown.
+        default: the checkpointable that a load of one tree uses, in a copy of a checkpoint of other software that has
+            one; None if it has to be named.
     """
 
     members: Mapping[str, Member]
     files: tuple[str, ...] | None = ()
+    default: str | None = None
 
     def has_directory(self, entry: str) -> bool:
         """Return True if an entry of a listing is a directory, and one process saved a checkpointable there."""

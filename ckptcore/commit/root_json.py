@@ -170,6 +170,8 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
         if root.files:
             own["files"] = sorted(root.files)
+        if root.default is not None:
+            own["default"] = root.default
     else:
         role = root.role
         own["layout"] = root.layout
@@ -278,7 +280,9 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
         }
         if "members" in document:
             members = _decode_members(document["members"])
-            return CompositeRoot(members=members, files=_decode_files(document), **common)
+            default = document.get("default")
+            default = default if isinstance(default, str) and default in members else None
+            return CompositeRoot(members=members, files=_decode_files(document), default=default, **common)
         tree = TreeMetadata.from_json(tables["tree"])
         return Root(
             layout=_text(document["layout"]),

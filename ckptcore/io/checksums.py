@@ -27,6 +27,8 @@ __all__ = [
 ]
 
 _SUM: Final = struct.Struct("<Q")
+_SHOWN_BYTES: Final = 8
+"""Bytes of the longest inline checksum that errors show."""
 
 
 def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
@@ -322,12 +324,12 @@ class ChunkCheck:
                 return False
         found = self._sum.data
         if found != self._stored:
-            raise _checksum_error(
-                self._key,
-                self.start,
-                self.end,
-                f"expected the stored {checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}",
+            difference = (
+                f"expected the stored {checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}"
             )
+            if checksum.nbytes > _SHOWN_BYTES:  # a record with more than a checksum
+                difference = f"they do not match their {checksum.name} in bytes {self.stop} to {self.end}"
+            raise _checksum_error(self._key, self.start, self.end, difference)
         return True
 
 

@@ -195,6 +195,7 @@ class CompositeCheckpoint:
         root: its root; None if other software wrote it.
         members: its checkpointables by name, including those that were deleted since the save.
         origin: its provenance.
+        default: the checkpointable that a load of one tree uses; None if it has to be named.
     """
 
     location: Location
@@ -202,11 +203,12 @@ class CompositeCheckpoint:
     root: CompositeRoot | None
     members: Mapping[str, Member]
     origin: Origin
+    default: str | None = None
 
     @classmethod
     def of_root(cls, location: Location, version: LocationVersion, root: CompositeRoot) -> CompositeCheckpoint:
         """Return a composite of ckptcore."""
-        return cls(location, version, root, root.members, Origin.of_root(root))
+        return cls(location, version, root, root.members, Origin.of_root(root), root.default)
 
 
 @converts_errors
@@ -218,22 +220,43 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
     """
     try:
         yield
-    except CorruptCheckpointError as error:
+    except CorruptCheckpointError as found:
+        error = naming_other_file(found, opened.location)
         affected = arrays_at(opened, error.key, error.start, error.stop)
-        if not affected:
+        if not affected and error is found:
             raise
+        if not affected:
+            raise error from found
         named = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
         raise type(error)(
             f"{opened.location.display}: {error} (this is in {named})",
             key=error.key,
             start=error.start,
             stop=error.stop,
-        ) from error
+        ) from found
     except ObjectNotFoundError as error:
         raise CorruptCheckpointError(
             f"{opened.location.display}: a data file is missing: {error}. Restore it from a copy, or load another "
             "checkpoint"
         ) from error
+
+
+def naming_other_file(error: CorruptCheckpointError, location: Location) -> CorruptCheckpointError:
+    """Return an error that says so if a file is a pointer of Git LFS, a page or empty; else the error itself."""
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of  # only errors need it
+
+    if error.key is None:
+        return error
+    for storage in (location.store, location.parent):  # the location may be a file
+        try:
+            head = storage.get(error.key, 0, FILE_HEAD_BYTES)
+        except (CheckpointError, OSError):
+            continue
+        kind = kind_in_place_of(head)
+        if kind is None or str(kind) in str(error):
+            return error
+        return type(error)(f"{error.key} is {kind}", key=error.key, start=error.start, stop=error.stop)
+    return error
 
 
 @converts_errors

@@ -97,8 +97,8 @@ class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
 class CheckpointMetadata(ShownInNotebooks):
     """Metadata of a checkpoint, without its arrays.
 
-    A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). A checkpoint of other software
-    has both if it has several objects and `ckptcore.load` loads one of them by default.
+    A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). One of other software, or its
+    copy, has both if it has several objects and `ckptcore.load` loads one of them by default.
 
     Attributes:
         created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
@@ -290,11 +290,12 @@ def _describe_composite(composite: CompositeCheckpoint, context: Context, open_o
         processes={name: member.processes for name, member in members.items() if member.processes is not None},
         unreadable=unreadable,
     )
-    return _metadata(composite, None if root else _contents_to_load(composite, context), checkpointables)
+    contents = None if root is not None and root.default is None else _contents_to_load(composite, context)
+    return _metadata(composite, contents, checkpointables)
 
 
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
-    """Return the tree that `ckptcore.load` loads from a composite of other software; None if it loads none."""
+    """Return the tree that `ckptcore.load` loads from a composite without a name; None if it loads none."""
     try:
         opened = open_tree(composite.location, composite.version, context)
     except UncommittedCheckpointError:

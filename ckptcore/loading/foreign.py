@@ -191,6 +191,8 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
 
     if file is None:
         kind = directory_kind(names)
+        if kind is None and (found := _file_with_kind(store, names)):
+            return found
         found = f"has {format_names(names)}"
     else:
         size = store.size(file)
@@ -228,6 +230,21 @@ def _inside_archive(location: Location, unpack: str) -> str:
     )
 
 
+def _file_with_kind(store: ObjectReader, names: Sequence[str]) -> str:
+    """Return what the first file of a known kind in a directory is; empty if there is none. Texts come last."""
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
+
+    found = ""
+    for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
+        with contextlib.suppress(CheckpointError):  # a file that cannot be read
+            head = store.get(file, 0, min(store.size(file), FILE_HEAD_BYTES))
+            if (kind := file_kind(head, file)) is not None and not (found and is_text(head)):
+                found = f"it is a directory with {format_names(names)}, and {format_names([file])} is {kind}"
+                if not is_text(head):
+                    break
+    return found
+
+
 def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
     """Open all files at a location as the files of an object that other software saved.
 
@@ -261,7 +278,7 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
                 _check_member(location, name)
             members = {name: Member(kind) for name, kind in found.members.items()}
             origin = Origin(found.writer, found.custom, found.metrics, found.created)
-            return CompositeCheckpoint(location, version, None, members, origin)
+            return CompositeCheckpoint(location, version, None, members, origin, found.default)
     return None
 
 

@@ -24,7 +24,14 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Source, naming_arrays, stored_format
+from ckptcore.loading.checkpoint import (
+    Checkpoint,
+    CompositeCheckpoint,
+    Source,
+    naming_arrays,
+    naming_other_file,
+    stored_format,
+)
 from ckptcore.loading.foreign import (
     find_composite,
     format_names,
@@ -111,6 +118,9 @@ class ConsistentRead(Generic[OpenedT]):
                 opened = self._opener(resolved, version, context)
             except CheckpointError as error:
                 if version.is_current(resolved) and not _restores(resolved, error):
+                    named = naming_other_file(error, resolved) if isinstance(error, CorruptCheckpointError) else error
+                    if named is not error:
+                        raise named from error
                     raise
                 continue
             # Without a root, the opener listed files; check that no save was committed meanwhile.
@@ -217,7 +227,8 @@ def open_tree(
 ) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
-    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name.
+    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name. So is the
+    default one of a copy.
 
     Args:
         location: the location.
@@ -236,23 +247,28 @@ def open_tree(
     if root is None:
         return open_foreign(location, version, context)
     if isinstance(root, CompositeRoot):
-        if len(root.members) != 1 or any(member.processes not in (None, 1) for member in root.members.values()):
+        name = next(iter(root.members)) if len(root.members) == 1 else root.default
+        if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
-        return _open_only_member(location, version, root, context, known)
+        return _open_default(location, version, root, name, context, known)
     return _open_with_root(location, version, root, context, known)
 
 
-def _open_only_member(
-    location: Location, version: LocationVersion, composite: CompositeRoot, context: Context, known: RootCache | None
+def _open_default(
+    location: Location,
+    version: LocationVersion,
+    composite: CompositeRoot,
+    name: str,
+    context: Context,
+    known: RootCache | None,
 ) -> Checkpoint:
-    ((name, member),) = composite.members.items()
     inner = location.within(name)
     inner_version = read_version(inner, version.root)
     root = _committed_root(inner, inner_version, known)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
     opened = _open_with_root(inner, inner_version, root, context, known)
-    _expect_member(opened, location, composite, member)
+    _expect_member(opened, location, composite, composite.members[name])
     return opened
 
 

@@ -227,8 +227,9 @@ class _Verification:
         unjudged = self._check_adapter()
         if root is None:
             unverified = self._read_files() if opened.is_files else self._read_arrays()
+            keys = {key for _, key, _, _ in extents_of(opened)}.union(unverified)
             return VerifyReport(
-                tuple(self._problems), len(unverified), self._done, unverified,
+                tuple(self._problems), len(keys), self._done, unverified,
                 unused=opened.origin.unused, unsupported=tuple(self._unsupported), unjudged=unjudged,
             )  # fmt: skip
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
@@ -348,12 +349,12 @@ class _Verification:
     def _read_arrays(self) -> tuple[str, ...]:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
 
-        Returns the keys of the objects that contain arrays.
+        Returns the keys of the objects in which the format has no checksums, or not of all bytes.
 
         Raises:
             InsufficientMemoryError: not even a part of an array can be read. It may be sound or damaged.
         """
-        opened = self._opened
+        opened, unverified = self._opened, set[str]()
         array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(opened.tree.leaves):
             path = format_path(opened.tree.paths[number])
@@ -367,14 +368,16 @@ class _Verification:
                     with naming_arrays(opened):
                         try:
                             read_leaves(opened, [number], [array], [None], self._context)
+                            unverified.update(opened.index.unverified(number, opened.store))
                         except InsufficientMemoryError:
                             _read_in_pieces(opened, number, record.spec)
+                            unverified.update([key for key, _, _ in opened.index.extents(number)])
                 except CorruptCheckpointError as damage:
                     self._add(damage)
                 except UnsupportedLeafError:
                     self._unsupported.append(path)
                 self._advance(record.spec.nbytes)
-        return tuple(sorted({key for _, key, _, _ in extents_of(opened)}))
+        return tuple(sorted(unverified))
 
     def _read_files(self) -> tuple[str, ...]:
         """Read every file of an object that other software saved. Returns the keys."""

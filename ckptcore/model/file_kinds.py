@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind"]
+__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of"]
 
 FILE_HEAD_BYTES: Final = 512
 """Bytes of a file by which it is recognized."""
@@ -66,12 +67,16 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"SQLite format 3\x00": FileKind("a SQLite database", "load the checkpoint that it is about"),
 }
 
+_EMPTY: Final = FileKind("empty", "restore it from a copy, or load another one")
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the header of safetensors, in its length in 8 bytes."""
+_WORD_VECTORS: Final = re.compile(rb"\d{1,12} \d{1,9}\n")
+_TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
+
 _SUFFIXES: Final[Mapping[str, FileKind]] = {
     ".onnx": FileKind("an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)")),
     ".pb": FileKind("a TensorFlow or protobuf file", _OWNER.format("TensorFlow")),
     ".h5": FileKind("no HDF5 file, in spite of its name", "download or copy it again"),
-    ".md": FileKind("a text", "load the directory or the file with the weights"),
-    ".txt": FileKind("a text", "load the directory or the file with the weights"),
     ".yaml": FileKind("a configuration", "load the directory or the file with the weights"),
     ".json": FileKind("a text of JSON", "load the directory or the file with the weights"),
 }
@@ -85,7 +90,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         name: its name.
     """
     if not head:
-        return FileKind("empty", "restore it from a copy, or load another one")
+        return _EMPTY
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -103,7 +108,23 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
-    return None
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
+        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
+    if _WORD_VECTORS.match(head):
+        return FileKind("vectors of words in the format of word2vec", _OWNER.format("gensim"))
+    return _TEXT if is_text(head) else None
+
+
+def kind_in_place_of(head: bytes) -> FileKind | None:
+    """Return the kind of a file that is found in place of another one: a pointer, a page, nothing. None for others."""
+    kind = file_kind(head, "")
+    return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
+
+
+def is_text(head: bytes) -> bool:
+    """Return True for UTF-8 without control characters. The last character may be cut off."""
+    text = head.decode("utf-8", "ignore")
+    return len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
 
 
 def _zip_kind(head: bytes) -> FileKind:
@@ -114,6 +135,9 @@ def _zip_kind(head: bytes) -> FileKind:
         return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"), "numpy")
     if first in ("metadata.json", "config.json", "model.weights.h5"):
         return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"), "hdf5")
+    if first == "serialized_exported_program.json":
+        remedy = "load it with torch.export.load and pass program.state_dict to ckptcore.save"
+        return FileKind("an exported program of PyTorch before 2.8", remedy)
     shown = first if first.isprintable() else repr(first)
     return FileKind(f"a zip archive that begins with {shown[:80]}", _UNPACK, is_archive=True)
 
@@ -152,6 +176,10 @@ _DIRECTORIES: Final[tuple[tuple[Callable[[Collection[str]], bool], FileKind], ..
     (
         lambda names: not {"zarr.json", ".zgroup", ".zarray"}.isdisjoint(names),
         FileKind("a zarr hierarchy without the metadata of a checkpoint", _OWNER.format("zarr.open")),
+    ),
+    (
+        lambda names: "_ROOT_METADATA" in names,
+        FileKind("the metadata of a run of Orbax", "load one of the steps in the directory that contains it"),
     ),
     (_ends(".gguf"), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
     (_ends(".onnx"), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),

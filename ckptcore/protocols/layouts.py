@@ -184,6 +184,7 @@ class InspectedComposite(NamedTuple):
             that name that contains a tree. A tree may have any installed layout. Other directories, such as metadata,
             are left out. The mapping may list a checkpointable whose directory or file is missing.
         writer, custom, metrics, created: of the checkpoint as a whole. See `Inspection`.
+        default: the checkpointable that `inspect` finds, which a load of one tree uses; None if it finds none.
     """
 
     members: Mapping[str, MemberKind]
@@ -191,6 +192,7 @@ class InspectedComposite(NamedTuple):
     custom: Mapping[str, JSON] = _EMPTY
     metrics: Mapping[str, float] = _EMPTY
     created: str | None = None
+    default: str | None = None
 
 
 class CheckpointInfo(NamedTuple):
@@ -248,6 +250,17 @@ class ChunkIndex(Protocol):
         Errors use them to name arrays, and they limit memory. Elements that are in no plain range are left out.
         """
         ...
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects in which a changed byte of an array may not be found, because the format has no checksum.
+
+        Called after the whole array was read, in checkpoints of other software. Compares those checksums of the format
+        that the read did not compare. By default returns all objects of `extents`.
+
+        Raises:
+            CorruptCheckpointError: a checksum differs.
+        """
+        return frozenset([key for key, _, _ in self.extents(leaf)])
 
     def check(self, leaves: Collection[int]) -> None:
         """Refuse arrays that their chunks do not cover exactly. Called before memory is allocated; reads nothing.

@@ -160,6 +160,7 @@ class CommitInfo(NamedTuple):
         members: the checkpointables by name; None if the checkpoint is one tree.
         role: ``export`` for an export in the directory of its save. See `Root.role`.
         order: see `SaveOrder`.
+        default: see `CompositeRoot`.
     """
 
     save_id: str
@@ -170,6 +171,7 @@ class CommitInfo(NamedTuple):
     members: Mapping[str, Member] | None = None
     role: Role = "checkpoint"
     order: SaveOrder = SaveOrder()
+    default: str | None = None
 
     @property
     def claimed(self) -> Claim:

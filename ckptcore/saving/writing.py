@@ -465,6 +465,7 @@ def build_root(
         order=info.order,
         members=info.members or {},
         files=files,
+        default=info.default,
         custom=info.custom,
         metrics=info.metrics,
         timeline=timeline_to_json(recording.events),

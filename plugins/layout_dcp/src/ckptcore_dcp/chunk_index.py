@@ -10,9 +10,11 @@ from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, Chunk, HostArray, 
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
 from ckptcore_dcp.array_reads import read_arrays
+from ckptcore_dcp.directories import find_dcp_files
 from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
-from ckptcore_dcp.storages import LocationColumns, decode_locations
+from ckptcore_dcp.storages import LocationColumns, StoredBytes, decode_locations, verify_storage
 from ckptcore_dcp.streams import Streams
+from ckptcore_dcp.zip_directories import STORED
 
 __all__ = ["ItemIndex", "StorageIndex", "add_locations", "dcp_index"]
 
@@ -52,6 +54,7 @@ class StorageIndex(ChunkIndex):
         """
         self._locations = decode_locations(tree, state)
         self._streams = Streams()
+        self._verified: set[StoredBytes] = set()
 
     def __contains__(self, leaf: int) -> bool:
         """Return whether the location of an array is known."""
@@ -77,6 +80,18 @@ class StorageIndex(ChunkIndex):
         if location is None or location.is_contiguous or not location.tensor.shape:
             return None
         return max(location.tensor.shape[0], 1)
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """See `ChunkIndex.unverified`. Compares the CRC-32 of a storage of which the array is only a part or a view."""
+        if (location := self._locations.get(leaf)) is None:
+            return ()
+        storage = location.storage
+        if storage not in self._verified and not location.is_verified:
+            if not storage.crc:
+                return (storage.key,)
+            verify_storage(storage, store)
+        self._verified.add(storage)
+        return ()
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
         """See `NativeReader.reads`."""
@@ -111,6 +126,8 @@ class ItemIndex(ChunkTable):
             raise CorruptCheckpointError(
                 f"the root is corrupt: the state of the layout dcp has no valid table of items: {error!r}"
             ) from error
+        self._unverified: set[tuple[int, StoredBytes]] = set()
+        self._metadata: Sequence[str] | None = None
         locations = columns.get(_LOCATIONS)
         self._in_values = StorageIndex(
             tree, {"files": [], "storages": [], "arrays": []} if locations is None else locations
@@ -138,6 +155,18 @@ class ItemIndex(ChunkTable):
         if isinstance(record, ArrayRecord):
             for chunk in self._chunks(leaf, record.spec):
                 yield chunk.key, chunk.offset, chunk.offset + self._sizes[chunk.number]
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """See `ChunkIndex.unverified`. Items have checksums, but the metadata that locates them has none."""
+        if self._metadata is None:
+            self._metadata, _ = find_dcp_files(store.list_names(""))
+        found = {*self._metadata, *self._in_values.unverified(leaf, store)}
+        for read, storage in tuple(self._unverified):
+            if read == leaf and storage.crc and storage.compression == STORED:
+                verify_storage(storage, store)
+            elif read == leaf:
+                found.add(storage.key)
+        return found
 
     def check(self, leaves: Collection[int]) -> None:
         """See `ChunkIndex.check`."""
@@ -175,7 +204,7 @@ class ItemIndex(ChunkTable):
                 if found is None:
                     found = wanted[location] = ItemRead(item.leaf, stored)
                 found.targets.append((number, item.box, buffer))
-        yield from read_items(self._tree, list(wanted.values()), store)
+        yield from read_items(self._tree, list(wanted.values()), store, self._unverified)
         if in_values:
             part = [items[number] for number in in_values]
             for place_number in self._in_values.read(part, [buffers[number] for number in in_values], store):

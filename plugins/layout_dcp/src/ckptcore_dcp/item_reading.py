@@ -72,10 +72,13 @@ class ItemRead:
     targets: list[tuple[int, Box, HostArray]] = field(default_factory=list)
 
 
-def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore) -> Iterator[int]:
+def read_items(
+    tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore, unverified: set[tuple[int, StoredBytes]]
+) -> Iterator[int]:
     """Fill the destinations. Yield the number of each once all of its chunks are read and verified.
 
-    Verifies the CRC-32 of the elements of an item, unless only a part of them is read.
+    Verifies the CRC-32 of the elements of an item, unless only a part of them is read. Adds the leaf and the storage of
+    items that are not verified to `unverified`.
 
     Raises:
         CorruptCheckpointError: an item does not match its checkpoint, or its checksum is wrong.
@@ -89,7 +92,7 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore)
     for found in wanted:
         if not _is_small(found):
             with _error_range(found.chunk):
-                chunk = _read_large(tree, found, store)
+                chunk = _read_large(tree, found, store, unverified)
             if chunk is None:
                 yield from _completed(found, remaining)
             else:
@@ -100,7 +103,7 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ItemRead], store: ReadStore)
         for found in group:
             start = found.chunk.offset - group[0].chunk.offset
             with _error_range(found.chunk):
-                _copy_from_memory(tree, found, data[start : start + found.chunk.nbytes], templates)
+                _copy_from_memory(tree, found, data[start : start + found.chunk.nbytes], templates, unverified)
             yield from _completed(found, remaining)
     counts: dict[int, int] = {}
     for chunk in chunks:
@@ -168,7 +171,13 @@ def _error_range(chunk: StoredItem) -> Iterator[None]:
         raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
 
 
-def _copy_from_memory(tree: TreeMetadata, found: ItemRead, stored: memoryview, templates: _Templates) -> None:
+def _copy_from_memory(
+    tree: TreeMetadata,
+    found: ItemRead,
+    stored: memoryview,
+    templates: _Templates,
+    unverified: set[tuple[int, StoredBytes]],
+) -> None:
     """Fill the destinations from an item in memory."""
     chunk = found.chunk
     origin = chunk.offset
@@ -189,10 +198,14 @@ def _copy_from_memory(tree: TreeMetadata, found: ItemRead, stored: memoryview, t
 
     location, members = _locate(tree, found, fetch, origin, origin + len(stored))
     _fill_targets(found, location, read_storage(location.storage, fetch))
+    if not location.storage.crc:
+        unverified.add((found.leaf, StoredBytes(chunk.key, chunk.offset, chunk.nbytes)))
     templates.add(expected, stored, origin, members, f"data/{location.tensor.storage}", location)
 
 
-def _read_large(tree: TreeMetadata, found: ItemRead, store: ReadStore) -> ChunkRead | None:
+def _read_large(
+    tree: TreeMetadata, found: ItemRead, store: ReadStore, unverified: set[tuple[int, StoredBytes]]
+) -> ChunkRead | None:
     """Return the chunk to read. If its elements cannot be copied directly, fill the destinations and return None."""
     chunk = found.chunk
 
@@ -206,7 +219,11 @@ def _read_large(tree: TreeMetadata, found: ItemRead, store: ReadStore) -> ChunkR
         alone = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
         whole = alone and should_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
         checksum = storage.checksum if whole else None
+        if checksum is None:
+            unverified.add((found.leaf, storage))
         return ChunkRead(chunk.key, location.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
+    if storage.compression == STORED or not storage.crc:
+        unverified.add((found.leaf, storage))
     _fill_targets(found, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
     return None
 

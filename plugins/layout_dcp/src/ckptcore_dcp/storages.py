@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from isal import isal_zlib
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
@@ -40,6 +41,7 @@ __all__ = [
     "read_box",
     "read_storage",
     "should_read_whole",
+    "verify_storage",
     "zip_storages",
 ]
 
@@ -51,6 +53,7 @@ _LATIN_1: Final = _FORMS["text"]
 _ESCAPED_BYTES: Final = _FORMS["escaped bytes"]
 _SLAB_BYTES: Final = 1 << 26
 """Uncompressed elements that are not in C order are gathered in reads of at most this size."""
+_PIECE_BYTES: Final = 1 << 24
 _MAX_COUNT: Final = 1 << 62
 
 
@@ -63,7 +66,7 @@ class StoredBytes:
         start: their offset in the object, in bytes.
         nbytes: stored length.
         size: length after decompression; `nbytes` if uncompressed.
-        crc: CRC-32 of the decompressed bytes; zero if unknown.
+        crc: CRC-32 of the decompressed bytes, or of a text; zero if unknown.
         descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
         compression: as in `ZipMember`, or one of `_FORMS`.
         big_endian: True if the elements are big endian, False for little endian.
@@ -111,7 +114,7 @@ class StoredBytes:
 
 
 def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
-    """Return the storages in a zip of torch.save, by key.
+    """Return the storages in a zip of torch.save, by key; those of constants of TorchScript as ``constants/<key>``.
 
     Args:
         members: its members by torch's names.
@@ -127,24 +130,27 @@ def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) ->
     return {
         name.removeprefix("data/"): StoredBytes.of_member(key, member, big_endian=order == b"big")
         for name, member in members.items()
-        if name.startswith("data/")
+        if name.startswith(("data/", "constants/"))
     }
 
 
-def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int) -> Mapping[str, StoredBytes]:
+def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int, pickle: bytes = b"") -> Mapping[str, StoredBytes]:
     """Return the bytes of NumPy arrays in a pickle, by the key of their storage.
 
     Args:
         leaves: the leaves of the pickle.
         key: the object that contains the pickle.
         start: offset of the pickle in the object, in bytes.
+        pickle: the pickle, if it was verified; else empty.
     """
+    verified = memoryview(pickle)
     return {
         leaf.storage: StoredBytes(
             key,
             start + leaf.pickled.start,
             leaf.pickled.nbytes,
             leaf.pickled.size,
+            crc=isal_zlib.crc32(verified[leaf.pickled.start :][: leaf.pickled.nbytes]),
             compression=_FORMS[leaf.pickled.form],
             big_endian=leaf.pickled.big_endian,
         )
@@ -176,6 +182,15 @@ class ArrayLocation:
     def is_contiguous(self) -> bool:
         """True if the object contains the elements uncompressed and in C order."""
         return self.storage.compression == STORED and self.tensor.is_contiguous
+
+    @property
+    def is_verified(self) -> bool:
+        """True if reading the whole array compares the checksum of its storage. See `_chunk_read`."""
+        storage = self.storage
+        if storage.compression == DEFLATED:
+            return bool(storage.crc)
+        is_whole = self.tensor.offset == 0 and self.tensor.spec.nbytes == storage.nbytes
+        return self.is_contiguous and is_whole and storage.checksum is not None
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -341,6 +356,25 @@ def read_storage(storage: StoredBytes, fetch: Fetch) -> bytes:
         return _decode_text(storage, fetch(storage.start, storage.stop))
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
     return read_member(fetch, member, key=storage.key, limit=storage.size)[storage.skip :]
+
+
+def verify_storage(storage: StoredBytes, store: ReadStore) -> None:
+    """Read all bytes of an uncompressed storage, and compare them with their CRC-32.
+
+    Raises:
+        ChecksumError: they differ.
+    """
+    found = 0
+    for start in range(storage.start, storage.stop, _PIECE_BYTES):
+        found = isal_zlib.crc32(store.get(storage.key, start, min(start + _PIECE_BYTES, storage.stop)), found)
+    if found != storage.crc:
+        raise ChecksumError(
+            f"{storage.key!r} is damaged in bytes {storage.start} to {storage.stop}: expected the CRC-32 "
+            f"{storage.crc:08x}, found {found:08x}; restore it from a copy, or load another checkpoint",
+            key=storage.key,
+            start=storage.start,
+            stop=storage.stop,
+        )
 
 
 def _decode_text(storage: StoredBytes, text: bytes) -> bytes:

@@ -2,8 +2,9 @@
 
 Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a
 member ``data/<key>`` for each storage; before that a sequence of pickles followed by storages (see
-`legacy_files`). Several files form one checkpoint if ``pytorch_model.bin.index.json`` lists them,
-as Hugging Face transformers writes it.
+`legacy_files`). ``torch.jit.save`` writes such a zip with the constants of the code in
+``constants.pkl``, and ``torch.export.save`` another one (see `exported_programs`). Several files form
+one checkpoint if ``pytorch_model.bin.index.json`` lists them, as Hugging Face transformers writes it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ckptcore.errors import (
@@ -24,6 +25,7 @@ from ckptcore.model import (
     JSON,
     LEAF,
     ArrayRecord,
+    Attribute,
     LeafRecord,
     Node,
     Receipt,
@@ -36,14 +38,15 @@ from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
+from ckptcore_dcp.exported_programs import is_exported, read_exported
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensor_parts import TensorPart
-from ckptcore_dcp.zip_directories import STORED
-from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
+from ckptcore_dcp.zip_directories import STORED, Fetch
+from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["TorchFile", "TorchLayout", "read_torch_file"]
 
@@ -52,6 +55,7 @@ _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
 _KNOWN_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 """Names that transformers, diffusers and PEFT look for if there is no safetensors file, in order of preference."""
 _VARIANT: Final = re.compile(rf"(?:{'|'.join(_KNOWN_STEMS)})\.(?!.*-\d+-of-\d+).+\.bin")
+_CONSTANTS: Final = "constants.pkl"
 _MAX_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
 _RESTORE: Final = "restore it from a copy, or load another checkpoint"
@@ -142,11 +146,13 @@ class TorchFile:
     Attributes:
         skeleton, leaves: the tree.
         storages: byte range of each storage, by the key that `StoredTensor.storage` has.
+        writer: the function that wrote it.
     """
 
     skeleton: Skeleton
     leaves: Sequence[Leaf]
     storages: Mapping[str, StoredBytes]
+    writer: str = "torch.save"
 
 
 def _read_only() -> UnsupportedLeafError:
@@ -187,7 +193,8 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, TorchFile]]) -> I
                 records[number] = columns.add(number, leaf, content.storages, key=key, path=path)
             number += 1
     tree = TreeMetadata(skeleton, tuple(records), columns.aliases)
-    return Inspection(tree, columns.to_json(), "torch.save", files=[key for key, _ in files])
+    writer = files[0][1].writer if len(files) == 1 else "torch.save"
+    return Inspection(tree, columns.to_json(), writer, files=[key for key, _ in files])
 
 
 def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
@@ -202,7 +209,12 @@ def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
 
     head = fetch(0, _HEAD_BYTES)
     if head[:4] == b"PK\x03\x04":
-        members = torch_members(read_zip(fetch, 0, store.size(key), key=key))
+        every = read_zip(fetch, 0, store.size(key), key=key)
+        if is_exported(every):
+            tensors, storages = read_exported(fetch, every, key=key)
+            program = Node("dict", tuple(tensors), (LEAF,) * len(tensors))
+            return TorchFile(program, tuple(tensors.values()), storages, "torch.export.save")
+        members = torch_members(every)
         if "data.pkl" not in members:
             return None  # another kind of zip, such as arrays of NumPy
         member = members["data.pkl"]
@@ -210,14 +222,31 @@ def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
         places = Places() if member.compression == STORED else None
         value, _ = read_pickle(pickle, key=key, places=places)
         skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16), places=places)
-        storages = {**zip_storages(members, fetch, key=key), **pickled_storages(leaves, key=key, start=member.start)}
-        return TorchFile(skeleton, leaves, storages)
+        pickled = pickled_storages(leaves, key=key, start=member.start, pickle=pickle if member.crc else b"")
+        storages = {**zip_storages(members, fetch, key=key), **pickled}
+        if _CONSTANTS not in members:
+            return TorchFile(skeleton, leaves, storages)
+        skeleton, leaves = _with_constants(skeleton, leaves, fetch, members[_CONSTANTS], key)
+        return TorchFile(skeleton, leaves, storages, "TorchScript (torch.jit.save)")
     if is_legacy(head):
         places = Places()
         value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key, places=places)
         skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16), places=places)
         return TorchFile(skeleton, leaves, {**legacy, **pickled_storages(leaves, key=key, start=0)})
     return None
+
+
+def _with_constants(
+    skeleton: Skeleton, leaves: Sequence[Leaf], fetch: Fetch, member: ZipMember, key: str
+) -> tuple[Skeleton, Sequence[Leaf]]:
+    """Add the tensors that the code of TorchScript names ``CONSTANTS``: a frozen module has its weights there."""
+    pickle = read_member(fetch, member, key=key, limit=max_pickle_bytes(member.nbytes))
+    constants, more = tree_of(read_pickle(pickle, key=key)[0], key=key, limit=len(pickle) + (1 << 16))
+    if not more or not isinstance(skeleton, Node):
+        return skeleton, leaves
+    more = [replace(leaf, storage=f"constants/{leaf.storage}") if type(leaf) is StoredTensor else leaf for leaf in more]
+    keys, children = (*skeleton.keys, Attribute("CONSTANTS")), (*skeleton.children, constants)
+    return skeleton._replace(keys=keys, children=children), [*leaves, *more]
 
 
 def _inspect_index(store: ReadStore, key: str) -> Inspection:
@@ -238,7 +267,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
         try:
             content = read_torch_file(store, file)
             if content is None and (kind := file_kind(store.get(file, 0, FILE_HEAD_BYTES), file)) is not None:
-                problem = f"is {kind.noun}"
+                problem = f"is {kind}"
         except ObjectNotFoundError:
             problem = "does not exist"
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
@@ -260,8 +289,9 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
 
 
 def _missing(index: str, name: str, file: str, problem: str) -> CorruptCheckpointError:
+    restore = ". Restore" if ": " in problem else ": restore"
     return CorruptCheckpointError(
-        f"{index} lists {name!r} in {file}, which {problem}: restore {file} from a copy, or correct {index}", key=file
+        f"{index} lists {name!r} in {file}, which {problem}{restore} {file} from a copy, or correct {index}", key=file
     )
 
 

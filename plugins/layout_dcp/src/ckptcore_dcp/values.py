@@ -176,7 +176,7 @@ def _decode_item(name: str, value: DcpValue, item: bytes, templates: _Templates)
     arrays = [leaf for leaf in leaves if isinstance(leaf, StoredTensor)]
     if value.transforms or not arrays:
         return DecodedValue(skeleton, leaves, key, None)
-    storages = pickled_storages(arrays, key=key, start=start + first)
+    storages = pickled_storages(arrays, key=key, start=start + first, pickle=pickle)
     if any(array.pickled is None for array in arrays):
         fetch = _item_fetch(item, start)
         members = torch_members(read_zip(fetch, start, start + len(item), key=key))

@@ -527,6 +527,7 @@ class LayoutTests:
             assert several is not None, "inspect_composite does not recognise the written checkpoint"
             assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
             assert several.writer
+            assert several.default is None or several.default in several.members
 
     def test_a_single_tree_has_at_most_one_name(self, storage: StorageBackend) -> None:
         layout = self.layout()

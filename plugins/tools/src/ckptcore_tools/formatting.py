@@ -6,12 +6,20 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptcore.model import ArrayRecord, LeafRecord
+from ckptcore.model import ArrayRecord, LeafRecord, TreeMetadata
 
 if TYPE_CHECKING:
     from ckptcore.results import Problem
 
-__all__ = ["format_age", "format_count", "format_leaf_type", "format_metrics", "format_problems", "format_size"]
+__all__ = [
+    "format_age",
+    "format_count",
+    "format_layout",
+    "format_leaf_type",
+    "format_metrics",
+    "format_problems",
+    "format_size",
+]
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -34,6 +42,18 @@ def format_leaf_type(record: LeafRecord) -> str:
     if not isinstance(record, ArrayRecord):
         return record.kind
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
+
+
+def format_layout(layout: str, tree: TreeMetadata, foreign: str | None) -> str:
+    """Return the layout of a tree; for values of other software without arrays, as in a file of JSON, their writer.
+
+    Args:
+        layout: the layout that reads the tree.
+        tree: the tree.
+        foreign: the software that wrote it; None for ckptcore.
+    """
+    has_arrays = any(isinstance(record, ArrayRecord) for record in tree.leaves)
+    return layout if has_arrays or not tree.leaves or not foreign else foreign
 
 
 def format_count(number: int, noun: str, plural: str | None = None) -> str:

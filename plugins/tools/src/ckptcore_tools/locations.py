@@ -31,6 +31,7 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
 
     Raises:
         CheckpointNotFoundError: if the directory does not exist.
+        InvalidLocationError: if it is a file.
     """
     names = open_directory(directory, runtime_of(context).storages).list_names()
     if names:
@@ -39,7 +40,12 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
         location = resolve_location(directory, runtime_of(context).storages)
     except InvalidLocationError:
         return names  # the root of a storage, which always exists
-    if f"{location.name}/" not in location.parent.list_names():
+    around = location.parent.list_names()
+    if location.name in around:
+        raise InvalidLocationError(
+            f"{directory} is a file, not a directory: give its directory, or use `ckptcore inspect {directory}`"
+        )
+    if f"{location.name}/" not in around:
         raise CheckpointNotFoundError(f"{directory}: no such directory; check the path")
     return names
 

@@ -17,6 +17,7 @@ __all__ = ["builtin_value"]
 
 _ENCODE: Final = Global("_codecs", "encode")
 """Protocols 0 to 2 store bytes as text with the same code points."""
+_TYPED: Final = ("restore_type_tag", *(f"build_{kind}list" for kind in ("int", "tensor", "double", "bool")))
 _BUILTINS: Final = ("builtins", "__builtin__")
 """Name of the module in Python 3 and Python 2. Pickles of protocols 0 to 2 have the latter."""
 
@@ -26,7 +27,8 @@ def builtin_value(call: Call) -> Value:
 
     The builtins are bytes (``_codecs.encode(text, "latin1")`` in protocols 0 to 2), set, frozenset
     and complex. A bytearray becomes bytes. Among the items of a set, only calls that encode bytes
-    are replaced. A set whose items `KeyCheck` rejects stays a call.
+    are replaced. A set whose items `KeyCheck` rejects stays a call. A list or dict of TorchScript,
+    whose call states its type (``torch/jit/_pickle.py``), becomes that list or dict.
     """
     function, arguments = call.function, call.arguments
     if (
@@ -40,6 +42,8 @@ def builtin_value(call: Call) -> Value:
         return call
     if function == _ENCODE:
         return _latin1_bytes(call)
+    if function.module == "torch.jit._pickle" and function.name in _TYPED and arguments:
+        return arguments[0]
     if function.module not in _BUILTINS:
         return call
     match function.name, arguments:

@@ -74,7 +74,7 @@ def inspect_composite(store: ReadStore) -> InspectedComposite | None:
     kinds: dict[str, MemberKind] = {
         name: "files" if kind == "other" else "tree" for name, kind in found.members.items()
     }
-    return InspectedComposite(kinds, found.writer, found.custom, found.metrics, found.created)
+    return InspectedComposite(kinds, found.writer, found.custom, found.metrics, found.created, found.default_tree)
 
 
 def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Inspection | None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import xxhash
 
-from ckptcore.errors import ChecksumError
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified, expect_reasonable
-from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, native_store, read_native
+from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, expect_chunks, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
@@ -123,7 +123,11 @@ def read_natively(
         for leaf in wanted:
             expect_reasonable(state.arrays[leaf])
         check_native_files(wanted, state, store, databases)
-        yield from read_native(state, wanted, native)
+        try:
+            yield from read_native(state, wanted, native)
+        except CorruptCheckpointError:
+            expect_chunks(wanted, state, store, databases)  # tensorstore does not tell which file it read
+            raise
 
 
 def _verify(stored: ZarrArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:

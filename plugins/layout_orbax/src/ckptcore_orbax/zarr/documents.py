@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArraySpec
+from ckptcore.model.file_kinds import kind_in_place_of
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
 __all__ = [
@@ -50,7 +51,8 @@ def parse_document(data: bytes) -> dict[str, JSON]:
     try:
         document: JSON = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"it is not JSON: {error}") from error
+        kind = kind_in_place_of(data)
+        raise CorruptCheckpointError(f"it is {kind or f'not JSON: {error}'}") from error
     level: list[JSON] = [document]
     for _ in range(_MAX_DEPTH):
         level = [

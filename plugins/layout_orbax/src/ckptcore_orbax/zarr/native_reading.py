@@ -14,6 +14,7 @@ import tensorstore
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import JSON, Box, HostArray
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
 from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
@@ -129,6 +130,9 @@ _MIN_STARTED: Final = 2
 _CHECKED_CHUNKS: Final = 1 << 12
 """Number of chunks that are located at a time: a few bytes of metadata may state millions."""
 
+_TRIED_CHUNKS: Final = 1 << 8
+"""Number of chunks of a box that are tried after an error."""
+
 _OPENED: Final = 256
 """Maximum number of arrays opened at a time."""
 
@@ -176,6 +180,25 @@ def check_native_files(
                     else:  # arrays of a database share files
                         nbytes = sizes[location.key] if location.nbytes is None else location.nbytes
                     expect_justified(stored, nbytes)
+
+
+def expect_chunks(
+    wanted: Mapping[int, Sequence[BoxRead]], state: ArraysState, store: ReadStore, databases: DatabaseCache
+) -> None:
+    """Refuse a file that is not a chunk, but a pointer of Git LFS, a page or empty. Tries the first chunks of boxes.
+
+    Raises:
+        CorruptCheckpointError: there is such a file.
+    """
+    for leaf, targets in wanted.items():
+        for target in targets:
+            chunks = iter_chunks(state.arrays[leaf].format.chunk, target.box)
+            first = [index for index, _ in itertools.islice(chunks, _TRIED_CHUNKS)]
+            for location in locate_chunks(state, leaf, first, store, databases).values():
+                if location is not None and location.inline is None:
+                    head = store.get(location.key, 0, FILE_HEAD_BYTES)
+                    if (kind := kind_in_place_of(head)) is not None:
+                        raise CorruptCheckpointError(f"{location.key} is {kind}", key=location.key)
 
 
 def read_native(

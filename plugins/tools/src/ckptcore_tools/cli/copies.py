@@ -13,6 +13,7 @@ import click
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
+    InvalidLocationError,
     StorageError,
     TransformError,
     TreeMismatchError,
@@ -105,7 +106,7 @@ def _is_run(source: str, names: StepNames, context: Context) -> bool:
     """Return True if a directory contains steps and is not a checkpoint."""
     try:
         entries = names_in(source, context)
-    except (CheckpointNotFoundError, StorageError):
+    except (CheckpointNotFoundError, InvalidLocationError, StorageError):
         return False  # the copy reports a better error
     if not names.find([entry[:-1] for entry in entries if entry.endswith("/")]):
         return False

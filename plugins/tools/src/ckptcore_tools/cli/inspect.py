@@ -38,7 +38,7 @@ from ckptcore_tools.cli.output import (
 from ckptcore_tools.cli.treeview import format_lines, tree_lines
 from ckptcore_tools.cli.verify import print_unused, problem_documents
 from ckptcore_tools.elements import are_numbers
-from ckptcore_tools.formatting import format_count, format_metrics, format_problems, format_size
+from ckptcore_tools.formatting import format_count, format_layout, format_metrics, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check, first_directories
 from ckptcore_tools.outline import Outline, count_arrays, leaf_filter, outline_of
 from ckptcore_tools.statistics import ArrayStatistics, read_statistics
@@ -300,7 +300,8 @@ def _finite(value: object) -> object:
 def _print_summary(location: str, found: CheckpointMetadata) -> None:
     layout, deleted, bases = None, None, None
     if not found.is_composite:
-        layout, content = found.layout, _content_text(found)
+        layout, content = _layout_text(found), _content_text(found)
+        layout = None if layout == found.writer else layout  # the next line has it
         bases = ", ".join(found.bases)
     else:
         content = f"{format_count(len(found.checkpointables), 'checkpointable')} of {format_size(found.nbytes)}"
@@ -335,10 +336,15 @@ def _content_text(found: CheckpointMetadata) -> str:
     return ", ".join(parts)
 
 
+def _layout_text(found: CheckpointMetadata) -> str:
+    return format_layout(found.layout, found.tree, found.writer if found.save_id is None else None)
+
+
 def _checkpointable_text(found: CheckpointMetadata, name: str, directory: str) -> str:
     """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
     one = found.checkpointables[name]
-    text = _content_text(one) if one.layout == FilesLayout.name else f"{printable(one.layout)}, {_content_text(one)}"
+    is_files = one.layout == FilesLayout.name
+    text = _content_text(one) if is_files else f"{printable(_layout_text(one))}, {_content_text(one)}"
     processes = found.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return text

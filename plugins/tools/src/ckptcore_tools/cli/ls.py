@@ -14,7 +14,7 @@ from ckptcore.model import JSON
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 from ckptcore_tools.cli.verify import problem_documents
-from ckptcore_tools.formatting import format_count, format_problems, format_size
+from ckptcore_tools.formatting import format_count, format_layout, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check, names_in
 from ckptcore_tools.outline import count_arrays
 
@@ -89,9 +89,15 @@ def command(as_json: bool, directory: str) -> ExitCode:
 def _read_entries(directory: str) -> Sequence[Entry]:
     from ckptcore.commit.root import ROOT_KEY
     from ckptcore.commit.target import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
+    from ckptcore.errors import InvalidLocationError
 
     context = command_context()
-    names = names_in(directory, context)
+    try:
+        names = names_in(directory, context)
+    except InvalidLocationError:  # a file
+        if (entry := _read_entry(directory, directory, context)) is None:
+            describe_and_check(directory, context)  # its error says what the file is
+        return [] if entry is None else [entry]
     if ROOT_KEY in names:
         # The directory is a checkpoint itself: list only it, as `ls` does for a file.
         entry = _read_entry(directory, directory, context)
@@ -146,7 +152,8 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     checkpointables: Sequence[str] | Unset = UNSET
     layout = "composite"
     if not found.is_composite:
-        trees, layout = [found.tree], found.layout
+        trees = [found.tree]
+        layout = format_layout(found.layout, found.tree, found.writer if found.save_id is None else None)
     else:
         trees = [one.tree for one in found.checkpointables.values()]
         checkpointables = list(found.checkpointables)
@@ -181,7 +188,8 @@ def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
                 else format_count(len(members), "checkpointable")
             )
             created = printable(checkpoint.created or "")
-            details = f"{checkpoint.layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {created}"
+            layout = "" if checkpoint.layout == checkpoint.writer else checkpoint.layout  # the end of the line has it
+            details = f"{layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {created}"
             if checkpoint.state == "foreign" and checkpoint.writer:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
             if checkpoint.error is not None:

@@ -24,6 +24,7 @@ from ckptcore.commit.target import Overwrite, next_order, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
+    CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
     NameCollisionError,
@@ -242,12 +243,20 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
         members = present_members(found)
+        if not keys and len(members) == 1:
+            return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
+        if not keys:
+            raise CompositeCheckpointError(
+                f"{found.location.display} has several checkpointables ({', '.join(members)}), and the files have one "
+                f"tree: name one of them, such as subtree={found.default or next(iter(members), 'NAME')!r}",
+                list(members),
+            )
         if keys[0] not in (*members, *itertools.chain.from_iterable(members.values())):
             raise unknown_checkpointable(path, list(members))
         member = SubPath(source, str(keys[0]))
         return tree_attempts(member, reading).retry_if_replaced(functools.partial(open_below, below=keys[1:]))
 
-    if keys and isinstance(keys[0], str):
+    if not keys or isinstance(keys[0], str):
         return ConsistentRead(source, reading, open_either).retry_if_replaced(open_found)
     return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
 

@@ -264,6 +264,7 @@ class _Conversion:
                 progress=source.root.progress if source.root is not None else {},
                 members=members,
                 order=max(order, next_order(self._destination, self._overwrite)),
+                default=source.default if isinstance(source, CompositeCheckpoint) else None,
             ),
             parts=parts,
             strategy=PlainSave(),

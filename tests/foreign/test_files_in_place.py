@@ -1,0 +1,117 @@
+"""Pointers of Git LFS, pages and empty files in place of the files of checkpoints, which their owners write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+
+STATE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(3, dtype=np.int64)}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 67108864\n"
+IN_PLACE = {
+    "a pointer of Git LFS": POINTER,
+    "a page of HTML": b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n",
+    "is empty": b"",
+}
+
+
+def write_own(to: Path) -> None:
+    ckptcore.save(to, STATE, layout="safetensors")
+
+
+def write_safetensors(to: Path) -> None:
+    from safetensors.numpy import save_file
+
+    to.mkdir()
+    for number, name in enumerate(STATE, 1):
+        save_file({name: STATE[name]}, to / f"model-0000{number}-of-00002.safetensors")
+    names = {name: f"model-0000{number}-of-00002.safetensors" for number, name in enumerate(STATE, 1)}
+    (to / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def write_torch(to: Path) -> None:
+    import torch
+
+    to.mkdir()
+    for number, (name, array) in enumerate(STATE.items(), 1):
+        torch.save({name: torch.from_numpy(array)}, to / f"pytorch_model-0000{number}-of-00002.bin")
+    names = {name: f"pytorch_model-0000{number}-of-00002.bin" for number, name in enumerate(STATE, 1)}
+    (to / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def write_dcp(to: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({name: torch.from_numpy(array) for name, array in STATE.items()}, checkpoint_id=to, no_dist=True)
+
+
+def write_orbax(to: Path, *, ocdbt: bool) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        checkpointer.save(to, args=ocp.args.PyTreeSave(STATE))
+
+
+def write_ocdbt(to: Path) -> None:
+    write_orbax(to, ocdbt=True)
+
+
+def write_zarr(to: Path) -> None:
+    write_orbax(to, ocdbt=False)
+
+
+def write_flax(to: Path) -> None:
+    from flax.serialization import to_bytes
+
+    to.mkdir()
+    (to / "params.msgpack").write_bytes(to_bytes(STATE))
+
+
+def load(location: Path) -> None:
+    """Load all; the file of Flax has to be named."""
+    file = location / "params.msgpack"
+    ckptcore.load(file if file.exists() else location)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("write", "optional"),
+    [
+        (write_own, ()),
+        (write_safetensors, ()),
+        (write_torch, ()),
+        (write_dcp, ()),
+        (write_ocdbt, ("_CHECKPOINT_METADATA", "commit_success.txt", "ocdbt.process_0/")),
+        (write_zarr, ("_CHECKPOINT_METADATA", "commit_success.txt")),
+        (write_flax, ()),
+    ],
+)
+def test_the_error_names_what_is_in_place_of_a_file(
+    tmp_path: Path, write: Callable[[Path], None], optional: Sequence[str]
+) -> None:
+    write(tmp_path / "whole")
+    load(tmp_path / "whole")
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    unnamed = []
+    for file in files:
+        for noun, content in IN_PLACE.items():
+            shutil.copytree(tmp_path / "whole", tmp_path / "copy")
+            (tmp_path / "copy" / file).write_bytes(content)
+            try:
+                load(tmp_path / "copy")
+            except CheckpointError as error:
+                if noun not in str(error) or (content == POINTER and "git lfs pull" not in str(error)):
+                    unnamed.append(f"{file}, which {noun}: {error}")
+            else:
+                if not file.as_posix().startswith(tuple(optional)):
+                    unnamed.append(f"{file}, which {noun}, was loaded")
+            shutil.rmtree(tmp_path / "copy")
+    assert unnamed == []
