@@ -103,13 +103,15 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         return FileKind("a tar archive", _UNPACK, is_archive=True)
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(head)
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
+        if not name or name.endswith(".safetensors"):
+            return None
+        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return _PICKLE
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
-    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
-        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
     if _WORD_VECTORS.match(head):
         return FileKind("vectors of words in the format of word2vec", _OWNER.format("gensim"))
     return _TEXT if is_text(head) else None

@@ -30,7 +30,7 @@ from ckptcore_dcp.pickle_reading import (
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, ChunkRead, HostArray, TreeMetadata
-from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, StorageAddress
 from ckptcore.temporary import TemporaryFile
 from ckptcore_formats.compressed_files import Codec, codec_of, decompressed, decompressed_head
@@ -102,9 +102,10 @@ class PickleLayout(ReadOnlyLayout):
 
 def _is_pickle(head: bytes, name: str) -> bool:
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return not is_legacy(head)  # a file of torch.save
+        # Neither a file of torch.save, nor one of safetensors, whose header is shorter than 2**24 bytes.
+        return not is_legacy(head) and not (head[3:8] == bytes(5) and head[8:9] == b"{")
     # Only a pickle of protocol 0 or 1 begins with these opcodes: MARK, EMPTY_DICT, EMPTY_LIST, GLOBAL.
-    return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and file_kind(head, "") is None
+    return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and kind_in_place_of(head) is None
 
 
 def _read(fetch: Fetch, size: int, key: str) -> FileTree:
