@@ -101,8 +101,9 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
-    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
-        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
+    is_header = head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES
+    if is_header and name and not name.endswith(".safetensors"):
+        return FileKind("a safetensors file that is cut off or damaged", _EMPTY.remedy)
     if _WORD_VECTORS.match(head):
         return FileKind("vectors of words in the format of word2vec", _OWNER.format("gensim"))
     return _TEXT if is_text(head) else None
