@@ -191,9 +191,7 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
 
     if file is None:
         kind = directory_kind(names)
-        if kind is None and (found := _file_with_kind(store, names)):
-            return found
-        found = f"has {format_names(names)}"
+        found = f"has {format_names(names)}{_kind_of_files(store, names) if kind is None else ''}"
     else:
         size = store.size(file)
         head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
@@ -230,8 +228,8 @@ def _inside_archive(location: Location, unpack: str) -> str:
     )
 
 
-def _file_with_kind(store: ObjectReader, names: Sequence[str]) -> str:
-    """Return what the first file of a known kind in a directory is; empty if there is none. Texts come last."""
+def _kind_of_files(store: ObjectReader, names: Sequence[str]) -> str:
+    """Return what the first file of a known kind is, in parentheses; empty if there is none. Texts come last."""
     from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
 
     found = ""
@@ -239,7 +237,7 @@ def _file_with_kind(store: ObjectReader, names: Sequence[str]) -> str:
         with contextlib.suppress(CheckpointError):  # a file that cannot be read
             head = store.get(file, 0, min(store.size(file), FILE_HEAD_BYTES))
             if (kind := file_kind(head, file)) is not None and not (found and is_text(head)):
-                found = f"it is a directory with {format_names(names)}, and {format_names([file])} is {kind}"
+                found = f" ({format_names([file])} is {kind})"
                 if not is_text(head):
                     break
     return found

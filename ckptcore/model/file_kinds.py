@@ -106,7 +106,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
         if not name or name.endswith(".safetensors"):
             return None
-        return FileKind("a safetensors file, in spite of its name", "rename it, so that its name ends in .safetensors")
+        return FileKind("a safetensors file that is cut off or damaged", _EMPTY.remedy)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return _PICKLE
     for suffix, kind in _SUFFIXES.items():

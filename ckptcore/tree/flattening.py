@@ -438,7 +438,9 @@ def own_values(
 def _has_own_values(skeleton: Skeleton) -> bool:
     if not isinstance(skeleton, Node):
         return False
-    return skeleton.type == PER_PROCESS or any(map(_has_own_values, skeleton.children))
+    return skeleton.type == PER_PROCESS or any(
+        _has_own_values(child) for child in skeleton.children if isinstance(child, Node)
+    )
 
 
 def _own_values(
@@ -471,10 +473,13 @@ def rebuild(skeleton: Skeleton, leaves: Sequence[object], *, names_objects: bool
 def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) -> object:
     if not isinstance(skeleton, Node):
         return next(leaves)
-    children = [
-        _rebuild(child, leaves, names_objects) if isinstance(child, Node) else next(leaves)
-        for child in skeleton.children
-    ]
+    if skeleton.children.count(LEAF) == len(skeleton.children):
+        children = list(itertools.islice(leaves, len(skeleton.children)))
+    else:
+        children = [
+            _rebuild(child, leaves, names_objects) if isinstance(child, Node) else next(leaves)
+            for child in skeleton.children
+        ]
     if skeleton.kind == "list":
         return children
     if skeleton.kind == "tuple":

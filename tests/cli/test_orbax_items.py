@@ -23,9 +23,7 @@ STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(3, dt
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of every kind of item that Orbax has handlers for."""
-    from google.protobuf import struct_pb2
-
-    message = struct_pb2.Struct()
+    message = pytest.importorskip("google.protobuf.struct_pb2").Struct()
     message["a"] = 1
     directory = tmp_path_factory.mktemp("orbax") / "step"
     items = ocp.args.Composite(

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ import pytest
 import ckptcore
 from ckptcore.errors import CheckpointError
 
-STATE = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.arange(3, dtype=np.int64)}
+STATE: dict[str, np.ndarray[Any, Any]] = {
+    "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "b": np.arange(3, dtype=np.int64),
+}
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 67108864\n"
 IN_PLACE = {
     "a pointer of Git LFS": POINTER,
@@ -54,7 +58,7 @@ def write_dcp(to: Path) -> None:
 
 
 def write_orbax(to: Path, *, ocdbt: bool) -> None:
-    import orbax.checkpoint as ocp
+    ocp = pytest.importorskip("orbax.checkpoint")
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
         checkpointer.save(to, args=ocp.args.PyTreeSave(STATE))
@@ -115,3 +119,23 @@ def test_the_error_names_what_is_in_place_of_a_file(
                     unnamed.append(f"{file}, which {noun}, was loaded")
             shutil.rmtree(tmp_path / "copy")
     assert unnamed == []
+
+
+def test_a_damaged_file_of_safetensors_with_another_name(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file(STATE, tmp_path / "whole.bin")
+    np.testing.assert_equal(ckptcore.load(tmp_path / "whole.bin"), STATE)
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "whole.bin").read_bytes()[:40])
+    with pytest.raises(CheckpointError, match="a safetensors file that is cut off or damaged: restore it"):
+        ckptcore.load(tmp_path / "cut.bin")
+
+
+def test_a_directory_says_what_its_files_are(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Trained on Monday.")
+    (tmp_path / "weights.gguf2").write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(CheckpointError, match=r"\(weights.gguf2 is a GGUF file of llama.cpp"):
+        ckptcore.load(tmp_path)
+    (tmp_path / "weights.gguf2").unlink()
+    with pytest.raises(CheckpointError, match=r"\(notes.txt is a text: load the directory"):
+        ckptcore.load(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, cast
 
@@ -75,6 +75,10 @@ _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _TEXTS: Final = frozenset([str, bytes])
 _MAX_CONTENT_BYTES: Final = 1 << 26
 """Longest text that is read from a file of which long texts were left out."""
+_WITHOUT_TEXT: Final = _PLAIN - _TEXTS
+_STRINGS: Final = frozenset([str])
+_EXACT: Final = 1 << 53
+"""Numbers of smaller magnitude are themselves in JSON."""
 _SHORT: Final = 64
 """Longest text that counts as a leaf only, and that is compared with another one."""
 _MAX_TEXT_GROWTH: Final = 16
@@ -135,6 +139,8 @@ def tree_of(
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
     """Return the tree's record of a leaf. Values are encoded as by the core's own handlers."""
+    if (type(leaf) is int or type(leaf) is float) and -_EXACT < leaf < _EXACT:  # by far the most leaves
+        return ValueRecord(type(leaf).__name__, leaf)
     if isinstance(leaf, Unreadable | TensorPart):
         return ValueRecord(UNREADABLE, leaf.reason)
     if isinstance(leaf, StoredTensor):
@@ -160,6 +166,7 @@ class _TreeBuilder:
         self._remaining = limit
         self._text_bytes = _MAX_TEXT_GROWTH * limit + _ALWAYS_ALLOWED_TEXT
         self._containers: set[int] = set()  # around the current value, by identity
+        self._nodes: dict[Node, Node] = {}
         self.leaves: list[Leaf] = []
 
     def visit(self, value: Value, path: TreePath, depth: int) -> Skeleton:
@@ -182,10 +189,14 @@ class _TreeBuilder:
         self._containers.add(id(value))
         try:
             if isinstance(value, dict):
+                if _STRINGS.issuperset(map(type, value)):
+                    names = cast(tuple[str, ...], tuple(value))
+                    return self._shared(Node("dict", names, self._children(names, value.values(), path, depth)))
                 return self._mapping("dict", value.items(), None, path, depth)
             if isinstance(value, list | tuple):
                 kind: NodeKind = "list" if isinstance(value, list) else "tuple"
-                return Node(kind, tuple(range(len(value))), self._children(enumerate(value), path, depth))
+                keys = tuple(range(len(value)))
+                return self._shared(Node(kind, keys, self._children(keys, value, path, depth)))
             if isinstance(value, set | frozenset):
                 return self._sequence(sorted(value, key=_sort_key), f"builtins.{type(value).__name__}", path, depth)
             if isinstance(value, Global):
@@ -196,11 +207,26 @@ class _TreeBuilder:
         finally:
             self._containers.discard(id(value))
 
-    def _children(self, values: Iterable[tuple[Key, Value]], path: TreePath, depth: int) -> tuple[Skeleton, ...]:
+    def _shared(self, node: Node) -> Node:
+        """Return an equal node for containers of leaves: there may be millions, which the garbage collector visits.
+
+        The keys are texts or indices: others may be equal and differ, such as 1 and True.
+        """
+        return self._nodes.setdefault(node, node) if node.children.count(LEAF) == len(node.children) else node
+
+    def _children(
+        self, keys: Iterable[Key], values: Collection[Value], path: TreePath, depth: int
+    ) -> tuple[Skeleton, ...]:
         """Return the skeletons of the values of a container at `path`."""
         leaves, plain = self.leaves, _PLAIN
+        if _WITHOUT_TEXT.issuperset(map(type, values)):  # without a loop: there may be millions
+            self._remaining -= len(values)
+            if self._remaining < 0:
+                raise self._too_large(path)
+            leaves.extend(cast(Collection[Leaf], values))
+            return (LEAF,) * len(values)
         children: list[Skeleton] = []
-        for key, value in values:
+        for key, value in zip(keys, values, strict=True):
             if type(value) in plain:  # without a call: there may be millions
                 self._remaining -= 1
                 if type(value) in _TEXTS:
@@ -311,9 +337,9 @@ class _TreeBuilder:
         ]
         return Node("dict", tuple(found), tuple(fields), "numpy.void")
 
-    def _sequence(self, values: Iterable[Value], type_name: str, path: TreePath, depth: int) -> Node:
-        children = self._children(enumerate(values), path, depth)
-        return Node("object", tuple(range(len(children))), children, type_name)
+    def _sequence(self, values: Collection[Value], type_name: str, path: TreePath, depth: int) -> Node:
+        keys = tuple(range(len(values)))
+        return Node("object", keys, self._children(keys, values, path, depth), type_name)
 
     def _mapping(
         self, kind: NodeKind, pairs: Iterable[tuple[Value, Value]], type_name: str | None, path: TreePath, depth: int
@@ -326,7 +352,7 @@ class _TreeBuilder:
         if len(keys) != len(latest):
             # Tree paths cannot contain such keys, so the pairs are stored as a sequence.
             return self._sequence(latest.items(), type_name or f"builtins.{kind}", path, depth)
-        children = self._children(zip(keys, latest.values(), strict=True), path, depth)
+        children = self._children(keys, latest.values(), path, depth)
         return Node(kind, tuple(keys), children, type_name)
 
     def _attributes_of(self, state: Value) -> dict[str, JSON] | None:
@@ -379,7 +405,7 @@ class _TreeBuilder:
         keys = tuple([Attribute(label) for label, _ in parts])
         if len(set(keys)) != len(keys):
             raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
-        children = self._children(zip(keys, [part for _, part in parts], strict=True), path, depth)
+        children = self._children(keys, [part for _, part in parts], path, depth)
         return Node("object", keys, children, type_name)
 
 

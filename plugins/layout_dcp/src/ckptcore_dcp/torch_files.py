@@ -34,7 +34,7 @@ from ckptcore.model import (
     format_path,
     unreadable_leaf,
 )
-from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text, kind_in_place_of
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.directories import find_rank_files
@@ -266,8 +266,10 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
         content, problem = None, "is not a file of torch.save"
         try:
             content = read_torch_file(store, file)
-            if content is None and (kind := file_kind(store.get(file, 0, FILE_HEAD_BYTES), file)) is not None:
-                problem = f"is {kind}"
+            if content is None:
+                head = store.get(file, 0, FILE_HEAD_BYTES)
+                if (kind := kind_in_place_of(head) or (None if is_text(head) else file_kind(head, file))) is not None:
+                    problem = f"is {kind}"
         except ObjectNotFoundError:
             problem = "does not exist"
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
