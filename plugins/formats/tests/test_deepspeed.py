@@ -17,7 +17,7 @@ import ckptcore
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.opening import ConsistentRead, open_either
-from plugins.formats.tests.zero_files import SHAPES, array, edit, write_zero
+from plugins.formats.tests.zero_files import FROZEN, SHAPES, array, edit, write_zero
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED_OF = {"universal_zero1": "zero1", "universal_zero3": "zero3_bf16"}
@@ -87,6 +87,7 @@ def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> 
             assert found["optimizer"]["state"][name]["step"] == 2
     assert [group["params"] for group in found["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
     assert same(found["module"]["tied"], found["module"]["w"])
+    assert same(found["module"]["frozen"], array("frozen", FROZEN).astype(np.float64))
     assert list(found["module"]["buffer"]) == [0, 1, 2]
 
 
@@ -172,6 +173,15 @@ def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
     edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
     edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
     assert same(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
+
+
+def test_state_that_differs_between_processes_is_not_lost_unsaid(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 3, 2)
+    edit(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", "epoch", value=4)
+    with pytest.raises(UnsupportedLeafError, match="epoch.* differs between the processes"):
+        ckptcore.load(step)
+    assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
+    assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4  # the way on
 
 
 def test_names_are_only_keys(tmp_path: Path) -> None:

@@ -65,3 +65,12 @@ def test_a_name_in_both_is_refused_alone(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
     assert ckptcore.load(tmp_path / "c", select=ckptcore.select.names("iteration")) == {"iteration": 8}
     assert ckptcore.load(tmp_path / "c" / "common.pt")["norm.weight"] == 3  # the way on
+
+
+def test_the_goldens_are_small_and_say_nothing_of_where_they_were_made() -> None:
+    golden = Path(__file__).parent / "golden"
+    files = [path for path in golden.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 700_000
+    for path in files:
+        assert path.stat().st_size < 100_000
+        assert path.suffix == ".py" or not any(place in path.read_bytes() for place in (b"/home/", b"/work/", b"/tmp/"))

@@ -111,15 +111,17 @@ def test_what_processes_saved_differently_is_refused_alone(tmp_path: Path) -> No
     for rank in range(4):
         path = tmp_path / "c" / f"pytorch_model_fsdp_rank{rank}.bin"
         content: dict[str, Any] = {"seed": rank, "list": list(range(rank)), "shape": torch.zeros(rank), "only": {}}
+        content |= {"elements": torch.full((3,), rank), "equal": torch.arange(3)}
         content["only"][f"of {rank}"] = rank
         torch.save(content, tmp_path / "c" / f"other_rank_{rank}.pt")
         torch.save({"same": 3, **content, "w": part_of(rank)}, path)
     found = ckptcore.load(
-        tmp_path / "c", select=ckptcore.select.names("pytorch_model_fsdp/w", "pytorch_model_fsdp/only")
+        tmp_path / "c", select=ckptcore.select.names(*[f"pytorch_model_fsdp/{name}" for name in ("w", "only", "equal")])
     )
     assert np.array_equal(found["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
     assert found["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
-    for name in ("seed", "list", "shape"):
+    assert list(found["pytorch_model_fsdp"]["equal"]) == [0, 1, 2]
+    for name in ("seed", "list", "shape", "elements"):
         with pytest.raises(UnsupportedLeafError, match="processes"):
             ckptcore.load(tmp_path / "c", select=ckptcore.select.names(f"pytorch_model_fsdp/{name}"))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["SHAPES", "array", "edit", "write_zero"]
+__all__ = ["FROZEN", "SHAPES", "array", "edit", "write_zero"]
 
 Shape = tuple[int, ...]
 SHAPES: Sequence[Mapping[str, Shape]] = (
@@ -19,6 +19,8 @@ SHAPES: Sequence[Mapping[str, Shape]] = (
     {"b": (3,), "t": (2, 1, 3)},
 )
 """The shapes of the parameters of two groups."""
+FROZEN: Shape = (3, 5)
+"""The shape of a frozen parameter, in float64."""
 KINDS = {"fp32": 0.0, "exp_avg": 1000.0, "exp_avg_sq": 2000.0}
 
 
@@ -53,13 +55,20 @@ def write_zero(
             OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in shapes
         ],
         "shared_params": {"tied": "w"},
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
+        "frozen_param_shapes": {"frozen": torch.Size(FROZEN)} if stage > 1 else None,
         "dp_world_size": processes,
         "epoch": 3,
     }  # fmt: skip
     names = [f"zero_pp_rank_{rank}_" for rank in range(processes)] if stage == 3 else [""]
-    for prefix in names:
+    frozen = torch.from_numpy(array("frozen", FROZEN)).double()
+    model["module"]["frozen"] = frozen if stage < 3 else torch.zeros(0)
+    for rank, prefix in enumerate(names):
+        extent = -(-frozen.numel() // processes)
+        part = torch.zeros(extent, dtype=torch.float64)
+        held = frozen.reshape(-1)[rank * extent : (rank + 1) * extent]
+        part[: len(held)] = held
+        fragments = {1: None, 2: {"frozen": frozen}, 3: {"frozen": part}}
+        model["frozen_param_fragments"] = fragments[stage]
         torch.save(model, step / f"{prefix}mp_rank_00_model_states.pt")
     for rank in range(processes):
         state = _state_3(shapes, processes, rank) if stage == 3 else _state_12(stage, shapes, processes, rank, align)

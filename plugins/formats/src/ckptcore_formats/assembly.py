@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -13,7 +12,6 @@ from ckptcore_dcp.reading import (
     Column,
     Leaf,
     LocationColumns,
-    StorageIndex,
     StoredBytes,
     StoredTensor,
     TensorPart,
@@ -22,7 +20,7 @@ from ckptcore_dcp.reading import (
     read_torch_file,
 )
 
-from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,
@@ -30,25 +28,21 @@ from ckptcore.model import (
     ArraySpec,
     Attribute,
     Box,
-    Chunk,
-    HostArray,
     Key,
     LeafRecord,
     Node,
-    ReadItem,
-    Receipt,
     Skeleton,
     TreeMetadata,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.model.tree import leaf_count
-from ckptcore.planning import ChunkColumns, ChunkTable
-from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore.planning import ChunkColumns
+from ckptcore.protocols import Inspection, ReadStore
 
 __all__ = [
+    "PLACES",
     "RESTORE",
-    "AssembledLayout",
     "Branch",
     "Divided",
     "Entry",
@@ -63,12 +57,11 @@ __all__ = [
     "run_of",
 ]
 
-_PLACES: Final = "places"
+PLACES: Final = "places"
+"""Key of the state for whole tensors, of `LocationColumns`."""
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 _MAX_RUNS: Final = 1 << 12
 """Most runs of elements into which a piece in another order than C is cut."""
-_SLAB_BYTES: Final = 1 << 24
-"""Bytes that are read at a time to compare a checksum."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
@@ -334,7 +327,7 @@ def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterat
 
 
 def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspection:
-    """Return a tree of entries as a checkpoint of other software. `AssembledLayout` reads it.
+    """Return a tree of entries as a checkpoint of other software. An `AssembledLayout` reads it.
 
     Args:
         entry: the tree.
@@ -370,7 +363,7 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
         **chunks.to_json(),
         "storage": storage_of,
         "storages": [[one.key, one.start, one.stop, one.crc] for one in storages],
-        _PLACES: columns.to_json(),
+        PLACES: columns.to_json(),
     }
     return Inspection(tree, state, writer, files=files)
 
@@ -403,113 +396,3 @@ def _record(leaf: tuple[Leaf, Part] | Divided | Refused) -> LeafRecord:
     if isinstance(leaf, Refused):
         return unreadable_leaf(leaf.error)
     return ArrayRecord(leaf.spec, leaf.kind, notes=_FRAMEWORK)
-
-
-class _AssembledIndex(ChunkTable):
-    """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
-
-    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
-        super().__init__(tree, state)
-        columns: Any = state  # of `inspection_of`: no root has this layout
-        self._places = StorageIndex(tree, columns[_PLACES])
-        self._storages: Sequence[tuple[str, int, int, int]] = [tuple(row) for row in columns["storages"]]
-        self._storages_of: dict[int, set[int]] = {}
-        for leaf, storage in zip(columns["leaf"], columns["storage"], strict=True):
-            self._storages_of.setdefault(leaf, set()).add(storage)
-        self._verified: set[int] = set()
-
-    def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
-        """See `ChunkIndex.boxes`. Whole tensors in storages have no chunks."""
-        return () if leaf in self._places else tuple(super().boxes(leaf, box))
-
-    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`."""
-        yield from self._places.extents(leaf)
-        if leaf not in self._places:
-            yield from super().extents(leaf)
-
-    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
-        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
-
-        A storage has elements of many arrays, so it is read again, but only once.
-
-        Raises:
-            ChecksumError: a checksum differs.
-        """
-        if leaf in self._places:
-            places: Any = self._places
-            found: Collection[str] = places.unverified(leaf, store)
-            return found
-        unknown: set[str] = set()
-        for number in self._storages_of.get(leaf, ()):
-            key, start, stop, expected = self._storages[number]
-            if not expected:
-                unknown.add(key)
-            elif number not in self._verified:
-                _verify(store, key, start, stop, expected)
-                self._verified.add(number)
-        return unknown
-
-    def check(self, leaves: Collection[int]) -> None:
-        """See `ChunkIndex.check`."""
-        super().check([leaf for leaf in leaves if leaf not in self._places])
-
-    def reads(self, leaf: int, store: ReadStore) -> bool:
-        """See `NativeReader.reads`."""
-        return leaf in self._places
-
-    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
-        """See `NativeReader.read`."""
-        return self._places.read(items, buffers, store)
-
-
-def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
-    found = 0
-    for first in range(start, stop, _SLAB_BYTES):
-        found = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), found)
-    if found != expected:
-        raise ChecksumError(
-            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {found:08x}; "
-            f"{RESTORE}",
-            key=key,
-            start=start,
-            stop=stop,
-        )
-
-
-class AssembledLayout(Layout):
-    """A read-only layout whose `inspect` returns the result of `inspection_of`."""
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the index of the pieces and of the whole tensors."""
-        return _AssembledIndex(tree, state)
-
-    def _read_only(self) -> UnsupportedLeafError:
-        return UnsupportedLeafError(
-            f"the layout {self.name!r} only reads checkpoints of other software; save with layout='dcp', "
-            "'safetensors' or another layout"
-        )

@@ -18,9 +18,10 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembly import RESTORE, AssembledLayout, Entry, Part, PartReader, inspection_of
+from ckptcore_formats.assembled_layout import AssembledLayout
+from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, inspection_of
 from ckptcore_formats.deepspeed_universal import read_universal
-from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, Zero, named
+from ckptcore_formats.deepspeed_zero import Weights, Zero, named, rest_of
 
 __all__ = ["DeepSpeedLayout"]
 
@@ -173,26 +174,22 @@ class _Directory:
         state = named(model)
         weights = Weights(model.key, state, self.parallel)
         if self.is_universal:
-            return read_universal(self.reader, f"{self.directory}zero/", model, weights, self._frozen(model, weights))
+            return read_universal(self.reader, f"{self.directory}zero/", self._models(model), weights)
         shapes = state.get("param_shapes")
         if not self.optimizers and (shapes is None or shapes.plain() is None):
             return model  # without ZeRO a single file has all
         zero = Zero.of(self.reader, self._complete(self.optimizers, _OPTIM, model), weights)
-        frozen = self._frozen(model, weights) if zero.stage == 3 else {}
-        optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups()}
-        optimizer.update([(key, part) for key, part in zero.rest.items() if key not in PARTITIONS])
-        rest = {key: part for key, part in model.items() if key not in MODEL_KEYS}
-        return {"module": weights.module({**zero.weights(), **frozen}), "optimizer": optimizer, **rest}
+        models = self._models(model) if zero.stage == 3 else [model]
+        optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups(), **zero.rest()}
+        module = weights.module({**zero.weights(), **weights.frozen_in_slices(models)})
+        return {"module": module, "optimizer": optimizer, **rest_of(models)}
 
-    def _frozen(self, model: Part, weights: Weights) -> Mapping[str, Entry]:
-        """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
+    def _models(self, model: Part) -> Sequence[Part]:
+        """Return the files of the model: with ZeRO 3 one of each process."""
         if not self.models:
-            return {}
+            return [model]
         files = self._complete(self.models, _ZERO_MODEL, model)
-        if not weights.frozen:
-            return {}
-        parts = (model if key == model.key else self.reader.read(key) for key in files)
-        return weights.frozen_in_slices([named(part).get("frozen_param_fragments") for part in parts])
+        return [model if key == model.key else self.reader.read(key) for key in files]
 
     def _complete(self, files: Mapping[int, str], pattern: re.Pattern[str], model: Part) -> Sequence[str]:
         """Return files by rank.

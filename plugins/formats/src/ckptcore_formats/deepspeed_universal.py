@@ -8,7 +8,7 @@ with the whole parameter, or, from ZeRO 3, the bare tensor without its shape (De
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Key
 from ckptcore.protocols import ReadStore
 from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, Refused
-from ckptcore_formats.deepspeed_zero import MODEL_KEYS, PARTITIONS, Weights, named_groups
+from ckptcore_formats.deepspeed_zero import PARTITIONS, Weights, named_groups, rest_of
 
 __all__ = ["read_universal"]
 
@@ -26,17 +26,14 @@ _MAX_DEPTH: Final = 8
 """Most directories within each other. The name of a parameter has no slash in practice."""
 
 
-def read_universal(
-    reader: PartReader, directory: str, model: Part, weights: Weights, frozen: Mapping[str, Entry]
-) -> Entry:
+def read_universal(reader: PartReader, directory: str, models: Sequence[Part], weights: Weights) -> Entry:
     """Return the state as one tree, as for other checkpoints of DeepSpeed.
 
     Args:
         reader: the files.
         directory: prefix of the keys of the files of parameters.
-        model: the file of the model.
-        weights: names and shapes in it.
-        frozen: frozen parameters that the files of the model have in slices.
+        models: the files of the model, one of each process if ZeRO 3 wrote them.
+        weights: names and shapes in the first of them.
     """
     values: dict[str, Entry] = {}
     states: dict[Key, dict[Key, Entry]] = {}
@@ -54,8 +51,8 @@ def read_universal(
         groups = found.get("param_groups")
         optimizer["param_groups"] = [] if groups is None else named_groups(groups, [*map(list, weights.groups)])
         optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
-    rest = {key: part for key, part in model.items() if key not in MODEL_KEYS}
-    return {"module": weights.module({**values, **frozen}), "optimizer": optimizer, **rest}
+    module = weights.module({**values, **weights.frozen_in_slices(models)})
+    return {"module": module, "optimizer": optimizer, **rest_of(models)}
 
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from ckptcore_dcp.reading import StoredTensor
@@ -18,14 +18,13 @@ from ckptcore_formats.assembly import (
     Entry,
     Part,
     PartReader,
-    Piece,
     Refused,
     Run,
-    boxes_of_range,
-    run_of,
 )
+from ckptcore_formats.flat_vectors import Vector, guarded, in_slices, in_vectors, stored_run
+from ckptcore_formats.rank_files import merge_parts
 
-__all__ = ["MODEL_KEYS", "PARTITIONS", "Weights", "Zero", "named", "named_groups"]
+__all__ = ["PARTITIONS", "Weights", "Zero", "named", "named_groups", "rest_of"]
 
 _FLAT_3: Final = "fp32_flat_groups"
 _FLAT_12: Final = "single_partition_of_fp32_groups"
@@ -36,7 +35,7 @@ PARTITIONS: Final = frozenset(
     + ["param_slice_mappings", "param_groups", "zero_stage"]
 )
 """Keys of a file of the optimizer that describe partitions, of which nothing is left in the tree."""
-MODEL_KEYS: Final = frozenset(
+_MODEL_KEYS: Final = frozenset(
     ["module", "optimizer", "param_shapes", "buffer_names", "shared_params"]
     + ["frozen_param_shapes", "frozen_param_fragments"]
 )
@@ -46,6 +45,19 @@ MODEL_KEYS: Final = frozenset(
 def named(part: Part) -> dict[str, Part]:
     """Return the children with text as key."""
     return {key: child for key, child in part.children().items() if isinstance(key, str)}
+
+
+def rest_of(models: Sequence[Part]) -> Mapping[Key, Entry]:
+    """Return what files of the model have besides the weights, with the state that the program added.
+
+    What the processes saved differently is a leaf that cannot be loaded.
+    """
+    return _merged([dict(model.items()) for model in models], _MODEL_KEYS)
+
+
+def _merged(states: Sequence[Mapping[Key, Part]], without: Collection[Key]) -> Mapping[Key, Entry]:
+    keys = dict.fromkeys([key for state in states for key in state if key not in without])
+    return {key: merge_parts([state[key] for state in states if key in state]) for key in keys}
 
 
 def _shape(value: object, key: str, path: str) -> tuple[int, ...]:
@@ -99,14 +111,18 @@ class Weights:
             return {}
         return {str(name): _shape(shape, self.key, f"module/{name}") for name, shape in shapes.items()}
 
-    def frozen_in_slices(self, fragments: Sequence[Part | None]) -> Mapping[str, Entry]:
-        """Return frozen parameters of ZeRO 3, of which each process has a slice."""
+    def frozen_in_slices(self, models: Sequence[Part]) -> Mapping[str, Entry]:
+        """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
+        fragments = [named(model).get("frozen_param_fragments") for model in models]
         slices = [{} if part is None else part.children() for part in fragments]
         found: dict[str, Entry] = {}
         for name, shape in self.frozen.items():
             path = f"module/{name}"
             parts = [each.get(name) for each in slices]
-            found[name] = _guarded(lambda: _in_slices([_run(part, path) for part in parts], shape, path))  # noqa: B023
+            tensor = None if parts[0] is None else parts[0].tensor
+            if len(parts) == 1 and tensor is not None and tensor.shape == shape:
+                continue  # the only file has it whole, without ZeRO 3
+            found[name] = guarded(lambda: in_slices([stored_run(part, path) for part in parts], shape, path))  # noqa: B023
         return found
 
     def module(self, weights: Mapping[str, Entry]) -> Mapping[Key, Entry]:
@@ -151,21 +167,6 @@ class Weights:
         return found
 
 
-def _guarded(make: Callable[[], Entry]) -> Entry:
-    """Return an array, or a leaf with the error if it cannot be read. The other leaves can be."""
-    try:
-        return make()
-    except (CorruptCheckpointError, UnsupportedLeafError) as error:
-        return Refused(error)
-
-
-def _run(part: Part | None, path: str) -> Run:
-    tensor = None if part is None else part.tensor
-    if part is None or tensor is None:
-        raise CorruptCheckpointError(f"{path} has no tensor in the file of a rank: {RESTORE}")
-    return run_of(tensor, part.storages, path=path)
-
-
 def named_groups(groups: Part, names: Sequence[Sequence[str]]) -> Entry:
     """Return the groups of an optimizer with the names of their parameters.
 
@@ -189,53 +190,6 @@ def _items(part: Part | None) -> Sequence[object]:
     return found if isinstance(found, tuple | list) else ()
 
 
-class _Vector:
-    """Runs one after another, as one flat vector."""
-
-    def __init__(self, runs: Sequence[Run], path: str) -> None:
-        self.runs = runs
-        kinds = {(run.spec.dtype, run.kind) for run in runs}
-        if len(kinds) != 1:
-            raise CorruptCheckpointError(f"{path} has partitions of {len(kinds)} dtypes: {RESTORE}")
-        ((self.dtype, self.kind),) = kinds
-        self.starts = [0, *itertools.accumulate([run.size for run in runs])]
-
-    def pieces(self, position: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Piece]:
-        """Return elements `first` to `last` of an array, of which the first one is at a position of the vector."""
-        number = bisect.bisect_right(self.starts, position) - 1
-        while first < last:
-            run, skip = self.runs[number], position - self.starts[number]
-            count = min(last - first, run.size - skip)
-            for box in boxes_of_range(shape, first, first + count):
-                yield run.piece(box, skip)
-                skip += box.size
-            first, position, number = first + count, position + count, number + 1
-
-    def array(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Divided:
-        return Divided(ArraySpec(shape, self.dtype), self.kind, pieces)
-
-
-def _in_slices(runs: Sequence[Run], shape: tuple[int, ...], path: str) -> Divided:
-    """Return an array of which each process has a slice in a tensor of its own."""
-    return _in_vectors([_Vector([run], path) for run in runs], 0, shape, path)
-
-
-def _in_vectors(vectors: Sequence[_Vector], position: int, shape: tuple[int, ...], path: str) -> Divided:
-    """Return an array of which each process has a slice, at the same position of its vector."""
-    size = math.prod(shape)
-    extent = -(-size // len(vectors))
-    pieces: list[Piece] = []
-    for rank, vector in enumerate(vectors):
-        first, last = min(rank * extent, size), min((rank + 1) * extent, size)
-        if position + last - first > vector.starts[-1]:
-            raise CorruptCheckpointError(
-                f"{path} {list(shape)} needs the elements {position} to {position + last - first} of the partition of "
-                f"rank {rank}, which has {vector.starts[-1]}: {RESTORE}"
-            )
-        pieces.extend(vector.pieces(position, shape, first, last))
-    return vectors[0].array(shape, pieces)
-
-
 class Zero:
     """The partitions of all processes, in their files of the optimizer.
 
@@ -243,16 +197,15 @@ class Zero:
         stage: 3, or 2 for both ZeRO 1 and 2.
         processes: number of data parallel processes.
         sizes: for each process, the elements of the weights in each group.
-        rest: the state of the optimizer of the first process.
     """
 
     def __init__(self, weights: Weights, files: Sequence[str], states: Sequence[dict[str, Part]]) -> None:
         self._weights = weights
         self._files = files
         self._states = states
-        self.rest = states[0]
+        self._first = states[0]
         self.processes = len(files)
-        self.stage = 3 if _FLAT_3 in self.rest else 2
+        self.stage = 3 if _FLAT_3 in self._first else 2
         key = _FLAT_3 if self.stage == 3 else _FLAT_12
         self._flat = [self._groups(rank, key) for rank in range(self.processes)]
         self.sizes = [[math.prod(_tensor(part).shape) for part in groups] for groups in self._flat]
@@ -330,7 +283,7 @@ class Zero:
         return found
 
     def _alignment(self, group: int, count: int) -> Sequence[int]:
-        stated = self.rest["param_alignment_paddings"].plain() if "param_alignment_paddings" in self.rest else None
+        stated = self._first["param_alignment_paddings"].plain() if "param_alignment_paddings" in self._first else None
         if stated is None:
             return [0] * count
         paddings = stated[group] if isinstance(stated, tuple) and group < len(stated) else None
@@ -413,9 +366,14 @@ class Zero:
             numbers.extend([number for number in _items(named(group).get("params")) if isinstance(number, int)])
         return numbers if len(numbers) == count else range(count)
 
+    def rest(self) -> Mapping[Key, Entry]:
+        """Return the state of the optimizer besides its partitions, such as the scale of the loss."""
+        states: list[dict[Key, Part]] = [{key: part for key, part in state.items()} for state in self._states]
+        return _merged(states, PARTITIONS)
+
     def param_groups(self) -> Entry:
         """Return the groups of the optimizer, with the names of their parameters."""
-        found = self.rest.get(_STATE_3 if self.stage == 3 else _STATE_12)
+        found = self._first.get(_STATE_3 if self.stage == 3 else _STATE_12)
         groups = None if found is None else found.children().get("param_groups")
         names: list[list[str]] = [[] for _ in self._flat[0]]
         for name, (group, _) in self._positions.items():
@@ -436,7 +394,7 @@ class Zero:
             if groups[0][group] is None:
                 continue
             path = template.format(name)
-            found[name] = _guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023
+            found[name] = guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023
         return found
 
 
@@ -452,7 +410,7 @@ class _Vectors:
         self._stage = zero.stage
         self._sizes = zero.sizes
         self._groups = groups
-        self._made: dict[int, Sequence[_Vector] | CheckpointError] = {}
+        self._made: dict[int, Sequence[Vector] | CheckpointError] = {}
 
     def array(self, group: int, position: int, shape: tuple[int, ...], path: str) -> Divided:
         """Return an array that begins at a position of a vector.
@@ -462,7 +420,7 @@ class _Vectors:
         """
         vectors = self._vectors(0 if self._stage == 3 else group, path)
         if self._stage == 3:
-            return _in_vectors(vectors, position, shape, path)
+            return in_vectors(vectors, position, shape, path)
         (vector,) = vectors
         size = math.prod(shape)
         if position + size > vector.starts[-1]:
@@ -472,22 +430,22 @@ class _Vectors:
             )
         return vector.array(shape, list(vector.pieces(position, shape, 0, size)))
 
-    def _vectors(self, group: int, path: str) -> Sequence[_Vector]:
+    def _vectors(self, group: int, path: str) -> Sequence[Vector]:
         """Return a vector for each process with ZeRO 3, else one for all of them."""
         made = self._made.get(group)
         if made is None:
             try:
                 if self._stage == 3:
-                    runs = [[_run(part, path) for part in parts] for parts in self._groups]
+                    runs = [[stored_run(part, path) for part in parts] for parts in self._groups]
                     self._expect(runs, self._sizes, path)
-                    made = [_Vector(each, path) for each in runs]
+                    made = [Vector(each, path) for each in runs]
                 else:
                     # The last of the processes with elements of the group may have padding that the weights lack.
-                    row = [_run(parts[group], path) for parts in self._groups]
+                    row = [stored_run(parts[group], path) for parts in self._groups]
                     sizes = [each[group] for each in self._sizes]
                     last = max([rank for rank, size in enumerate(sizes) if size], default=0)
                     self._expect([row[:last]], [sizes[:last]], path)
-                    made = [_Vector(row, path)]
+                    made = [Vector(row, path)]
             except (CorruptCheckpointError, UnsupportedLeafError) as error:
                 made = error
             self._made[group] = made

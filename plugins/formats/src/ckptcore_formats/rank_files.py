@@ -18,9 +18,9 @@ from ckptcore_dcp.reading import Column, Leaf, StoredTensor, TensorPart, Unreada
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton
 from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_formats.assembled_layout import AssembledLayout
 from ckptcore_formats.assembly import (
     RESTORE,
-    AssembledLayout,
     Branch,
     Divided,
     Entry,
@@ -32,7 +32,7 @@ from ckptcore_formats.assembly import (
     pieces_of_part,
 )
 
-__all__ = ["RankFilesLayout"]
+__all__ = ["RankFilesLayout", "merge_parts"]
 
 _RANKED: Final = re.compile(
     r"(?P<kind>.*?)_?(?:world_size_(?P<size>[1-9][0-9]{0,8})_)?rank[_-]?(?P<rank>0|[1-9][0-9]{0,8})"
@@ -157,10 +157,11 @@ def _merge_ranks(parts: Sequence[Part]) -> Entry:
     """Merge the trees of all processes."""
     if not any(_has_parts(part) for part in parts):
         return parts[0] if len(parts) == 1 else {rank: part for rank, part in enumerate(parts)}
-    return _merge(parts)
+    return merge_parts(parts)
 
 
-def _merge(parts: Sequence[Part]) -> Entry:
+def merge_parts(parts: Sequence[Part]) -> Entry:
+    """Return one tree for the trees of all processes, by rank. What differs is a leaf that cannot be loaded."""
     skeleton = parts[0].skeleton
     if all(part.skeleton == skeleton for part in parts):
         leaves = zip(*[part.leaves for part in parts], strict=True)
@@ -176,7 +177,7 @@ def _merge(parts: Sequence[Part]) -> Entry:
     for part in parts:
         for key, child in part.items():
             children.setdefault(key, []).append(child)
-    return {key: _merge(found) for key, found in children.items()}
+    return {key: merge_parts(found) for key, found in children.items()}
 
 
 def _is_mapping(skeleton: Skeleton) -> bool:
@@ -196,7 +197,8 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
             return Refused(error)
     if isinstance(first, StoredTensor):
         specs = {(leaf.spec, leaf.kind) if isinstance(leaf, StoredTensor) else None for leaf in leaves}
-        same = len(specs) == 1
+        checksums = {_checksum(leaf, part) for leaf, part in zip(leaves, parts, strict=True)}
+        same = len(specs) == 1 and len(checksums - {0}) < 2
     else:
         same = all(_is_same(first, leaf) for leaf in leaves)
     if same:
@@ -207,6 +209,14 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
             "path"
         )
     )
+
+
+def _checksum(leaf: Leaf, part: Part) -> int:
+    """Return the CRC-32 of the elements of a tensor, which its file has if it is a whole storage; else 0."""
+    if not isinstance(leaf, StoredTensor) or leaf.storage not in part.storages:
+        return 0
+    storage = part.storages[leaf.storage]
+    return storage.crc if leaf.spec.nbytes == storage.size else 0
 
 
 def _is_same(first: Leaf, second: Leaf) -> bool:

@@ -1,6 +1,8 @@
 """Writes the golden checkpoints of DeepSpeed: ``python generate_deepspeed.py DIRECTORY [NAME ...]``.
 
-Those in ``deepspeed`` are of DeepSpeed 0.19.8, and those in ``deepspeed_VERSION`` of that version.
+Those in ``deepspeed`` are of DeepSpeed 0.19.8, and those in ``deepspeed_VERSION`` of that version, imported from its
+source distribution with torch 2.13 and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, which its ``zero_to_fp32`` needs. ZeRO 3 of
+0.14.5 also calls ``numactl --hardware``, for which a script stood in that prints one node.
 
 Each is written by DeepSpeed's own ``save_checkpoint`` on CPUs (gloo), and the universal ones by its
 ``ds_to_universal``. Beside each, ``NAME.npz`` has the weights that ``zero_to_fp32`` returns, and the

@@ -1,0 +1,130 @@
+"""Layouts of trees from several torch.save files, and the index of their arrays. See `assembly`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
+
+from ckptcore_dcp.reading import StorageIndex
+
+from ckptcore.errors import ChecksumError, UnsupportedLeafError
+from ckptcore.model import JSON, Box, Chunk, HostArray, ReadItem, Receipt, TreeMetadata
+from ckptcore.planning import ChunkTable
+from ckptcore.protocols import ChunkIndex, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore_formats.assembly import PLACES, RESTORE
+
+__all__ = ["AssembledLayout"]
+
+_SLAB_BYTES: Final = 1 << 24
+"""Bytes that are read at a time to compare a checksum."""
+
+
+class _AssembledIndex(ChunkTable):
+    """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        super().__init__(tree, state)
+        columns: Any = state  # of `inspection_of`: no root has this layout
+        self._places = StorageIndex(tree, columns[PLACES])
+        self._storages: Sequence[tuple[str, int, int, int]] = [tuple(row) for row in columns["storages"]]
+        self._storages_of: dict[int, set[int]] = {}
+        for leaf, storage in zip(columns["leaf"], columns["storage"], strict=True):
+            self._storages_of.setdefault(leaf, set()).add(storage)
+        self._verified: set[int] = set()
+
+    def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
+        """See `ChunkIndex.boxes`. Whole tensors in storages have no chunks."""
+        return () if leaf in self._places else tuple(super().boxes(leaf, box))
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`."""
+        yield from self._places.extents(leaf)
+        if leaf not in self._places:
+            yield from super().extents(leaf)
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
+
+        A storage has elements of many arrays, so it is read again, but only once.
+
+        Raises:
+            ChecksumError: a checksum differs.
+        """
+        if leaf in self._places:
+            places: Any = self._places
+            found: Collection[str] = places.unverified(leaf, store)
+            return found
+        unknown: set[str] = set()
+        for number in self._storages_of.get(leaf, ()):
+            key, start, stop, expected = self._storages[number]
+            if not expected:
+                unknown.add(key)
+            elif number not in self._verified:
+                _verify(store, key, start, stop, expected)
+                self._verified.add(number)
+        return unknown
+
+    def check(self, leaves: Collection[int]) -> None:
+        """See `ChunkIndex.check`."""
+        super().check([leaf for leaf in leaves if leaf not in self._places])
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """See `NativeReader.reads`."""
+        return leaf in self._places
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`."""
+        return self._places.read(items, buffers, store)
+
+
+def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
+    found = 0
+    for first in range(start, stop, _SLAB_BYTES):
+        found = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), found)
+    if found != expected:
+        raise ChecksumError(
+            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {found:08x}; "
+            f"{RESTORE}",
+            key=key,
+            start=start,
+            stop=stop,
+        )
+
+
+class AssembledLayout(Layout):
+    """A read-only layout whose `inspect` returns the result of `inspection_of`."""
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of the pieces and of the whole tensors."""
+        return _AssembledIndex(tree, state)
+
+    def _read_only(self) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"the layout {self.name!r} only reads checkpoints of other software; save with layout='dcp', "
+            "'safetensors' or another layout"
+        )

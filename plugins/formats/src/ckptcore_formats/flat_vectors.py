@@ -1,0 +1,76 @@
+"""Flat vectors in several files: arrays that are ranges of them. See `deepspeed`."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArraySpec
+from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, Piece, Refused, Run, boxes_of_range, run_of
+
+__all__ = ["Vector", "guarded", "in_slices", "in_vectors", "stored_run"]
+
+
+def guarded(make: Callable[[], Entry]) -> Entry:
+    """Return an array, or a leaf with the error if it cannot be read. The other leaves can be."""
+    try:
+        return make()
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return Refused(error)
+
+
+def stored_run(part: Part | None, path: str) -> Run:
+    tensor = None if part is None else part.tensor
+    if part is None or tensor is None:
+        raise CorruptCheckpointError(f"{path} has no tensor in the file of a rank: {RESTORE}")
+    return run_of(tensor, part.storages, path=path)
+
+
+class Vector:
+    """Runs one after another, as one flat vector."""
+
+    def __init__(self, runs: Sequence[Run], path: str) -> None:
+        self.runs = runs
+        kinds = {(run.spec.dtype, run.kind) for run in runs}
+        if len(kinds) != 1:
+            raise CorruptCheckpointError(f"{path} has partitions of {len(kinds)} dtypes: {RESTORE}")
+        ((self.dtype, self.kind),) = kinds
+        self.starts = [0, *itertools.accumulate([run.size for run in runs])]
+
+    def pieces(self, position: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Piece]:
+        """Return elements `first` to `last` of an array, of which the first one is at a position of the vector."""
+        number = bisect.bisect_right(self.starts, position) - 1
+        while first < last:
+            run, skip = self.runs[number], position - self.starts[number]
+            count = min(last - first, run.size - skip)
+            for box in boxes_of_range(shape, first, first + count):
+                yield run.piece(box, skip)
+                skip += box.size
+            first, position, number = first + count, position + count, number + 1
+
+    def array(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Divided:
+        return Divided(ArraySpec(shape, self.dtype), self.kind, pieces)
+
+
+def in_slices(runs: Sequence[Run], shape: tuple[int, ...], path: str) -> Divided:
+    """Return an array of which each process has a slice in a tensor of its own."""
+    return in_vectors([Vector([run], path) for run in runs], 0, shape, path)
+
+
+def in_vectors(vectors: Sequence[Vector], position: int, shape: tuple[int, ...], path: str) -> Divided:
+    """Return an array of which each process has a slice, at the same position of its vector."""
+    size = math.prod(shape)
+    extent = -(-size // len(vectors))
+    pieces: list[Piece] = []
+    for rank, vector in enumerate(vectors):
+        first, last = min(rank * extent, size), min((rank + 1) * extent, size)
+        if position + last - first > vector.starts[-1]:
+            raise CorruptCheckpointError(
+                f"{path} {list(shape)} needs the elements {position} to {position + last - first} of the partition of "
+                f"rank {rank}, which has {vector.starts[-1]}: {RESTORE}"
+            )
+        pieces.extend(vector.pieces(position, shape, first, last))
+    return vectors[0].array(shape, pieces)
