@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_formats.deepspeed import DeepSpeedLayout
 from safetensors.numpy import load_file, save_file
 
 import ckptcore
@@ -223,6 +224,23 @@ def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
     assert index.unverified(number, opened.store) == set()
     with pytest.raises(ChecksumError, match=f"{path.name}.* is damaged in bytes .* CRC-32"):
         index.unverified(opened.tree.paths.index(("module", "long")), opened.store)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"places": None}, {"places": {}}, {"storages": 3}, {"storages": [[1, 2, 3, 4]] * 9}, {"storage": [99]},
+        {"storages": [["f", 5, 1, 0]] * 9}, {"storages": [["f", 0]]}, {"storage": "x"}, {"leaf": [-1]}, {"files": [3]},
+    ],
+)  # fmt: skip
+def test_a_hostile_root_that_names_the_layout_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    write_zero(tmp_path, 2, 2)
+    opened = ConsistentRead(tmp_path, ckptcore.Context(), open_either).open()
+    assert isinstance(opened, Checkpoint)
+    state: Any = opened.stored.state
+    for hostile in ({**state, **change}, {key: value for key, value in state.items() if key not in change}):
+        with pytest.raises(CorruptCheckpointError):
+            DeepSpeedLayout().index(opened.tree, hostile)
 
 
 def test_saving_is_refused(tmp_path: Path) -> None:

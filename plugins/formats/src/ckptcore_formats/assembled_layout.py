@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from ckptcore_dcp.reading import StorageIndex
 
-from ckptcore.errors import ChecksumError, UnsupportedLeafError
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, Chunk, HostArray, ReadItem, Receipt, TreeMetadata
-from ckptcore.planning import ChunkTable
+from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, Layout, ReadStore, Snapshot, WriteStore
 from ckptcore_formats.assembly import PLACES, RESTORE
 
@@ -24,13 +24,24 @@ class _AssembledIndex(ChunkTable):
     """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        """Read the state of `inspection_of`. A root may name this layout, with any state.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
         super().__init__(tree, state)
-        columns: Any = state  # of `inspection_of`: no root has this layout
-        self._places = StorageIndex(tree, columns[PLACES])
-        self._storages: Sequence[tuple[str, int, int, int]] = [tuple(row) for row in columns["storages"]]
+        columns: Any = state  # the errors of a hostile state are caught below
+        try:
+            self._places = StorageIndex(tree, columns[PLACES])
+            self._storages: Sequence[tuple[str, int, int, int]] = [_storage(*row) for row in columns["storages"]]
+            numbers = natural_column(columns["storage"], len(self._storages), len(columns["leaf"])).tolist()
+        except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
+            raise CorruptCheckpointError(
+                f"the root is corrupt: its state does not locate arrays in files of torch.save: {error!r}"
+            ) from error
         self._storages_of: dict[int, set[int]] = {}
-        for leaf, storage in zip(columns["leaf"], columns["storage"], strict=True):
-            self._storages_of.setdefault(leaf, set()).add(storage)
+        for leaf, number in zip(columns["leaf"], numbers, strict=True):
+            self._storages_of.setdefault(leaf, set()).add(number)
         self._verified: set[int] = set()
 
     def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
@@ -76,6 +87,14 @@ class _AssembledIndex(ChunkTable):
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
         return self._places.read(items, buffers, store)
+
+
+def _storage(key: object, start: object, stop: object, crc: object) -> tuple[str, int, int, int]:
+    if type(key) is not str or type(start) is not int or type(stop) is not int or type(crc) is not int:
+        raise TypeError("a storage is expected")
+    if not 0 <= start <= stop < 1 << 62:
+        raise ValueError("a storage has no valid range")
+    return key, start, stop, crc
 
 
 def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:

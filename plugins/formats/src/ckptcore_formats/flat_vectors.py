@@ -23,6 +23,15 @@ def guarded(make: Callable[[], Entry]) -> Entry:
 
 
 def stored_run(part: Part | None, path: str) -> Run:
+    """Return the elements of a tensor that the file of a rank has.
+
+    Args:
+        part: the tensor; None if the file lacks it.
+        path: the array, for errors.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedLeafError: there is no tensor, or see `run_of`.
+    """
     tensor = None if part is None else part.tensor
     if part is None or tensor is None:
         raise CorruptCheckpointError(f"{path} has no tensor in the file of a rank: {RESTORE}")
@@ -30,9 +39,20 @@ def stored_run(part: Part | None, path: str) -> Run:
 
 
 class Vector:
-    """Runs one after another, as one flat vector."""
+    """Runs one after another, as one flat vector.
+
+    Attributes:
+        runs: the runs.
+        dtype, kind: those of all runs.
+        starts: the position of each run, and the length of the vector, in elements.
+    """
 
     def __init__(self, runs: Sequence[Run], path: str) -> None:
+        """Join runs.
+
+        Raises:
+            CorruptCheckpointError: they have different dtypes.
+        """
         self.runs = runs
         kinds = {(run.spec.dtype, run.kind) for run in runs}
         if len(kinds) != 1:
@@ -52,6 +72,7 @@ class Vector:
             first, position, number = first + count, position + count, number + 1
 
     def array(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Divided:
+        """Return an array of the dtype of the vector."""
         return Divided(ArraySpec(shape, self.dtype), self.kind, pieces)
 
 
