@@ -93,7 +93,7 @@ DISTRIBUTIONS: Final = (
         "formats",
         "ckptcore_formats",
         internals={"open_archive": "archives"},
-        layouts=("deepspeed", "hdf5", "numpy", "pickle", "ranks"),
+        layouts=("deepspeed", "hdf5", "numpy", "pickle", "ranks", "torch-checkpointing"),
         suffixes=(".h5", ".hdf5", ".joblib", ".keras", ".npy", ".npz", ".pickle", ".pkl"),
     ),
     Distribution("ray", "ckptcore_ray"),

@@ -80,6 +80,11 @@ class Part:
     leaves: Sequence[Leaf]
     storages: Mapping[str, StoredBytes]
 
+    @property
+    def processes(self) -> int:
+        """The number of processes between which its tensors are divided; 0 if none is divided."""
+        return max([leaf.processes for leaf in self.leaves if isinstance(leaf, TensorPart)], default=0)
+
     def items(self) -> Iterator[tuple[Key, Part]]:
         """Return the children by key; none for a leaf. The fields of an object have `Attribute` keys."""
         if not isinstance(self.skeleton, Node):

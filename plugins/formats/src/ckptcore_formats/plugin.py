@@ -19,6 +19,7 @@ def ckpt_layouts() -> Mapping[str, LayoutFactory]:
         "numpy": _numpy,
         "pickle": _pickle,
         "ranks": _ranks,
+        "torch-checkpointing": _torch_checkpointing,
     }
 
 
@@ -50,3 +51,9 @@ def _ranks() -> Layout:
     from ckptcore_formats.rank_files import RankFilesLayout
 
     return RankFilesLayout()
+
+
+def _torch_checkpointing() -> Layout:
+    from ckptcore_formats.torch_checkpointing import TorchCheckpointingLayout
+
+    return TorchCheckpointingLayout()

@@ -86,7 +86,7 @@ class RankFilesLayout(AssembledLayout):
             if part is None:
                 return None
             first[kind] = part
-        if not any(kind.size or _has_parts(part) for kind, part in first.items()):
+        if not any(kind.size or part.processes for kind, part in first.items()):
             return None
         _expect_one_job(kinds)
         trees: dict[Key, Entry] = {}
@@ -129,18 +129,13 @@ def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
             )
 
 
-def _has_parts(part: Part) -> bool:
-    return any(isinstance(leaf, TensorPart) for leaf in part.leaves)
-
-
 def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[str]:
     """Return the files of a kind by rank.
 
     Raises:
         CorruptCheckpointError: one is missing, by the number of processes in the names or in the first file.
     """
-    stated = max([leaf.processes for leaf in first.leaves if isinstance(leaf, TensorPart)], default=0)
-    expected = max(int(kind.size or 0), stated, max(files) + 1)
+    expected = max(int(kind.size or 0), first.processes, max(files) + 1)
     if expected > len(files):
         rank = next(rank for rank in range(len(files) + 1) if rank not in files)
         known = files[min(files)]
@@ -155,7 +150,7 @@ def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[st
 
 def _merge_ranks(parts: Sequence[Part]) -> Entry:
     """Merge the trees of all processes."""
-    if not any(_has_parts(part) for part in parts):
+    if not any(part.processes for part in parts):
         return parts[0] if len(parts) == 1 else {rank: part for rank, part in enumerate(parts)}
     return merge_parts(parts)
 

@@ -1,0 +1,132 @@
+"""The layout `torch-checkpointing`: directories of torch_checkpointing, a file for each item and process. Read-only.
+
+An item ``model`` is in ``model_0.pt``, ``model_1.pt`` and so on, each written by ``torch.save``. If an item can be
+divided, ``metadata.pkl`` has the number of processes, and the files of items that have other names or formats
+(torch_checkpointing 0.1.1, `DistributedMetadata.to_dict`). Tensors that are divided are DTensors in the files, from
+which they are put together, so the rest of the metadata is not needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from ckptcore_dcp.pickle_reading import read_pickle
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import Key
+from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_formats.assembled_layout import AssembledLayout
+from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, inspection_of
+from ckptcore_formats.rank_files import merge_parts
+
+__all__ = ["TorchCheckpointingLayout"]
+
+_METADATA: Final = "metadata.pkl"
+_ITEM: Final = re.compile(r"([\w-]+)_(0|[1-9][0-9]{0,8})\.pt", re.ASCII)
+_OTHERS: Final = (".bin", ".distcp", ".metadata", ".pt", ".pth", ".safetensors")
+_MAX_METADATA_BYTES: Final = 1 << 28
+
+
+class TorchCheckpointingLayout(AssembledLayout):
+    """Directories of torch_checkpointing. Read-only."""
+
+    @property
+    def name(self) -> str:
+        """The name "torch-checkpointing"."""
+        return "torch-checkpointing"
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """Recognise a directory with ``metadata.pkl``, or with divided tensors, or with several items of one process.
+
+        Raises:
+            CorruptCheckpointError: the file of a process is missing, or the metadata is damaged.
+        """
+        names = () if entry is not None else store.list_names("")
+        files = _items(names)
+        layouts: Mapping[str, Sequence[str]] = {}
+        size = 0
+        if not files or (_METADATA not in names and _has_others(names)):
+            return None
+        reader = PartReader(store)
+        first: dict[str, Part] = {}
+        for item, of_item in files.items():
+            part = reader.find(of_item[min(of_item)])
+            if part is None:
+                return None
+            first[item] = part
+        if _METADATA in names:
+            size, layouts = _read_metadata(store)
+        elif not any(part.processes for part in first.values()) and (
+            len(files) == 1 or any(set(of_item) != {0} for of_item in files.values())
+        ):
+            return None  # as likely files of several epochs
+        tree: dict[Key, Entry] = {}
+        for item, of_item in files.items():
+            expected = max(size, first[item].processes, max(of_item) + 1)
+            for rank in range(expected):
+                if rank not in of_item:
+                    missing = f"{item}_{rank}.pt"
+                    raise CorruptCheckpointError(
+                        f"{missing} is missing: the checkpoint was saved by {expected} processes, of which "
+                        f"{len(of_item)} have a file of {item!r}; {RESTORE}, or load one file by its own path",
+                        key=missing,
+                    )
+            tree[item] = _merged([first[item], *[reader.read(of_item[rank]) for rank in range(1, expected)]])
+        for item, keys in layouts.items():
+            if item not in tree and keys:
+                tree[item] = Refused(
+                    UnsupportedLeafError(f"the item is in files of its own layout: load {keys[0]} by its own path")
+                )
+        return inspection_of(tree, "torch_checkpointing", {*reader.keys, *({_METADATA} & set(names))})
+
+    def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
+        """Return the files of items and the metadata."""
+        return [key for key in keys if key == _METADATA or _ITEM.fullmatch(key)]
+
+
+def _items(names: Sequence[str]) -> Mapping[str, Mapping[int, str]]:
+    """Return the files of each item by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        if (match := _ITEM.fullmatch(name)) and not match[1].endswith("rank"):  # see `RankFilesLayout`
+            found.setdefault(match[1], {})[int(match[2])] = name
+    return found
+
+
+def _has_others(names: Sequence[str]) -> bool:
+    return any(name.endswith(_OTHERS) and not _ITEM.fullmatch(name) for name in names)
+
+
+def _merged(parts: Sequence[Part]) -> Entry:
+    """Merge the states of all processes: states without divided tensors that differ are a dict by rank."""
+    merged = merge_parts(parts)
+    same = isinstance(merged, Branch) and not any(isinstance(entry, Refused) for entry in merged.entries)
+    if same or any(part.processes for part in parts):
+        return merged
+    return {rank: part for rank, part in enumerate(parts)}
+
+
+def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:
+    """Return the number of processes, and by item the files that have names of their own.
+
+    Raises:
+        CorruptCheckpointError: the metadata is damaged.
+    """
+    try:
+        if store.size(_METADATA) > _MAX_METADATA_BYTES:
+            raise ValueError("it is too long")
+        found: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
+        size, items = found["world_size"], found["metadata"]
+        if type(size) is not int or not 0 < size < 1 << 30:
+            raise ValueError(f"world_size={size!r}")
+        layouts = {
+            str(item): [str(layout["file_path"]) for layout in of_item["rank_to_layout_info"].values() if layout]
+            for item, of_item in items.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{_METADATA} is not the metadata of torch_checkpointing: {error!r}; {RESTORE}", key=_METADATA
+        ) from error
+    return size, layouts

@@ -1,0 +1,84 @@
+"""Directories of torch_checkpointing: golden ones, one that it writes here, and damaged ones."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch_checkpointing import CheckpointManager
+from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+import ckptcore
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedLeafError
+
+GOLDEN = Path(__file__).parent / "golden" / "torch_checkpointing"
+WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
+
+
+@pytest.mark.parametrize("name", ["plain", "resharded"])
+def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> None:
+    found = ckptcore.load(GOLDEN / name)
+    assert list(found) == ["model", "rng", "step"]
+    assert all(np.array_equal(found["model"][key], WHOLE) for key in ("w", "c", "r"))
+    assert found["model"]["n"]["plain"].tolist() == [1, 1, 1]
+    assert (found["step"], found["rng"]) == (7, {0: {"seed": 0}, 1: {"seed": 1}})
+    metadata = ckptcore.metadata(GOLDEN / name)
+    assert (metadata.layout, metadata.writer) == ("torch-checkpointing", "torch_checkpointing")
+    assert ckptcore.verify(GOLDEN / name).ok
+    ckptcore.copy(GOLDEN / name, tmp_path / "copy", layout="dcp")
+    assert np.array_equal(ckptcore.load(tmp_path / "copy")["model"]["c"], WHOLE)
+
+
+def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage))
+    manager.save(str(tmp_path / "step_1"), {"model": model.state_dict(), "step": 3})
+    manager.close()
+    found = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert torch.equal(found["model"]["weight"], model.weight)
+    assert found["step"] == 3
+
+
+def test_damaged_directories_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+
+    def copied() -> Path:
+        shutil.rmtree(directory, ignore_errors=True)
+        return Path(shutil.copytree(GOLDEN / "resharded", directory))
+
+    for missing in ("model_1.pt", "rng_0.pt"):
+        (copied() / missing).unlink()
+        with pytest.raises(CorruptCheckpointError, match=f"{missing} is missing"):
+            ckptcore.load(directory)
+    metadata = pickle.loads((GOLDEN / "resharded" / "metadata.pkl").read_bytes())
+    for damaged in (b"", b"\x80\x04.", pickle.dumps([]), pickle.dumps({**metadata, "world_size": -1})):
+        (copied() / "metadata.pkl").write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl"):
+            ckptcore.load(directory)
+    (copied() / "metadata.pkl").write_bytes(pickle.dumps({**metadata, "world_size": 3}))
+    with pytest.raises(CorruptCheckpointError, match="model_2.pt is missing"):
+        ckptcore.load(directory)
+
+
+def test_an_item_with_a_layout_of_its_own_is_named(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
+    metadata = pickle.loads((directory / "metadata.pkl").read_bytes())
+    layout = {"file_path": "weights_0.safetensors", "serialization_format": {"type": "SafetensorsSerialization"}}
+    metadata["metadata"]["ema"] = {"nested_path_to_metadata": {}, "rank_to_layout_info": {0: layout, 1: None}}
+    (directory / "metadata.pkl").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsupportedLeafError, match="load weights_0.safetensors by its own path"):
+        ckptcore.load(directory)
+    assert ckptcore.load(directory, select=~ckptcore.select.names("ema"))["step"] == 7
+
+
+def test_files_of_epochs_are_no_checkpoint(tmp_path: Path) -> None:
+    for epoch in range(3):
+        torch.save({"w": torch.ones(2) * epoch}, tmp_path / f"model_{epoch}.pt")
+    with pytest.raises(CheckpointNotFoundError, match="separate files"):
+        ckptcore.load(tmp_path)
