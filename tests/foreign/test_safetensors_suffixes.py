@@ -64,7 +64,6 @@ def test_files_of_torch_stay_those_of_torch(tmp_path: Path) -> None:
         b"\x02\0\0\0\0\0\0\0[]",
         b"\x03\0\0\0\0\0\0\0{}",
         json.dumps({"weight_map": {}}).encode(),
-        b"\x93NUMPY\x01\x00" + bytes(200),
     ],
 )
 def test_other_files_are_no_checkpoint(data: bytes, tmp_path: Path) -> None:
