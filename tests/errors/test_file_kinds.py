@@ -45,7 +45,6 @@ FILES = [
     ("model.pt", b"<?xml version='1.0'?><Error/>", "an XML document, such as the error of an object store"),
     ("model.safetensors", b"", "empty: restore it from a copy, or load another one"),
     ("model.pt", b"", "empty: restore it from a copy, or load another one"),
-    ("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(90), "an HDF5 file, as Keras writes it: read it with h5py or Keras"),
     ("model.keras", _bytes(lambda file: _zip(file, "metadata.json")), "a model of Keras: read it with keras"),
     ("model.gguf", b"GGUF\x03\0\0\0" + bytes(90), "a GGUF file of llama.cpp: read it with the package gguf"),
     ("model.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model: read it with onnx"),

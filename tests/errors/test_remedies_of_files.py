@@ -146,14 +146,14 @@ def _read_raw(path: Path) -> Any:
 
 def _directory(path: Path) -> None:
     path.mkdir()
-    np.save(path / "w.npy", ONE)
+    ONE.tofile(path / "w.raw")
 
 
 @pytest.mark.parametrize(
     ("name", "write", "read", "shown"),
     [
         ("state.raw", _raw, _read_raw, f"it begins with {ONE.tobytes()[:8]!r}"),
-        ("state", _directory, lambda path: {"w": np.load(path / "w.npy")}, "it has w.npy"),
+        ("state", _directory, lambda path: _read_raw(path / "w.raw"), "it has w.raw"),
     ],
 )
 def test_files_of_unknown_software(
