@@ -153,7 +153,7 @@ def _directory(path: Path) -> None:
     ("name", "write", "read", "shown"),
     [
         ("state.raw", _raw, _read_raw, f"it begins with {ONE.tobytes()[:8]!r}"),
-        ("state", _directory, lambda path: {"w": np.fromfile(path / "w.raw")}, "it has w.raw"),
+        ("state", _directory, lambda path: _read_raw(path / "w.raw"), "it has w.raw"),
     ],
 )
 def test_files_of_unknown_software(

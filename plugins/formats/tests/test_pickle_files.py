@@ -279,6 +279,14 @@ def test_compression_that_is_damaged_or_a_bomb(tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "damaged.joblib")
 
 
+@pytest.mark.parametrize("length", [0x0280, 0x0480, 0x7D0480])
+def test_a_file_of_safetensors_is_no_pickle(length: int, tmp_path: Path) -> None:
+    """The length of its header can have the bytes with which pickles begin."""
+    header = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(length)
+    (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + header + b"\7")
+    assert_same(ckptcore.load(tmp_path / "a.safetensors")["w"], np.array([7], np.uint8))
+
+
 def test_a_text_with_the_name_of_a_pickle(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21461\nsize 12345\n")
     with pytest.raises(CheckpointNotFoundError, match="a pointer of Git LFS"):

@@ -213,7 +213,8 @@ class _Walk:
         values: dict[str, JSON] = {}
         for name in found.attrs:
             info = found.attrs.get_id(name)
-            self._attribute_bytes -= math.prod(map(int, info.shape)) * info.dtype.itemsize + len(name)
+            # Elements may have no bytes, and still take time.
+            self._attribute_bytes -= math.prod(map(int, info.shape)) * max(info.dtype.itemsize, 1) + len(name)
             if self._attribute_bytes < 0:
                 return
             value = _json(found.attrs[name])

@@ -121,10 +121,11 @@ def _items_by_object(
         ]
     stored = _stored_bytes(opened)
     index = opened.index
-    is_native = native_reader(index) is not None
+    native = native_reader(index)
 
     def slices(record: ArrayRecord, source: int) -> list[Box]:
         rows, shape = index.chunk_rows(source), record.spec.shape
+        is_native = native is not None and native.reads(source, opened.store)
         is_whole = is_native and rows is not None and shape != () and rows >= shape[0]
         return _slices(record, stored.get(source, 0), rows, sizes, is_whole=is_whole)
 
