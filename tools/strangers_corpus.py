@@ -6,6 +6,9 @@ Runs in any environment, also without ckptcore: an environment with old releases
 to ``DIRECTORY/LIBRARY-VERSION``. A library that is not installed is skipped; one that fails is reported.
 """
 
+# Of the libraries, many are installed in one environment only, and many have no types.
+# mypy: disable-error-code="import-not-found,import-untyped,attr-defined,arg-type,misc,no-untyped-call"
+
 from __future__ import annotations
 
 import argparse
@@ -371,7 +374,7 @@ def write_lightning(to: Path) -> None:
 @writes("sentence-transformers")
 def write_sentence_transformers(to: Path) -> None:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Dense, Pooling, Transformer  # type: ignore[import-untyped]
+    from sentence_transformers.models import Dense, Pooling, Transformer
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     small: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 11}
@@ -416,7 +419,7 @@ def write_diffusers(to: Path) -> None:
 
 @writes("stable-baselines3")
 def write_stable_baselines(to: Path) -> None:
-    from stable_baselines3 import DQN, PPO  # type: ignore[import-not-found]
+    from stable_baselines3 import DQN, PPO
 
     PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=4).save(to / "ppo")
     agent = DQN("MlpPolicy", "CartPole-v1", buffer_size=10)
@@ -426,8 +429,8 @@ def write_stable_baselines(to: Path) -> None:
 
 @writes("pytorch-ignite")
 def write_ignite(to: Path) -> None:
-    from ignite.engine import Engine  # type: ignore[import-not-found]
-    from ignite.handlers import Checkpoint, DiskSaver  # type: ignore[import-not-found]
+    from ignite.engine import Engine
+    from ignite.handlers import Checkpoint, DiskSaver
 
     module, optimizer, scheduler = trained()
     handler = Checkpoint(
@@ -442,7 +445,7 @@ def write_ignite(to: Path) -> None:
 def write_skorch(to: Path) -> None:
     import numpy as np
     import torch
-    from skorch import NeuralNetRegressor  # type: ignore[import-not-found]
+    from skorch import NeuralNetRegressor
 
     net = NeuralNetRegressor(torch.nn.Linear(3, 1), max_epochs=1, verbose=0)
     net.fit(np.ones((8, 3), np.float32), np.ones((8, 1), np.float32))
@@ -454,7 +457,7 @@ def write_skorch(to: Path) -> None:
 
 @writes("pyro-ppl")
 def write_pyro(to: Path) -> None:
-    import pyro  # type: ignore[import-not-found]
+    import pyro
     import torch
 
     pyro.param("loc", torch.ones(3))
@@ -464,7 +467,7 @@ def write_pyro(to: Path) -> None:
 
 @writes("gpytorch")
 def write_gpytorch(to: Path) -> None:
-    import gpytorch  # type: ignore[import-not-found]
+    import gpytorch
     import torch
 
     torch.save(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel()).state_dict(), to / "kernel.pth")
@@ -473,8 +476,8 @@ def write_gpytorch(to: Path) -> None:
 @writes("onnx")
 def write_onnx(to: Path) -> None:
     import numpy as np
-    import onnx  # type: ignore[import-not-found]
-    from onnx import helper, numpy_helper  # type: ignore[import-not-found]
+    import onnx
+    from onnx import helper, numpy_helper
 
     weight = numpy_helper.from_array(np.ones((2, 3), np.float32), "w")
     node = helper.make_node("Identity", ["w"], ["y"])
@@ -484,7 +487,7 @@ def write_onnx(to: Path) -> None:
 
 @writes("gguf")
 def write_gguf(to: Path) -> None:
-    import gguf  # type: ignore[import-not-found]
+    import gguf
     import numpy as np
 
     writer = gguf.GGUFWriter(str(to / "model.gguf"), "llama")
@@ -497,7 +500,7 @@ def write_gguf(to: Path) -> None:
 
 @writes("lightgbm")
 def write_lightgbm(to: Path) -> None:
-    import lightgbm  # type: ignore[import-not-found]
+    import lightgbm
     import numpy as np
 
     data = lightgbm.Dataset(np.random.RandomState(0).rand(50, 3), label=np.arange(50) % 2)
@@ -506,7 +509,7 @@ def write_lightgbm(to: Path) -> None:
 
 @writes("gensim")
 def write_gensim(to: Path) -> None:
-    from gensim.models import Word2Vec  # type: ignore[import-not-found]
+    from gensim.models import Word2Vec
 
     vectors = Word2Vec([["a", "b", "c"]] * 5, vector_size=4, min_count=1)
     vectors.save(str(to / "word2vec.model"))
@@ -552,7 +555,7 @@ def write_numpyro(to: Path) -> None:
 
 @writes("cloudpickle")
 def write_cloudpickle(to: Path) -> None:
-    import cloudpickle  # type: ignore[import-untyped]
+    import cloudpickle
 
     (to / "function.pkl").write_bytes(cloudpickle.dumps(lambda x: x + 1))
 

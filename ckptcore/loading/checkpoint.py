@@ -38,6 +38,7 @@ __all__ = [
     "file_pieces",
     "naming_additional",
     "naming_arrays",
+    "naming_other_file",
     "reader_of",
     "stored_format",
 ]

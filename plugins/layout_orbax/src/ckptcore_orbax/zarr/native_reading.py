@@ -23,7 +23,7 @@ from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
-__all__ = ["BoxRead", "check_native_files", "native_spec", "native_store", "read_native"]
+__all__ = ["BoxRead", "check_native_files", "expect_chunks", "native_spec", "native_store", "read_native"]
 
 _GOOGLE: Final = "https://storage.googleapis.com"
 
