@@ -120,7 +120,9 @@ _CORE: Final = Part(
 )
 _WITH_ORBAX: Final = [
     "plugins/jax_backend/tests/test_equinox_matrix.py",
+    "plugins/jax_backend/tests/test_jax_containers.py",
     "plugins/jax_backend/tests/test_jax_libraries_matrix.py",
+    "plugins/jax_backend/tests/test_jax_settings.py",
     "plugins/jax_backend/tests/test_nnx_matrix.py",
     "plugins/jax_backend/tests/test_nnx_modules.py",
     "plugins/jax_backend/tests/test_optax_matrix.py",
@@ -139,6 +141,7 @@ _WITH_ORBAX: Final = [
     "plugins/layout_orbax/tests/test_runs.py",
     "plugins/layout_orbax/tests/test_unreadable_arrays.py",
     "plugins/layout_orbax/tests/test_weak_spots.py",
+    "tests/policies/test_orbax.py",
 ]
 """Tests that call version 1 of Orbax, which needs newer versions than `ckptcore-orbax`, or NNX of Flax 0.12."""
 

@@ -41,7 +41,7 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
 """tensorstore status codes that do not indicate damage, https://abseil.io/docs/cpp/guides/status-codes."""
 
 _UNKNOWN_DTYPE: Final = re.compile(r"Unsupported (data type|zarr dtype): ")
-"""tensorstore 0.1.72 to 0.1.86, of a dtype that a later version has. ckptcore has parsed the same metadata before."""
+"""tensorstore 0.1.74 to 0.1.86, of a dtype that a later version has. ckptcore has parsed the same metadata before."""
 
 _OLD_TENSORSTORE: Final = (
     "the installed TensorStore does not know its dtype; update it: pip install --upgrade tensorstore"
