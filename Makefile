@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # How many processes run the tests; 0 runs them in one.
 WORKERS ?= 2
+# The versions of Python of make test-newest, such as 3.12,3.13; all by default.
+PYTHONS ?=
 # More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
 PYTEST_ARGS ?=
 
@@ -77,11 +79,11 @@ test-vllm: $(VLLM)/.installed  ## load models in workers of vLLM on CPUs
 test-versions: $(STAMP)  ## test the core, NumPy and JAX with the lowest versions, and on Python 3.12 (PYTHON312=)
 	$(BIN)/python -m tools.versions short --workers $(WORKERS) -- $(PYTEST_ARGS)
 
-test-oldest: $(STAMP)  ## test the lowest versions that the distributions accept: constraints-oldest.txt
+test-oldest: $(STAMP)  ## test the lowest versions of all distributions and adapters: constraints-oldest*.txt
 	$(BIN)/python -m tools.versions oldest --workers $(WORKERS) -- $(PYTEST_ARGS)
 
-test-newest: $(STAMP)  ## test the newest packages on Python 3.12, 3.13 and 3.14 (PYTHON312=, PYTHON313=, PYTHON314=)
-	$(BIN)/python -m tools.versions newest --workers $(WORKERS) -- $(PYTEST_ARGS)
+test-newest: $(STAMP)  ## test the newest packages on Python 3.12, 3.13 and 3.14 (PYTHON312=, ...), adapters on 3.12
+	$(BIN)/python -m tools.versions newest --workers $(WORKERS) --pythons "$(PYTHONS)" -- $(PYTEST_ARGS)
 
 # DeepSpeed compiles an operator when it is first used. A test that is killed meanwhile would leave a lock.
 COMPILE_DEEPSPEED := import deepspeed; deepspeed.init_distributed("gloo")

@@ -1,7 +1,8 @@
 """Test the distributions with other versions of Python and packages: ``python -m tools.versions oldest|newest|short``.
 
-- ``oldest``: Python 3.11 and the lowest versions that the distributions accept, those of `constraints-oldest.txt`.
-- ``newest``: Python 3.12, 3.13 and 3.14 and the newest versions of the package index.
+- ``oldest``: Python 3.11 and the lowest versions that the distributions accept, those of `constraints-oldest.txt`; then
+  replacements and adapters with those of `constraints-oldest-adapters.txt`.
+- ``newest``: Python 3.12, 3.13 and 3.14 and the newest versions of the package index, adapters on 3.12.
 - ``short``: the core, NumPy and JAX, with the lowest versions and on Python 3.12. Part of `.ci/run`.
 
 An interpreter is taken from an environment variable such as PYTHON312, from PATH, or from pyenv. Without it a run is
@@ -25,12 +26,25 @@ from typing import Any, Final, NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["OLDEST", "Part", "Run", "find_interpreter", "main", "projects", "requirements", "runs_of"]
+__all__ = [
+    "OLDEST",
+    "OLDEST_ADAPTERS",
+    "Part",
+    "Run",
+    "find_interpreter",
+    "main",
+    "projects",
+    "requirements",
+    "runs_of",
+]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 OLDEST: Final = "constraints-oldest.txt"
 """The lowest versions. A test compares them with the requirements of the distributions."""
+
+OLDEST_ADAPTERS: Final = "constraints-oldest-adapters.txt"
+"""The lowest versions for replacements, adapters and single controllers, which need newer ones than the rest."""
 
 _PINNED: Final = "constraints.txt"
 
@@ -66,6 +80,24 @@ class Run(NamedTuple):
     part: Part
 
 
+def projects() -> Mapping[str, Mapping[str, Any]]:
+    """Return the ``project`` tables of all distributions by name, that of the core first."""
+    files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
+    tables = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
+    return {table["name"]: table for table in tables}
+
+
+def _extras(distribution: str) -> set[str]:
+    """Return the extras of one of our distributions."""
+    return {*projects()[distribution]["optional-dependencies"]}
+
+
+def _group(name: str) -> Sequence[str]:
+    """Return the packages of a dependency group."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    return list(tables[name])
+
+
 _CORE: Final = Part(
     ["ckptcore-testing", "ckptcore-jax", "ckptcore-dcp", "ckptcore-orbax"],
     ["safetensors", "tqdm"],
@@ -86,25 +118,119 @@ _CORE: Final = Part(
         "plugins/jax_backend/tests/test_jax_shardings.py",
     ],
 )
+_WITH_ORBAX: Final = [
+    "plugins/jax_backend/tests/test_equinox_matrix.py",
+    "plugins/jax_backend/tests/test_jax_containers.py",
+    "plugins/jax_backend/tests/test_jax_libraries_matrix.py",
+    "plugins/jax_backend/tests/test_jax_settings.py",
+    "plugins/jax_backend/tests/test_nnx_matrix.py",
+    "plugins/jax_backend/tests/test_nnx_modules.py",
+    "plugins/jax_backend/tests/test_optax_matrix.py",
+    "plugins/jax_backend/tests/test_train_state_matrix.py",
+    "plugins/layout_orbax/tests/test_conversions.py",
+    "plugins/layout_orbax/tests/test_copies.py",
+    "plugins/layout_orbax/tests/test_handlers.py",
+    "plugins/layout_orbax/tests/test_jobs.py",
+    "plugins/layout_orbax/tests/test_names.py",
+    "plugins/layout_orbax/tests/test_orbax_containers.py",
+    "plugins/layout_orbax/tests/test_orbax_files.py",
+    "plugins/layout_orbax/tests/test_orbax_loads_ours.py",
+    "plugins/layout_orbax/tests/test_orbax_matching.py",
+    "plugins/layout_orbax/tests/test_orbax_trees.py",
+    "plugins/layout_orbax/tests/test_ours_loads_orbax.py",
+    "plugins/layout_orbax/tests/test_runs.py",
+    "plugins/layout_orbax/tests/test_unreadable_arrays.py",
+    "plugins/layout_orbax/tests/test_weak_spots.py",
+    "tests/policies/test_orbax.py",
+]
+"""Tests that call version 1 of Orbax, which needs newer versions than `ckptcore-orbax`, or NNX of Flax 0.12."""
+
+_OF_ADAPTERS: Final = ROOT / "plugins" / "integrations" / "tests"
+
+UNTESTED_EXTRAS: Final = ("deepspeed", "torch-checkpointing", "torchtitan", "vllm")
+"""Extras of `ckptcore-integrations` that are tested with constraints.txt only: DeepSpeed compiles an operator,
+TorchTitan contradicts other libraries (`make test-integrations` tests these two), torch_checkpointing has one version, and
+vLLM needs many others (`make test-vllm`)."""
+
+_COLOCATED: Final = [
+    "plugins/jax_backend/tests/test_colocated_executor.py",
+    "plugins/jax_backend/tests/test_colocated_saves.py",
+]
+"""Tests of single controllers: the extra `colocated`."""
+
 _FRAMEWORKS: Final = Part(
     [
-        "ckptcore-testing",
+        "ckptcore-dcp",
+        "ckptcore-formats[hdf5]",
+        "ckptcore-fsspec[test]",
+        "ckptcore-gcs[test]",
+        "ckptcore-incremental",
         "ckptcore-jax[test]",
         "ckptcore-orbax",
-        "ckptcore-dcp",
+        "ckptcore-ray",
+        "ckptcore-s3[test]",
+        "ckptcore-testing",
+        "ckptcore-tiers",
+        "ckptcore-tools[opentelemetry]",
         "ckptcore-torch",
         "ckptcore-transforms",
         "ckptcore-view",
     ],
-    ["safetensors", "tqdm"],
+    ["markdown-it-py", "opentelemetry-sdk", "orbax-checkpoint", "safetensors", "tqdm"],
     [
+        *[
+            str(found.relative_to(ROOT))
+            for found in sorted(ROOT.glob("plugins/*/tests"))
+            if "integrations" not in str(found)
+        ],
         *_CORE.tests[:2],
         "tests/engine",
+        "tests/golden",
         "tests/lazy",
+        "tests/partial",
         "tests/policies",
+        "tests/saving/test_save.py",
+        "tests/saving/test_save_async.py",
         "tests/step_names",
-        "plugins/torch_backend/tests",
-        "--ignore=plugins/torch_backend/tests/test_torchao.py",  # TorchAO requires the PyTorch of constraints.txt
+        "tests/tiers",
+        "tests/updates",
+        # A browser and tools of this repository, which have one version.
+        "--ignore=plugins/view/tests/page",
+        # Other libraries of constraints.txt, whose newest versions need newer packages: TorchAO has wheels for one
+        # version of PyTorch, Zarr, SciPy and Transformers need NumPy 2, NumPyro, Penzai and Haiku a newer JAX, and
+        # torch_checkpointing a newer PyTorch.
+        "--ignore=plugins/formats/tests/test_numpy_files.py",
+        "--ignore=plugins/formats/tests/test_pickle_files.py",
+        "--ignore=plugins/formats/tests/test_rank_files.py",
+        "--ignore=plugins/formats/tests/test_torch_checkpointing.py",
+        "--ignore=plugins/jax_backend/tests/test_jax_keys.py",
+        "--ignore=plugins/jax_backend/tests/test_jax_registered_subclasses.py",
+        "--ignore=plugins/jax_backend/tests/test_static_content.py",
+        "--ignore=plugins/layout_orbax/tests/test_zarr_groups.py",
+        "--ignore=plugins/torch_backend/tests/test_torchao.py",
+        "--ignore=plugins/transforms/tests/test_quantized.py",
+        # Extras with newer requirements: `_ADAPTERS`.
+        *[f"--ignore={test}" for test in _WITH_ORBAX],
+        *[f"--ignore={test}" for test in _COLOCATED],
+    ],
+)
+_ADAPTERS: Final = Part(
+    [
+        "ckptcore-jax[colocated]",
+        f"ckptcore-integrations[{','.join(sorted(_extras('ckptcore-integrations') - {*UNTESTED_EXTRAS, 'test'}))}]",
+        "ckptcore-testing",
+    ],
+    _group("trainers"),
+    [
+        "--trainers",
+        "plugins/integrations/tests",
+        "--ignore=plugins/integrations/tests/trainers/test_deepspeed.py",
+        "--ignore=plugins/integrations/tests/trainers/test_torchtitan.py",
+        "--ignore=plugins/integrations/tests/trainers/test_versions.py",  # that those of constraints.txt are installed
+        "--ignore=plugins/integrations/tests/vllm",
+        "--ignore=plugins/integrations/tests/test_torch_checkpointing.py",
+        *_WITH_ORBAX,
+        *_COLOCATED,
     ],
 )
 
@@ -112,17 +238,11 @@ _FRAMEWORKS: Final = Part(
 def runs_of(kind: str) -> Sequence[Run]:
     """Return the runs of ``oldest``, ``newest`` or ``short``."""
     if kind == "oldest":
-        return [Run("3.11", OLDEST, _FRAMEWORKS)]
+        return [Run("3.11", OLDEST, _FRAMEWORKS), Run("3.11", OLDEST_ADAPTERS, _ADAPTERS)]
     if kind == "newest":
-        return [Run(python, "", _FRAMEWORKS) for python in ("3.12", "3.13", "3.14")]
+        newest = [Run(python, "", _FRAMEWORKS) for python in ("3.12", "3.13", "3.14")]
+        return [*newest, Run("3.12", "", _ADAPTERS)]
     return [Run("3.11", OLDEST, _CORE), Run("3.12", _PINNED, _CORE)]
-
-
-def projects() -> Mapping[str, Mapping[str, Any]]:
-    """Return the ``project`` tables of all distributions by name, that of the core first."""
-    files = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
-    tables = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
-    return {table["name"]: table for table in tables}
 
 
 def requirements(distributions: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -209,9 +329,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", choices=["oldest", "newest", "short"])
     parser.add_argument("--workers", default="2", help="processes that run the tests")
+    parser.add_argument("--pythons", help="versions of Python, such as 3.12,3.14; all by default")
     options = parser.parse_args(own)
     failed = []
     for run in runs_of(options.kind):
+        if options.pythons and run.python not in options.pythons.split(","):
+            continue
         interpreter = find_interpreter(run.python)
         if interpreter is None:
             variable = f"PYTHON{run.python.replace('.', '')}"
@@ -221,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Python {run.python}, {run.constraints or 'newest versions'}:", *_describe(python), flush=True)
         command = [str(python), "-m", "pytest", "-n", options.workers, *run.part.tests, *for_pytest]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
-            failed.append(run.python)
+            failed.append(f"{run.python} ({run.constraints or 'newest'})")
     if failed:
         print(f"failed: {options.kind} versions on Python {', '.join(failed)}")
     return bool(failed)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_jax.testing import host_memory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckptcore
@@ -52,7 +53,7 @@ def live() -> list[Any]:
 def arrays() -> dict[str, Any]:
     """Arrays of every sort of placement."""
     rows = NamedSharding(mesh(4, 2), spec("x", "y"))
-    pinned = SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+    pinned = SingleDeviceSharding(jax.devices()[3], memory_kind=host_memory())
     keys = jax.random.split(jax.random.key(3), 8)
     return {
         "uncommitted": jnp.arange(6.0).reshape(2, 3),

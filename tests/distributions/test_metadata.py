@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from ckptcore.distributions import DISTRIBUTIONS
 from tests.architecture.sources import ROOT
-from tools.versions import OLDEST
+from tools.versions import OLDEST, OLDEST_ADAPTERS, UNTESTED_EXTRAS
 
 PROJECTS = [ROOT, *sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))]
 
@@ -31,15 +31,14 @@ CORE = metadata(ROOT)
 
 OURS = {metadata(project)["name"] for project in PROJECTS}
 
-UNTESTED_EXTRAS = {
-    # Libraries that replacements and adapters need: tests use the versions in `constraints.txt` only.
+APART = {
     "ckptcore-integrations": metadata(ROOT / "plugins" / "integrations")["optional-dependencies"].keys(),
-    # Libraries of formats, likewise.
-    "ckptcore-formats": {"hdf5", "test"},
-    # A single controller needs a newer JAX than the rest of its distribution.
-    "ckptcore-jax": {"colocated", "test"},
+    "ckptcore-jax": {"colocated"},
 }
-"""Extras by distribution whose lowest versions are not tested. Extras for tests are not for users."""
+"""Extras by distribution that need newer versions than the rest, those of `constraints-oldest-adapters.txt`."""
+
+OTHERS = {"test", *UNTESTED_EXTRAS}
+"""Extras whose lowest versions are not tested. Extras for tests are not for users."""
 
 
 def requirements_of(project: Path, without: Collection[str] = ()) -> list[Requirement]:
@@ -47,6 +46,16 @@ def requirements_of(project: Path, without: Collection[str] = ()) -> list[Requir
     found = metadata(project)
     extras = [texts for name, texts in found.get("optional-dependencies", {}).items() if name not in without]
     return [Requirement(text) for texts in (found["dependencies"], *extras) for text in texts]
+
+
+def lowest_of(requirements: Iterable[Requirement]) -> dict[str, set[Version]]:
+    """Return the lowest versions that other distributions than ours may have."""
+    accepted: dict[str, set[Version]] = {}
+    for requirement in requirements:
+        if requirement.name not in OURS:
+            lowest = {Version(one.version) for one in requirement.specifier if one.operator == ">="}
+            accepted.setdefault(canonicalize_name(requirement.name), set()).update(lowest)
+    return accepted
 
 
 def pinned(file: str) -> dict[str, Version]:
@@ -138,13 +147,29 @@ def test_the_core_has_the_extra_of_every_replacement_adapter_and_format() -> Non
 
 def test_the_lowest_versions_are_those_that_are_tested() -> None:
     tested = pinned(OLDEST)
-    accepted: dict[str, set[Version]] = {}
-    for project in PROJECTS:
-        for requirement in requirements_of(project, without=UNTESTED_EXTRAS.get(metadata(project)["name"], ("test",))):
-            lowest = {Version(one.version) for one in requirement.specifier if one.operator == ">="}
-            accepted.setdefault(canonicalize_name(requirement.name), set()).update(lowest)
-    expected = {name: {tested[name]} if name in tested else set() for name in accepted if name not in OURS}
-    assert {name: accepted[name] for name in expected} == expected
+    accepted = lowest_of(
+        requirement
+        for project in PROJECTS
+        for requirement in requirements_of(project, without={*OTHERS, *APART.get(metadata(project)["name"], ())})
+    )
+    assert accepted == {name: {tested[name]} if name in tested else set() for name in accepted}
+
+
+def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None:
+    """Where two extras differ, the highest of their lowest versions is tested."""
+    tested = pinned(OLDEST_ADAPTERS)
+    tables = [metadata(project) for project in PROJECTS if metadata(project)["name"] in APART]
+    accepted = lowest_of(
+        Requirement(text)
+        for table in tables
+        for extra, texts in table["optional-dependencies"].items()
+        if extra in APART[table["name"]] and extra not in OTHERS
+        for text in texts
+    )
+    assert {name: max(versions) for name, versions in accepted.items()} == {name: tested[name] for name in accepted}
+    fits = {"jaxlib"}
+    assert tested.keys() == accepted.keys() | fits
+    assert UNTESTED_EXTRAS == tuple(sorted(UNTESTED_EXTRAS)) and {*UNTESTED_EXTRAS} < APART["ckptcore-integrations"]
 
 
 def test_the_page_lists_the_versions_that_are_tested() -> None:

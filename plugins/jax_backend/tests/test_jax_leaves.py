@@ -529,7 +529,7 @@ def test_partial_sums_are_refused():
 
 
 def test_abstract_meshes_are_refused_where_no_mesh_is_set():
-    sharding = NamedSharding(jax.sharding.AbstractMesh((2,), ("a",)), P("a"))
+    sharding = NamedSharding(mesh(a=2).abstract_mesh, P("a"))
     with pytest.raises(UnsupportedLeafError, match="no mesh is set in this thread"):
         HANDLER.describe(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
 

@@ -56,7 +56,7 @@ def test_handlers_tell_of_leaves() -> None:
 
 
 def test_plan_with_an_abstract_mesh_is_refused() -> None:
-    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    mesh = jax.make_mesh((4,), ("x",)).abstract_mesh
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     with pytest.raises(UnsupportedLeafError):
         ckptcore.plan({"w": leaf}, processes=4)

@@ -59,6 +59,8 @@ def test_mutable_arrays(tmp_path: Path) -> None:
     ("name", "other"), [("float6_e2m3fn", "float8_e4m3fn"), ("float6_e3m2fn", "float8_e5m2"), ("int1", "int8")]
 )
 def test_dtypes_that_jax_only_names(tmp_path: Path, name: str, other: str) -> None:
+    if not hasattr(ml_dtypes, name):
+        pytest.skip("an older ml_dtypes")
     stored = np.array([0, -1, 0]).astype(getattr(ml_dtypes, name))
     ckptcore.save(tmp_path / "c", {"w": stored})
     refused(

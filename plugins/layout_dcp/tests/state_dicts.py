@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_dcp.dtypes import TORCH_DTYPES
 from ckptcore_testing import DTYPE_NAMES, bit_patterns
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptcore.model import ArraySpec
 
-__all__ = ["DTYPES", "NESTED", "assert_same", "blank", "bytes_of", "loaded", "network", "saved", "tensor_of", "trained"]
+__all__ = [
+    "DTYPES",
+    "NESTED",
+    "VERSION",
+    "assert_same",
+    "blank",
+    "bytes_of",
+    "loaded",
+    "network",
+    "saved",
+    "tensor_of",
+    "trained",
+]
+
+VERSION = ("1.0.0",) if "version" in [field.name for field in dataclasses.fields(Metadata)] else ()
+"""The argument of `Metadata` that PyTorch has had since version 2.8."""
 
 DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptcore.errors import CheckpointError
+from plugins.layout_dcp.tests.state_dicts import VERSION
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
@@ -58,7 +59,7 @@ def _tensors(
         entries[f"value.{number}"] = theirs.BytesStorageMetadata()
         places.append((theirs.MetadataIndex(f"value.{number}"), _StorageInfo("__0_0.distcp", number, 12)))
     paths: dict[str, tuple[str, ...]] = {name: tuple(name.split(".")) for name in entries}
-    return theirs.Metadata(entries, paths, dict(places), theirs.StorageMeta("here", "id"), "1.0.0"), count * chunks
+    return theirs.Metadata(entries, paths, dict(places), theirs.StorageMeta("here", "id"), *VERSION), count * chunks
 
 
 def _plain(data: bytes) -> DcpMetadata:

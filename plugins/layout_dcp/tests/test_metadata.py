@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import unreadable_error
+from plugins.layout_dcp.tests.state_dicts import VERSION
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
@@ -58,7 +59,7 @@ def _of_torch() -> theirs.Metadata:
         },
         storage,
         theirs.StorageMeta("/somewhere", "an id"),
-        "1.0.0",
+        *VERSION,
     )
 
 
@@ -140,7 +141,7 @@ def test_torch_reads_what_is_written() -> None:
 
 def test_no_paths_and_no_entries() -> None:
     found = pickle.loads(write_metadata(DcpMetadata({}, {})))
-    assert found == theirs.Metadata({}, None, {}, theirs.StorageMeta(), "1.0.0")
+    assert found == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
     assert _read(found) == DcpMetadata({}, {})
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_testing import DTYPE_NAMES, SHAPES, bit_patterns
+from packaging.version import Version
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -193,7 +194,8 @@ def test_a_part_of_the_keys(tmp_path: Path) -> None:
     assert_same(found, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
     by_keys = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=tmp_path / "c")
     assert_same(by_keys, {"model": NESTED["model"], "step": 7})
-    assert_same(_load_state_dict_from_keys(checkpoint_id=tmp_path / "c"), NESTED)
+    if Version(torch.__version__) >= Version("2.8"):  # an earlier one returns an empty state
+        assert_same(_load_state_dict_from_keys(checkpoint_id=tmp_path / "c"), NESTED)
 
 
 def test_without_knowing_what_is_in_it(tmp_path: Path) -> None:
@@ -280,6 +282,7 @@ def test_dtypes_that_torch_lacks_are_bytes_for_it(tmp_path: Path, dtype: str) ->
     assert ours["empty"].shape == (0, 4) and ours["empty"].dtype == array.dtype
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
 def test_pairs_of_float4(tmp_path: Path) -> None:
     pairs = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
     state = {"w": pairs.view(torch.float4_e2m1fn_x2), "x": torch.ones(2)}

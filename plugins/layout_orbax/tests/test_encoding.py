@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_orbax.zarr import chunk_encoding, writing
-from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
+from ckptcore_orbax.zarr.chunk_codec import EncodingChunk, ReadErrors
 
+import ckptcore
 from ckptcore import Context
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model import Ready, Segment
 from ckptcore.protocols import Layout
@@ -66,3 +71,28 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
         layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _FullStore())
     assert raised.value.__traceback__ is not None  # keeps its frames alive
     assert len(begun) > 2 and set(begun) == set(ended)
+
+
+def _no_dtype(name: str) -> None:
+    raise ValueError(f'No TensorStore data type with name: "{name}"')
+
+
+def test_a_dtype_that_tensorstore_lacks_is_refused_before_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one than that of the tests. Uncompressed arrays do not need it."""
+    monkeypatch.setattr(tensorstore, "dtype", _no_dtype)
+    state = {"packed": np.arange(3, dtype=np.float32).astype(ml_dtypes.float8_e3m4)}
+    with pytest.raises(UnsupportedLeafError, match=r"pip install --upgrade tensorstore, or save with compression=None"):
+        ckptcore.save(tmp_path / "c", state, layout=OcdbtLayout(compression="zstd", chunk_bytes=1000))
+    assert list(tmp_path.iterdir()) == []
+    ckptcore.save(tmp_path / "c", state, layout=OcdbtLayout(compression=None))
+    assert ckptcore.load(tmp_path / "c")["packed"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ['FAILED_PRECONDITION: "data_type": Unsupported data type: "int2"', 'Unsupported zarr dtype: "int2"']
+)
+def test_a_dtype_that_tensorstore_lacks_is_no_damage(text: str) -> None:
+    error = ReadErrors("packed").error(text)
+    assert isinstance(error, UnsupportedLeafError) and "pip install --upgrade tensorstore" in str(error)

@@ -6,14 +6,20 @@ import socketserver
 import threading
 from typing import ClassVar
 
+import huggingface_hub
 import pytest
 from ckptcore_fsspec.plugin import ckpt_storage_for
 from ckptcore_testing import PluginTests
+from packaging.version import Version
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import InvalidLocationError, PluginError, StorageError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
+
+needs_newer_hub = pytest.mark.skipif(
+    Version(huggingface_hub.__version__) < Version("2"), reason="an older huggingface_hub"
+)
 
 
 class TestPluginConforms(PluginTests):
@@ -41,6 +47,7 @@ def test_a_package_that_is_missing_is_named(scheme: str) -> None:
         ckptcore.load(f"{scheme}://host/directory/checkpoint")
 
 
+@needs_newer_hub
 def test_options_reach_the_file_system() -> None:
     context = Context(storage={"fsspec+file": {"auto_mkdir": True, "no such option": 1}, "hf": {"max_workers": 3}})
     storage = installed_plugins().storage("hf")

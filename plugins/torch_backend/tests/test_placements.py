@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from ckptcore_torch.placements import DTensorPlacement, divides_chunks, local_part, sharding_cuts
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -23,7 +23,10 @@ def _by_torch(placed: DTensorPlacement, coordinate: Sequence[int]) -> torch.Tens
     local = torch.arange(torch.Size(placed.shape).numel()).reshape(placed.shape)
     for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
         if not isinstance(placement, Replicate):
-            parts, _ = placement._split_tensor(local, extent, with_padding=False)  # type: ignore[attr-defined]
+            try:
+                parts, _ = placement._split_tensor(local, extent, with_padding=False)  # type: ignore[attr-defined]
+            except AssertionError:  # PyTorch 2.7 cuts no uneven strided shard
+                assume(False)
             local = parts[position]
     return local
 

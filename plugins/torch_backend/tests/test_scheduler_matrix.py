@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_torch.named_optimizers import NamedOptimizer
+from packaging.version import Version
 from torch.optim import lr_scheduler as schedulers
 
 import ckptcore
@@ -164,6 +165,8 @@ def test_a_scheduler_that_no_longer_exists(named: bool, source: str, tmp_path: P
     ckptcore.load_into(tmp_path / "c", tree(other, its, None, named=named))
     assert [group["initial_lr"] for group in its.param_groups] == [0.2, 0.1]
     resumed = schedulers.ExponentialLR(its, 0.9, last_epoch=2)
+    if Version(torch.__version__) < Version("2.8"):  # it decays once more when it is created
+        scheduler = schedulers.ExponentialLR(optimizer, 0.9, last_epoch=2)
     assert train(its, resumed, 4) == train(optimizer, scheduler, 4)
 
 

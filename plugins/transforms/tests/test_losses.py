@@ -125,7 +125,7 @@ def test_what_was_infinite_stays_so() -> None:
         ({"w": ONES}, {"w": ONES, "v": ONES}, "has v, unlike the first checkpoint"),
         ({"w": ONES, "ids": np.ones(2, int)}, {"w": ONES}, "lacks ids, unlike the first checkpoint"),
         ({"w": ONES.astype("c8")}, {"w": ONES.astype("c8")}, r"w: complex64\[2\] is not an array of real numbers"),
-        ({"w": ONES.astype("f2") * 60000}, {"w": ONES.astype("f2") * -60000}, "180000.0 is out of range"),
+        ({"w": (ONES * 60000).astype("f2")}, {"w": (ONES * -60000).astype("f2")}, "180000.0 is out of range"),
     ],
 )
 def test_an_average_is_one_of_the_same_tree(first: Any, other: Any, told: str) -> None:

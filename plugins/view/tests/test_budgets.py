@@ -305,7 +305,7 @@ STATES: Final[Mapping[str, tuple[Callable[[int], Any], int]]] = {
     "dots of a name": (lambda n: {"w": np.ones(1), "a." * n + "b": 1}, 500),
     "groups": (lambda n: {"w": np.ones(1), **{f"a.b{number}.c": 1 for number in range(n)}}, 200),
     "ties": (lambda n: dict.fromkeys([f"w{number}" for number in range(n)], np.ones(1)), 200),
-    "axes": (lambda n: {"w": np.ones((1,) * n)}, 16),
+    "axes": (lambda n: {"w": np.ones((1,) * n)}, 16 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 8),
     "depth": (_deep, 40),
 }
 

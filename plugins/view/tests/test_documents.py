@@ -276,6 +276,7 @@ def test_a_checkpoint_of_torch(tmp_path: Path, documents: Documents) -> None:
     assert load("statistics", at="", leaf=0)["maximum"] == 5.0
 
 
+@pytest.mark.skipif(not hasattr(orbax, "save"), reason="an older version of Orbax")
 def test_a_checkpoint_of_orbax(tmp_path: Path, documents: Documents) -> None:
     orbax.save(tmp_path / "c", {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3)}})
     load = documents(tmp_path / "c")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.commands import runner
 from ckptcore_view.command import command
 from ckptcore_view.documents import BadRequestError
-from click.testing import CliRunner
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
@@ -74,7 +74,7 @@ def test_options_of_the_command(
 
     def run(options: list[str]) -> Any:
         given = [option.replace("OUT", str(report)).replace("CHECKPOINT", str(checkpoint)) for option in options]
-        return CliRunner().invoke(command, [str(checkpoint), *given])
+        return runner().invoke(command, [str(checkpoint), *given])
 
     refused = run(arguments)
     assert refused.exit_code == 2
@@ -87,8 +87,8 @@ def test_options_of_the_command(
 def test_a_directory_for_a_report(tmp_path: Path, checkpoint: Path) -> None:
     report = tmp_path / "reports" / "report.html"
     run = [str(checkpoint), "--out", str(report)]
-    text = " ".join(CliRunner().invoke(command, run).stderr.replace("│", "").split())
+    text = " ".join(runner().invoke(command, run).stderr.replace("│", "").split())
     assert "the directory of the report does not exist: create " in text
     report.parent.mkdir()
-    assert CliRunner().invoke(command, run).exit_code == 0
+    assert runner().invoke(command, run).exit_code == 0
     assert report.exists()

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.commands import runner
 from ckptcore_view.report import write_report
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -146,7 +147,7 @@ def test_a_failed_report_leaves_the_old_file(tmp_path: Path) -> None:
 def view(*arguments: object) -> Result:
     from ckptcore_tools.cli.application import application
 
-    return CliRunner().invoke(application, ["view", *map(str, arguments)])
+    return runner().invoke(application, ["view", *map(str, arguments)])
 
 
 def test_the_command_writes_a_report(checkpoint: Path, tmp_path: Path) -> None:

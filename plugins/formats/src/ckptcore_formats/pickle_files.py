@@ -104,8 +104,7 @@ def _is_pickle(head: bytes, name: str) -> bool:
     if head[4:9] == b"\0\0\0\0{":
         return False  # a file of safetensors: it begins with the length of its header
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        # Neither a file of torch.save, nor one of safetensors, whose header is shorter than 2**24 bytes.
-        return not is_legacy(head) and not (head[3:8] == bytes(5) and head[8:9] == b"{")
+        return not is_legacy(head)  # a file of torch.save
     # Only a pickle of protocol 0 or 1 begins with these opcodes: MARK, EMPTY_DICT, EMPTY_LIST, GLOBAL.
     return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and kind_in_place_of(head) is None
 

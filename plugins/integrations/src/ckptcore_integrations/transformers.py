@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from huggingface_hub import HfApi
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.trainer_utils import HubStrategy, SaveStrategy
-from transformers.utils.hub import hf_api
 
 import ckptcore
 from ckptcore.context import JobOptions, SingleProcess
@@ -276,7 +276,7 @@ class CheckpointMixin(_Trainer):
             finally:
                 self.args.hub_strategy = strategy
         if strategy != HubStrategy.EVERY_SAVE:
-            job = hf_api().upload_folder(
+            job = HfApi().upload_folder(
                 repo_id=self.hub_model_id,
                 folder_path=checkpoint_folder,
                 path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else exported.name,

@@ -14,12 +14,8 @@ import pytest
 import torch
 from ckptcore_integrations import lightning_paths
 from ckptcore_integrations.lightning import CheckState, CkptcoreFSDPStrategy, CkptcoreIO
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.tuner import Tuner
@@ -276,8 +272,9 @@ def test_the_tuner_restores_what_it_saved(tmp_path: Path) -> None:
 
 AVERAGES: dict[str, Any] = {
     "SWA": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1),
-    "EMA": lambda: WeightAveraging(avg_fn=get_ema_avg_fn(0.9)),
 }
+if hasattr(callbacks, "WeightAveraging"):  # not before Lightning 2.6
+    AVERAGES["EMA"] = lambda: callbacks.WeightAveraging(avg_fn=get_ema_avg_fn(0.9))
 
 
 @pytest.mark.brings("averages of weights: `StochasticWeightAveraging`, `WeightAveraging`", "lightning", "same")

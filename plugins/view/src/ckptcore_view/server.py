@@ -182,7 +182,8 @@ class ViewServer:
 
     def run(self) -> None:
         """Serve until the program is interrupted."""
-        self._server.run(sockets=[self._socket])
+        with self._socket:  # an older Uvicorn does not always close it
+            self._server.run(sockets=[self._socket])
 
     def __enter__(self) -> Self:
         """Serve on a thread."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 
+from ckptcore.model import dtype_from_name
 from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
 from ckptcore_integrations.safetensors.writing import TensorBytes
 
 __all__ = ["FlaxReader", "NumpyReader", "array_of", "arrays_bytes"]
 
-_DTYPES: Final = {
-    stored: np.dtype(getattr(ml_dtypes, name, None) or getattr(np, name, None) or name)
-    for name, stored in DTYPES.items()
-}
+_DTYPES: Final = {stored: dtype_from_name(name) for name, stored in DTYPES.items()}
 
 
 def _array_bytes(name: str, array: np.ndarray[Any, Any]) -> TensorBytes:

@@ -114,15 +114,20 @@ def load(
     """
     if storage_reader is None and checkpoint_id and not positional:
         storage_reader = Reader(checkpoint_id)
-    state_dict_loader.load(
-        state_dict,
-        *positional,
-        checkpoint_id=_expanded(checkpoint_id),
-        planner=planner,
-        process_group=process_group,
-        no_dist=no_dist,
-        **({} if storage_reader is None else {"storage_reader": storage_reader}),
-    )
+    try:
+        state_dict_loader.load(
+            state_dict,
+            *positional,
+            checkpoint_id=_expanded(checkpoint_id),
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            **({} if storage_reader is None else {"storage_reader": storage_reader}),
+        )
+    except dcp.CheckpointException as error:
+        if isinstance(storage_reader, Reader) and storage_reader.failure is not None:
+            error.add_note(str(storage_reader.failure))
+        raise
 
 
 def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:

@@ -82,6 +82,8 @@ class Reader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._context = _reading_entries(context) if context is not None else _default_context()
         self._opened: _Entries | None = None
+        self.failure: Exception | None = None
+        """The error of the last `read_metadata`, of which PyTorch before 2.12 does not tell."""
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -107,7 +109,12 @@ class Reader(StorageReader):
             CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
             CompositeCheckpointError: the checkpoint has several checkpointables. Load one by its own location.
         """
-        opened = self._opened = _Entries.of(ckptcore.metadata(self.path, context=self._context))
+        self.failure = None
+        try:
+            opened = self._opened = _Entries.of(ckptcore.metadata(self.path, context=self._context))
+        except Exception as error:
+            self.failure = error
+            raise
         return Metadata(
             {name: opened.storage_metadata(entry) for name, entry in opened.entries.items()},
             planner_data=opened.paths,

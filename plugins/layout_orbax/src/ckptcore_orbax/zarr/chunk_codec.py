@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -25,7 +26,7 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 from ckptcore_orbax.zarr.version3 import inner_array
 
-__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "ReadErrors"]
+__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "ReadErrors", "expect_dtype"]
 
 
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
@@ -38,6 +39,25 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     "RESOURCE_EXHAUSTED": StorageThrottledError,
 }
 """tensorstore status codes that do not indicate damage, https://abseil.io/docs/cpp/guides/status-codes."""
+
+_UNKNOWN_DTYPE: Final = re.compile(r"Unsupported (data type|zarr dtype): ")
+"""tensorstore 0.1.74 to 0.1.86, of a dtype that a later version has. ckptcore has parsed the same metadata before."""
+
+_OLD_TENSORSTORE: Final = (
+    "the installed TensorStore does not know its dtype; update it: pip install --upgrade tensorstore"
+)
+
+
+def expect_dtype(dtype: str) -> None:
+    """Check that the installed tensorstore can encode a dtype.
+
+    Raises:
+        UnsupportedLeafError: it is too old.
+    """
+    try:
+        tensorstore.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(f"{_OLD_TENSORSTORE}, or save with compression=None") from error
 
 
 class ChunkCodec:
@@ -180,6 +200,8 @@ class ReadErrors:
         code = text.partition(":")[0].strip()
         if (kind := _STORAGE_ERRORS.get(code)) is not None:
             return kind(f"{self._name!r} cannot be read: {text}")
+        if _UNKNOWN_DTYPE.search(text):
+            return UnsupportedLeafError(f"{self._name!r} cannot be decoded: {_OLD_TENSORSTORE}")
         return CorruptCheckpointError(
             f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
         )

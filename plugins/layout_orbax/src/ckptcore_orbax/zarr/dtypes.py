@@ -47,7 +47,7 @@ STORED_DTYPES: Final[Mapping[ZarrFormat, frozenset[str]]] = {
 }
 """Dtypes that TensorStore 0.1.86 supports in each version and that Orbax 0.12.8 loads.
 
-Found by experiment. TensorStore 0.1.72 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and
+Found by experiment. TensorStore 0.1.74 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and
 int2.
 """
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import itertools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,16 @@ from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
 __all__ = ["BoxRead", "check_native_files", "expect_chunks", "native_spec", "native_store", "read_native"]
 
+_QUOTED: Final = re.compile(r"^s3://.*(%20| )")
+
+
+@functools.cache
+def _quotes() -> bool:
+    """Return whether the installed tensorstore quotes spaces in requests to S3. Not before version 0.1.86."""
+    version = importlib.metadata.version("tensorstore").split(".")
+    return tuple(int(part) if part.isdecimal() else 0 for part in version) >= (0, 1, 86)
+
+
 _GOOGLE: Final = "https://storage.googleapis.com"
 
 
@@ -34,6 +47,8 @@ def native_spec(address: StorageAddress) -> Mapping[str, Any] | None:
     ckptcore itself reads unsupported storages: they may need secrets that no address contains, or
     options that tensorstore lacks.
     """
+    if _QUOTED.search(address.url) and not _quotes():
+        return None
     options = _OPTIONS.get(address.url.partition("://")[0])
     found = options(address.options) if options is not None else None
     if found is None:

@@ -97,6 +97,10 @@ def _format_of(
 ) -> ArrayFormat:
     """Return one shared object per kind of array. A model has few kinds, and work per format is done once."""
     stored = stored_spec(spec, zarr_format)
+    if options.compression is not None:
+        from ckptcore_orbax.zarr.chunk_codec import expect_dtype  # delays the import of tensorstore
+
+        expect_dtype(stored.dtype)
     if cuts is not None:
         cuts += ((),) * (len(stored.shape) - len(cuts))
     chunk = write_chunk_shape(stored, cuts, size)
