@@ -149,8 +149,8 @@ _OF_ADAPTERS: Final = ROOT / "plugins" / "integrations" / "tests"
 
 UNTESTED_EXTRAS: Final = ("deepspeed", "torch-checkpointing", "torchtitan", "vllm")
 """Extras of `ckptcore-integrations` that are tested with constraints.txt only: DeepSpeed compiles an operator,
-TorchTitan contradicts other libraries (`make test-integrations` tests these two), torch_checkpointing has one version, and
-vLLM needs many others (`make test-vllm`)."""
+TorchTitan contradicts other libraries (`make test-integrations` tests these two), torch_checkpointing has one version,
+and vLLM needs many others (`make test-vllm`)."""
 
 _COLOCATED: Final = [
     "plugins/jax_backend/tests/test_colocated_executor.py",

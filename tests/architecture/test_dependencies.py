@@ -40,6 +40,7 @@ PUBLIC = {
 
 FEATURES = {
     "ckptcore_incremental",
+    "ckptcore_integrations.torch_checkpointing",
     "ckptcore_jax.staged_executor",
     "ckptcore_jax.worker_stages",
     "ckptcore_testing",

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import ckptcore
-from ckptcore import Context, Matching, ShardedArray
-from ckptcore.builtin.sharded_arrays import ArrayShard
+from ckptcore import ArrayShard, Context, Matching, ShardedArray
 from ckptcore.model import Box
 from ckptcore.model.tree import Attribute, Key
 from ckptcore.results import StoredArray, StoredTree
