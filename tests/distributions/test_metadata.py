@@ -167,7 +167,7 @@ def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None
         for text in texts
     )
     assert {name: max(versions) for name, versions in accepted.items()} == {name: tested[name] for name in accepted}
-    fits = {"jaxlib"}
+    fits = {"equinox", "flax", "jaxlib", "optax"}
     assert tested.keys() == accepted.keys() | fits
     assert UNTESTED_EXTRAS == tuple(sorted(UNTESTED_EXTRAS)) and {*UNTESTED_EXTRAS} < APART["ckptcore-integrations"]
 

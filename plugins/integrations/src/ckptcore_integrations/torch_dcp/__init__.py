@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -124,7 +125,7 @@ def load(
             no_dist=no_dist,
             **({} if storage_reader is None else {"storage_reader": storage_reader}),
         )
-    except dcp.CheckpointException as error:
+    except CheckpointException as error:
         if isinstance(storage_reader, Reader) and storage_reader.failure is not None:
             error.add_note(str(storage_reader.failure))
         raise
