@@ -138,7 +138,9 @@ class Checker:
         self._observer = observer
         for number in range(len(self._places)):
             self._create(number)
-        # All calls once without checks, because they load libraries at first use.
+        # All calls once without checks, also for a file of no format, because they load libraries at first use.
+        for read in target.reads:
+            self._read(b"\0x", read)
         self.succeeded = [sum([self._read(data, read) for read in target.reads]) for data in self.samples()]
 
     def samples(self) -> list[bytes]:
