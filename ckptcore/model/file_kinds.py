@@ -70,6 +70,8 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
 _EMPTY: Final = FileKind("empty", "restore it from a copy, or load another one")
 _MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the header of safetensors, in its length in 8 bytes."""
+_OLD_PICKLE: Final = re.compile(rb"\([dl]p\d+\n|c[A-Za-z_][\w.]*\n\w+\n")
+"""Dicts, lists and objects in pickles of protocol 0, which are lines of text."""
 _WORD_VECTORS: Final = re.compile(rb"\d{1,12} \d{1,9}\n")
 _TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
 
@@ -112,6 +114,8 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     for suffix, kind in _SUFFIXES.items():
         if name.endswith(suffix):
             return kind
+    if _OLD_PICKLE.match(head):
+        return _PICKLE
     if _WORD_VECTORS.match(head):
         return FileKind("vectors of words in the format of word2vec", _OWNER.format("gensim"))
     return _TEXT if is_text(head) else None

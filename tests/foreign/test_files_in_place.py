@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import CheckpointError
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 
 STATE: dict[str, np.ndarray[Any, Any]] = {
     "w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -139,3 +141,10 @@ def test_a_directory_says_what_its_files_are(tmp_path: Path) -> None:
     (tmp_path / "weights.gguf2").unlink()
     with pytest.raises(CheckpointError, match=r"\(notes.txt is a text: load the directory"):
         ckptcore.load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [STATE, [1, 2], STATE["w"]])
+def test_a_pickle_of_protocol_0_is_named(tmp_path: Path, value: object) -> None:
+    kind = file_kind(pickle.dumps(value, 0)[:FILE_HEAD_BYTES], "state")
+    assert kind is not None
+    assert kind.noun.startswith("a pickle of Python")

@@ -6,8 +6,11 @@ from typing import Final
 
 from ckptcore_testing import LayoutSample
 
-__all__ = ["HDF5", "NUMPY", "PICKLE"]
+__all__ = ["DEEPSPEED", "HDF5", "NUMPY", "PICKLE", "RANKS", "TORCH_CHECKPOINTING"]
 
+DEEPSPEED: Final = LayoutSample(name="deepspeed", saves=False)
 HDF5: Final = LayoutSample(name="hdf5", saves=False)
 NUMPY: Final = LayoutSample(name="numpy", saves=False)
 PICKLE: Final = LayoutSample(name="pickle", saves=False)
+RANKS: Final = LayoutSample(name="ranks", saves=False)
+TORCH_CHECKPOINTING: Final = LayoutSample(name="torch-checkpointing", saves=False)
