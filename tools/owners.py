@@ -220,6 +220,8 @@ def _torch_of(index: Path, directory: Path) -> dict[str, Any]:
 def _read_dcp(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:
     if not (path / ".metadata").exists():
         return None
+    if (path / "common.pt").exists():
+        raise NotReadError("Megatron reads common.pt by running it")
     _expect_classes((path / ".metadata").read_bytes())
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -209,7 +209,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     """Return an array or number of any library as an array of NumPy; None for other values."""
     if isinstance(value, bool | int | float | complex | np.generic | np.ndarray):
         found: np.ndarray[Any, Any] = np.asarray(value)
-        return None if found.dtype == object else found
+        return None if found.dtype == object else found.astype(found.dtype.newbyteorder("="), copy=False)
     if type(value).__module__.startswith("torch") and hasattr(value, "detach"):
         import ml_dtypes
         import torch
