@@ -9,6 +9,8 @@ from typing import Any
 
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.root import SaveOrder
+from ckptcore.commit.root_json import with_order
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -110,8 +112,9 @@ class CheckpointMetadata(ShownInNotebooks):
         contents: the tree; None if there are several objects.
         checkpointables: by name, the metadata of each object; empty for one tree.
         digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
-            of all data files, so another save has another digest. For several objects: the SHA-256
-            of the root, followed by the digests of the objects. None for checkpoints of other software.
+            of all data files, so another save has another digest, and a copy has the same: the place of a save among
+            others there, ``order``, is left out. For several objects: the SHA-256 of the root, followed by the digests
+            of the objects. None for checkpoints of other software.
     """
 
     created: str | None
@@ -263,6 +266,8 @@ def _digest(found: Checkpoint | CompositeCheckpoint, checkpointables: Checkpoint
     data = found.version.root
     if found.root is None or not isinstance(data, bytes):
         return None
+    if b'"order":' in data:
+        data = with_order(data, SaveOrder())
     members = "".join([one.digest or "" for one in checkpointables.values()])
     return f"sha256:{hashlib.sha256(data + members.encode()).hexdigest()}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,23 @@ def test_the_digest_of_several_objects_covers_each(tmp_path: Path) -> None:
     assert len({found.digest, *parts}) == 3
     ckptcore.delete(path / "b")
     assert ckptcore.metadata(path).digest != found.digest
+
+
+@pytest.mark.parametrize("save", [ckptcore.save, ckptcore.save_checkpointables])
+def test_a_copy_has_the_digest_of_its_source_wherever_it_is(tmp_path: Path, save: Callable[..., Any]) -> None:
+    """It is the only one there, or replaces another save."""
+    save(tmp_path / "a", {"x": {"w": np.ones(3)}, "y": {"n": 1}})
+    digest = ckptcore.metadata(tmp_path / "a").digest
+    ckptcore.copy(tmp_path / "a", tmp_path / "b")
+    assert ckptcore.metadata(tmp_path / "b").digest == digest
+    for place in ("a", "b"):
+        save(tmp_path / place, {"x": {"w": np.zeros(3)}, "y": {"n": 1}}, overwrite=True)
+        assert ckptcore.metadata(tmp_path / place).digest != digest
+    save(tmp_path / "c", {"x": {"w": np.ones(3)}, "y": {"n": 1}})
+    digest = ckptcore.metadata(tmp_path / "c").digest
+    for place in ("a", "b"):
+        ckptcore.copy(tmp_path / "c", tmp_path / place, overwrite=True)
+        assert ckptcore.metadata(tmp_path / place).digest == digest
 
 
 def test_other_software_gives_no_digest(tmp_path: Path) -> None:
