@@ -31,10 +31,10 @@ def opened(tmp_path: Path) -> Iterator[tuple[str, Any]]:
         yield location, checkpoint
 
 
-def reader_of(opened: tuple[str, Any], *, defer: bool = True) -> tuple[WeightReader, dict[str, Any]]:
+def reader_of(opened: tuple[str, Any], *targets: torch.Tensor) -> tuple[WeightReader, dict[str, Any]]:
     """Return a reader, and its weights by name."""
     context = Context()
-    reader = WeightReader(opened[0], opened[1], (context, context), defer=defer, batch_bytes=1 << 30)
+    reader = WeightReader(opened[0], opened[1], (context, context), targets=targets, batch_bytes=1 << 30)
     weights = dict(reader.weights(lambda name, dtype: getattr(torch, dtype)))
     return reader, {name.removeprefix("layers.0."): weight for name, weight in weights.items()}
 
@@ -64,11 +64,12 @@ def view_of(tensor: Any, choices: random.Random) -> Any:
 @pytest.mark.parametrize("defer", [True, False])
 def test_a_copy_of_a_view_is_that_of_the_array(opened: tuple[str, Any], *, defer: bool) -> None:
     for seed in range(25):
-        reader, weights = reader_of(opened, defer=defer)
         name = random.Random(seed).choice(sorted(WEIGHTS))
-        found, expected = (view_of(tensor, random.Random(seed)) for tensor in (weights[name], WEIGHTS[name]))
-        assert isinstance(found, StoredWeight)
+        expected = view_of(WEIGHTS[name], random.Random(seed))
         target = torch.empty_like(expected)
+        reader, weights = reader_of(opened, *([target] if defer else []))
+        found = view_of(weights[name], random.Random(seed))
+        assert isinstance(found, StoredWeight)
         with reader:
             target.copy_(found)
         reader.fill()
@@ -83,8 +84,8 @@ def test_the_box_of_a_view_has_no_more_than_its_rows() -> None:
 
 
 def test_copies_are_done_before_another_operation_needs_them(opened: tuple[str, Any]) -> None:
-    reader, weights = reader_of(opened)
     copied, large = torch.zeros(6, 8, 15), torch.zeros(10, 8, 15)
+    reader, weights = reader_of(opened, copied, large)
     with reader:
         copied.copy_(weights["a"])
         assert torch.equal(copied * 2, WEIGHTS["a"] * 2)
@@ -107,11 +108,78 @@ def test_a_copy_that_is_only_counted_reads_nothing(opened: tuple[str, Any]) -> N
 
 
 def test_one_copy_of_several_views_reads_their_boxes_once(opened: tuple[str, Any]) -> None:
-    reader, weights = reader_of(opened)
     targets = [torch.zeros(3, 8, 15) for _ in range(3)]
+    reader, weights = reader_of(opened, *targets)
     with reader:
         for start, target in enumerate(targets):
             target.copy_(weights["a"][start : start + 3])
     reader.fill()
     for start, target in enumerate(targets):
         assert torch.equal(target, WEIGHTS["a"][start : start + 3])
+
+
+def test_a_weight_is_not_changed_in_place(opened: tuple[str, Any]) -> None:
+    reader, weights = reader_of(opened)
+    changes: list[Callable[[Any], Any]] = [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight[0:2].add_(1),
+        lambda weight: weight.data.zero_(),
+        lambda weight: weight.t_(),
+    ]
+    with reader:
+        for change in changes:
+            with pytest.raises(ValueError, match=r"in place, which is only read: call clone\(\) of it first"):
+                change(weights["half"])
+        assert torch.equal(weights["half"].clone().mul_(2), WEIGHTS["half"] * 2)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight[1:2].view(torch.uint8),
+        lambda weight: weight[3:5].view(torch.float16),
+        lambda weight: weight[:, 0:4].view(torch.float32),
+        lambda weight: weight[2:].view(torch.int16)[1:, 3],
+    ],
+)
+def test_a_view_of_another_dtype_has_the_bytes_of_the_array(opened: tuple[str, Any], view: Any) -> None:
+    reader, weights = reader_of(opened)
+    found, expected = view(weights["half"]), view(WEIGHTS["half"])
+    target = torch.empty_like(expected)
+    with reader:
+        target.copy_(found)
+    reader.fill()
+    assert torch.equal(target.view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_only_memory_of_targets_is_written_later(opened: tuple[str, Any]) -> None:
+    parameter, other = torch.zeros(6, 8, 15), torch.zeros(6, 8, 15)
+    reader, weights = reader_of(opened, parameter)
+    with reader:
+        other.copy_(weights["a"])
+        parameter.copy_(weights["a"])
+        assert torch.from_numpy(other.numpy()).equal(WEIGHTS["a"])
+        assert not parameter.numpy().any()
+    reader.fill()
+    assert torch.equal(parameter, WEIGHTS["a"])
+
+
+def test_a_failed_copy_stays_noted(opened: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.zeros(6, 8, 15)
+    reader, weights = reader_of(opened, parameter)
+    with reader:
+        parameter.copy_(weights["a"])
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="gone"):
+            patch.setattr(ckptcore, "load", lambda *arguments, **options: (_ for _ in ()).throw(OSError("gone")))
+            parameter.sum()
+    reader.fill()
+    assert torch.equal(parameter, WEIGHTS["a"])
+
+
+def test_a_weight_becomes_the_data_of_a_parameter(opened: tuple[str, Any]) -> None:
+    reader, weights = reader_of(opened)
+    parameter = torch.nn.Parameter(torch.zeros(6, 8, 15), requires_grad=False)
+    with reader:
+        parameter.data = weights["a"]
+    assert type(parameter.data) is torch.Tensor
+    assert torch.equal(parameter, WEIGHTS["a"])

@@ -163,32 +163,78 @@ def bucket() -> Iterator[tuple[StrictGcs, CkptcoreStorage]]:
 TEMPORARY, FINAL = Path("gs://bucket/run/tmp_step_1"), Path("gs://bucket/run/step_1")
 
 
-def other_object(storage: CkptcoreStorage, name: str) -> None:
-    """Write an object as a job does that was thought to be dead."""
-    store = storage._open("gs://bucket/run/step_1", to_write=True)
-    store.put(f"objects.ckptcore/{name}@1-{'0' * 32}", b"late")
+def other_job(storage: CkptcoreStorage) -> CkptcoreStorage:
+    """The storage of another job, such as one that is started again while the first one still runs."""
+    return CkptcoreStorageConfig(storage._context).create_storage()
 
 
 def test_a_late_job_changes_no_committed_checkpoint(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
     _, storage = bucket
-    late = storage.stream_write(TEMPORARY / "model_0.pt")
+    late = other_job(storage).stream_write(TEMPORARY / "model_0.pt")
     late.write(b"late")
     storage.rename(TEMPORARY, FINAL, is_directory=True)
     late.close()
     assert storage.read(FINAL / "model_0.pt") == b"bytes"
-    for refused in (lambda: storage.stream_write(TEMPORARY / "x"), lambda: storage.mkdir(TEMPORARY)):
+    for refused in (
+        lambda: storage.stream_write(TEMPORARY / "x"),
+        lambda: storage.mkdir(TEMPORARY),
+        lambda: storage.write(FINAL / "model_0.pt", b"other"),
+        lambda: storage.write(FINAL / "COMPLETE", b""),
+        lambda: other_job(storage).exists(TEMPORARY),  # else the other job would end without an error
+    ):
         with pytest.raises(FileExistsError, match="it exists already"):
             refused()
+    assert not storage.exists(TEMPORARY)
     with pytest.raises(PermissionError, match="rmdir"):
         storage.delete(FINAL / "model_0.pt")
+    with pytest.raises(FileNotFoundError):
+        storage.rmdir(TEMPORARY)
+    assert storage.read(FINAL / "model_0.pt") == b"bytes"
 
 
-def test_two_jobs_that_write_one_step_are_refused(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
+def test_a_checkpoint_has_the_files_of_one_job(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
+    """A larger job was killed, and its processes write while the next one saves the same step."""
+    _, killed = bucket
+    write(killed, f"{TEMPORARY}/model_1.pt", b"of the killed job")
+    storage = other_job(killed)
+    for name in ("model_0.pt", "model_1.pt"):
+        write(storage, f"{TEMPORARY}/{name}", b"new")
+    write(killed, f"{TEMPORARY}/model_1.pt", b"late")
+    write(killed, f"{TEMPORARY}/model_2.pt", b"late")
+    storage.rename(TEMPORARY, FINAL, is_directory=True)
+    assert storage.ls(FINAL) == ["model_0.pt", "model_1.pt"]
+    assert [storage.read(FINAL / name) for name in storage.ls(FINAL)] == [b"new", b"new"]
+
+
+def test_a_save_that_another_job_committed_first_is_an_error(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
+    _, other = bucket
+    config = CkptcoreStorageConfig(other._context)
+    manager = manager_of(config)
+
+    def commit_first(arguments: Any) -> None:
+        if not other.exists(FINAL):
+            other.rename(TEMPORARY, FINAL, is_directory=True)
+
+    saver: Any = manager._saver
+    saver._writer._args.pre_finalize_callback = commit_first
+    with pytest.raises(FileExistsError, match="it exists already"):
+        manager.save(str(FINAL).replace("gs:/", "gs://"), {"step": 4})
+    manager.close()
+
+
+def test_directories_whose_names_begin_like_temporary_ones(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
     _, storage = bucket
-    other_object(storage, "model_0.pt")
-    with pytest.raises(OSError, match="two jobs write model_0.pt"):
+    run = Path("gs://bucket/tmp_experiments/run")
+    for file in ("model_0.pt", "tmp_index.json"):
+        write(storage, f"{run}/tmp_step_1/{file}")
+    storage.rename(run / "tmp_step_1", run / "step_1", is_directory=True)
+    assert storage.exists(run / "step_1") and storage.ls(run / "step_1") == ["model_0.pt", "tmp_index.json"]
+    assert storage.read(run / "step_1" / "model_0.pt") == b"bytes"
+    write(storage, f"{TEMPORARY}/tmp_part/model_1.pt")
+    with pytest.raises(OSError, match="whose name begins with 'tmp_'"):
         storage.rename(TEMPORARY, FINAL, is_directory=True)
-    assert not storage.exists(FINAL)
+    with pytest.raises(OSError, match="directories below its checkpoint"):
+        storage.stream_write(TEMPORARY / "a/b/c/d/e")
 
 
 def test_a_damaged_list_is_named(bucket: tuple[StrictGcs, CkptcoreStorage]) -> None:
@@ -196,8 +242,8 @@ def test_a_damaged_list_is_named(bucket: tuple[StrictGcs, CkptcoreStorage]) -> N
     storage.rename(TEMPORARY, FINAL, is_directory=True)
     store = storage._open("gs://bucket/run/step_1", to_write=True)
     listed = json.loads(store.get("files.ckptcore.json"))
-    hostile = {**listed, "files": {"../x": ["objects.ckptcore/../x@1-" + "0" * 32, 5]}}
-    for data in (b"", b"[]", json.dumps({**listed, "version": 2}).encode(), json.dumps(hostile).encode()):
+    wrong: list[dict[str, Any]] = [{"version": 2}, {"files": {"../x": 5}}, {"files": {"x": -1}}, {"job": "../.."}]
+    for data in (b"", b"[]", *[json.dumps({**listed, **one}).encode() for one in wrong]):
         store.put("files.ckptcore.json", data)
         with pytest.raises(CorruptCheckpointError, match=r"step_1/files.ckptcore.json"):
             storage.exists(FINAL)

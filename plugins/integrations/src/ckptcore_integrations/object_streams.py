@@ -33,13 +33,21 @@ class InputStream(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise OSError(errno.EINVAL, f"cannot seek to {start + offset}")
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}.get(whence)
+        if start is None or start + offset < 0:
+            raise OSError(errno.EINVAL, f"cannot seek to {offset} (whence={whence})")
         self._position = start + offset
         return self._position
 
+    def readall(self) -> bytes:
+        """Read the rest by one request."""
+        data = bytearray(max(0, self._size - self._position))
+        self.readinto(data)
+        return bytes(data)
+
     def readinto(self, buffer: Any) -> int:
+        if self.closed:
+            raise ValueError("read of a closed file")
         target = memoryview(buffer).cast("B")
         nbytes = max(0, min(len(target), self._size - self._position))
         if nbytes:
@@ -65,7 +73,8 @@ class OutputStream(io.BufferedIOBase):
     def write(self, data: Any) -> int:
         if self._writer is None:
             raise ValueError("write to a closed file")
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        view = view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes())
         if len(self._buffer) + len(view) >= _BUFFER_BYTES:
             self.flush()
         if len(view) >= _BUFFER_BYTES:
@@ -82,15 +91,15 @@ class OutputStream(io.BufferedIOBase):
             self._buffer = bytearray()
 
     def close(self) -> None:
-        """Complete the file."""
+        """Complete the file. After an error there is none, and closing again raises no second one."""
         if self._writer is not None:
-            self.flush()
-            writer, self._writer = self._writer, None
             try:
-                writer.finish()
+                self.flush()
+                self._writer.finish()
             except BaseException:
-                writer.abort()
+                self.abort()
                 raise
+            self._writer = None
         super().close()
 
     def abort(self) -> None:

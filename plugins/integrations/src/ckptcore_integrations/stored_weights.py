@@ -8,11 +8,13 @@ on a weight, or on a parameter with a noted copy, reads the elements first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,7 +24,7 @@ from ckptcore.model import Box
 from ckptcore.model.tree import Attribute, Key
 from ckptcore.results import StoredArray, StoredTree
 
-__all__ = ["StoredWeight", "StridedBox", "WeightReader", "strided_box"]
+__all__ = ["StoredWeight", "StridedBox", "WeightReader", "elements_of", "strided_box"]
 
 _CPU: Final = torch.device("cpu")
 _PART: Final = Matching(unexpected="ignore")
@@ -112,12 +114,19 @@ class StoredWeight(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # PyTorch also passes args and kwargs by position
         """Run an operation: a view of the stored array without elements, others with them."""
         kwargs = kwargs or {}
-        if func.is_view and isinstance(args[0], StoredWeight):
-            viewed = func(args[0]._view, *args[1:], **kwargs)
-            return tree_map(lambda view: cls(args[0]._source, view), viewed)
+        if func.is_view and isinstance(args[0], StoredWeight) and func not in _OTHER_ELEMENTS:
+            weight = args[0]
+            viewed = func(weight._view, *args[1:], **kwargs)
+            if all(_is_plain_view(view, weight) for view in tree_leaves(viewed)):
+                return tree_map(lambda view: cls(weight._source, view), viewed)
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, StoredWeight) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise ValueError(
+                    f"{func} changes a weight of a checkpoint in place, which is only read: call clone() of it first"
+                )
         if func is torch.ops.aten.copy_.default and args[0].device.type == "meta":
             return args[0]  # a program that counts what it would copy
-        args, kwargs = tree_map(_elements, (args, kwargs))
+        args, kwargs = tree_map(elements_of, (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # Tensor's has no types
@@ -125,7 +134,18 @@ class StoredWeight(torch.Tensor):
         return f"StoredWeight({self._source!r}, shape={tuple(self.shape)})"
 
 
-def _elements(value: Any) -> Any:
+_OTHER_ELEMENTS: Final = frozenset(
+    [torch.ops.aten._conj.default, torch.ops.aten._neg_view.default, torch.ops.aten.view.dtype]
+)
+"""Views whose elements are others than those of the array."""
+
+
+def _is_plain_view(view: torch.Tensor, weight: StoredWeight) -> bool:
+    """Return True if the elements of a view are elements of the weight."""
+    return view.dtype == weight.dtype and not view.is_conj() and not view.is_neg()
+
+
+def elements_of(value: Any) -> Any:
     """Return a tensor with the elements of a stored weight; any other value as it is."""
     if not isinstance(value, StoredWeight):
         return value
@@ -148,6 +168,16 @@ def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(array).view(dtype)
 
 
+class _DataSetters(TorchFunctionMode):
+    """Reads the elements of a stored weight that becomes the ``data`` of a tensor. Its memory would be none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function."""
+        if getattr(func, "__name__", "") == "__set__":
+            args = tree_map(elements_of, args)
+        return func(*args, **(kwargs or {}))
+
+
 class _Copy(NamedTuple):
     """A copy that is noted: a stored weight, and the tensor that gets its elements."""
 
@@ -162,7 +192,13 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
     """
 
     def __init__(
-        self, location: str, tree: StoredTree, contexts: Sequence[Context], *, defer: bool, batch_bytes: int
+        self,
+        location: str,
+        tree: StoredTree,
+        contexts: Sequence[Context],
+        *,
+        targets: Iterable[torch.Tensor],
+        batch_bytes: int,
     ) -> None:
         """Read nothing.
 
@@ -170,16 +206,18 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             location: the path or URL of the checkpoint.
             tree: the container with the weights, of the open checkpoint.
             contexts: options for loads of this process alone, and for those of its group. Equal if there is no group.
-            defer: do many copies at once. If False, do each copy at once.
+            targets: tensors, such as parameters. Copies into their memory are done later, many at once. Other copies
+                are done at once.
             batch_bytes: size of the arrays after which noted copies are done, in bytes.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         self._location = location
         self._tree = tree
         self._alone, self._together = contexts
-        self._defer = defer
+        self._targets = {_memory(tensor).storage for tensor in targets if _is_plain(tensor)}
         self._batch_bytes = batch_bytes
         self._copies: list[_Copy] = []
+        self._setters = _DataSetters()
 
     def weights(self, dtype_of: Callable[[str, str], torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name of each array, and the array. Noted copies are done after each batch, by the whole group.
@@ -198,23 +236,43 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
 
     def fill(self) -> None:
         """Do the noted copies. Every process of the group calls this equally often."""
-        copies, self._copies = self._copies, []
-        self._load(copies, self._together)
+        self._do_copies(self._together)
+
+    def __enter__(self) -> Self:
+        """Take part in the operations of this thread."""
+        self._setters.__enter__()  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped
+        entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take no part any more."""
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped
+        self._setters.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note copies of stored weights. Do noted copies of a tensor before another operation uses it."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and self._defer and isinstance(args[1], StoredWeight):
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], StoredWeight) and _is_plain(args[0]):
             target, weight = args[0], args[1]
-            if target.device.type != "meta" and target.shape == weight.shape and not isinstance(target, StoredWeight):
+            if target.shape == weight.shape and _memory(target).storage in self._targets:
                 self._copies.append(_Copy(weight, target))
                 return target
         if self._copies and not func.is_view:
             used = [_memory(value) for value in tree_leaves((args, kwargs)) if _is_plain(value)]
             if any(_overlap(_memory(copy.target), memory) for copy in self._copies for memory in used):
-                copies, self._copies = self._copies, []
-                self._load(copies, self._alone)
+                self._do_copies(self._alone)
         return func(*args, **kwargs)
+
+    def _do_copies(self, context: Context) -> None:
+        """Do the noted copies. After an error they stay noted."""
+        copies, self._copies = self._copies, []
+        try:
+            self._load(copies, context)
+        except BaseException:
+            self._copies = [*copies, *self._copies]
+            raise
 
     def _load(self, copies: Sequence[_Copy], context: Context) -> None:
         """Load the boxes of all copies at once, and copy."""
@@ -303,7 +361,7 @@ def _is_plain(value: object) -> bool:
 
 
 class _Memory(NamedTuple):
-    """A range of memory, in bytes from the beginning of a storage."""
+    """A range of memory, by the addresses of its storage and of its bytes."""
 
     storage: int
     start: int
@@ -313,10 +371,10 @@ class _Memory(NamedTuple):
 def _memory(tensor: torch.Tensor) -> _Memory:
     """Return the range with the elements of a tensor."""
     last = sum([(extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-    start = int(tensor.storage_offset()) * tensor.element_size()
-    stop = start + (last + 1) * tensor.element_size() if tensor.numel() else start
-    return _Memory(tensor.untyped_storage().data_ptr(), start, stop)
+    storage = tensor.untyped_storage().data_ptr()
+    start = storage + int(tensor.storage_offset()) * tensor.element_size()
+    return _Memory(storage, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
 def _overlap(first: _Memory, second: _Memory) -> bool:
-    return first.storage == second.storage and max(first.start, second.start) < min(first.stop, second.stop)
+    return max(first.start, second.start) < min(first.stop, second.stop)

@@ -8,9 +8,9 @@ torch_checkpointing writes into a directory with the prefix ``tmp_`` and then re
 is closed. File systems rename the directory without replacing another one. Object stores have no directories to
 rename, and an earlier job may still write to them, so there
 
-- every file is an object with a name of its own, ``objects.ckptcore/model_0.pt@<number>-<random id>``, in the
-  directory of the checkpoint. The number is one more than that of the objects of the file that exist,
-- the rename creates the list of these objects, ``files.ckptcore.json``, if none exists. Without it there is no
+- every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
+  processes of one process group: a job that is started again has another id,
+- the rename creates the list of the objects of its job, ``files.ckptcore.json``, if none exists. Without it there is no
   checkpoint, and objects that are not in it do not count. Nothing is deleted before.
 """
 
@@ -20,13 +20,15 @@ import contextlib
 import errno
 import io
 import json
+import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch.distributed as dist
 from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
@@ -51,8 +53,7 @@ _VERSION: Final = 1
 _OBJECTS: Final = "objects.ckptcore"
 """The directory of the objects in the directory of the checkpoint."""
 
-_OBJECT: Final = re.compile(_OBJECTS + r"/(.+)@([0-9]{1,9})-[0-9a-f]{32}", re.DOTALL)
-"""The key of an object in the directory of the checkpoint: its file, and its number."""
+_JOB: Final = re.compile(r"[0-9a-f]{32}")
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
 """A URL, of which a `Path` removes a slash."""
@@ -76,10 +77,35 @@ class CkptcoreStorageConfig(StorageConfig):
 
     context: Context | None = None
     temp_dir_prefix: str = DEFAULT_TEMP_DIR_PREFIX
+    _job: str = field(default="", init=False, repr=False)
 
     def create_storage(self) -> CkptcoreStorage:
-        """Return the storage. Makes no request."""
-        return CkptcoreStorage(self)
+        """Return the storage. Makes no request.
+
+        Raises:
+            RuntimeError: the job has several processes, and its process group is not initialized.
+        """
+        return CkptcoreStorage(self.context or Context(), self.temp_dir_prefix, self._job_id())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, and the id of the job for the process that writes."""
+        self._job_id()
+        return vars(self)
+
+    def _job_id(self) -> str:
+        """Return the id of the job, on which its processes agree by the store of their process group."""
+        if not self._job:
+            self._job = uuid.uuid4().hex
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                agreed = dist.distributed_c10d._get_default_store().compare_set("ckptcore/files/job", "", self._job)
+                self._job = agreed.decode()
+            elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                self._job = ""
+                raise RuntimeError(
+                    "the job has several processes, which agree on the names of files by their process group: call "
+                    "torch.distributed.init_process_group before the CheckpointManager is created"
+                )
+        return self._job
 
 
 class _Place(NamedTuple):
@@ -105,9 +131,10 @@ class _Place(NamedTuple):
 class CkptcoreStorage(Storage):
     """The storage of a `CkptcoreStorageConfig`. Thread-safe."""
 
-    def __init__(self, config: CkptcoreStorageConfig) -> None:
-        self._context = config.context or Context()
-        self._prefix = config.temp_dir_prefix
+    def __init__(self, context: Context, prefix: str, job: str) -> None:
+        self._context = context
+        self._prefix = prefix
+        self._job = job
         self._local = LocalFileSystemStorage(LocalFileSystemStorageConfig())
 
     # --- read
@@ -179,14 +206,15 @@ class CkptcoreStorage(Storage):
         if url is None:
             storage, key = self._open(str(path.parent), to_write=True), path.name
             return OutputStream(storage.open_writer(key))
-        place = self._place(url)
+        place = self._place(url, is_file=True)
         storage = self._open(place.directory, to_write=True)
-        if not place.pending:
-            return OutputStream(storage.open_writer(place.key))
-        self._refuse_committed(storage, place)
-        number = 1 + max([one.number for one in _versions(storage, place)], default=0)
-        key = f"{place.checkpoint}/{_OBJECTS}/{place.file}@{number}-{uuid.uuid4().hex}"
-        return OutputStream(storage.open_writer(key))
+        if place.pending:
+            self._refuse_committed(storage, place)
+        elif self._committed(url) is not None:
+            raise _occupied(url)
+        if place.file.count("/") >= _DEPTH:
+            raise OSError(errno.ENAMETOOLONG, f"it is more than {_DEPTH} directories below its checkpoint", url)
+        return OutputStream(storage.open_writer(self._key(place)))
 
     def write(self, path: Path, data: Buffer) -> None:
         """Write a file. See `stream_write`."""
@@ -257,9 +285,13 @@ class CkptcoreStorage(Storage):
         storage = self._open(place.directory, to_write=True)
         if not place.pending:
             storage.delete([f"{place.key}/{_LIST}"])
-        elif place.file or _read_list(storage, place.checkpoint) is not None:
+            storage.delete(list(storage.list(place.key)))
+            return
+        keys = list(storage.list(place.checkpoint))  # before the list, which names none of them if there is none
+        listed = _read_list(storage, place.checkpoint)
+        if place.file or listed is not None:
             raise FileNotFoundError(errno.ENOENT, "there is no such directory", url)
-        storage.delete(list(storage.list(place.key)))
+        storage.delete(keys)
 
     # --- file systems
 
@@ -280,10 +312,10 @@ class CkptcoreStorage(Storage):
     def _open(self, directory: str, *, to_write: bool = False) -> StorageBackend:
         return open_directory(directory, runtime_of(self._context).storages, to_write=to_write)
 
-    def _place(self, url: str) -> _Place:
+    def _place(self, url: str, *, is_file: bool = False) -> _Place:
         scheme, _, rest = url.partition("://")
         names = [name for name in rest.split("/") if name]
-        for index in range(len(names) - 1, 0, -1):
+        for index in range(len(names) - 1 - is_file, 0, -1) if self._prefix else ():
             if names[index].startswith(self._prefix) and names[index] != self._prefix:
                 checkpoint = names[index].removeprefix(self._prefix)
                 above = "/".join(names[:index])
@@ -294,7 +326,11 @@ class CkptcoreStorage(Storage):
         if _read_list(storage, place.checkpoint) is not None:
             raise _occupied(f"{place.directory}/{place.checkpoint}")
 
-    def _committed(self, url: str) -> tuple[StorageBackend, str, str, Mapping[str, tuple[str, int]]] | None:
+    def _key(self, place: _Place) -> str:
+        """Return the key of a file that is in no committed checkpoint."""
+        return f"{place.checkpoint}/{_OBJECTS}/{self._job}/{place.file}" if place.pending else place.key
+
+    def _committed(self, url: str) -> tuple[StorageBackend, str, str, _Listed] | None:
         """Return the checkpoint that has a path: its storage and name there, the path within it, and its files."""
         directory, file = url, ""
         for _ in range(_DEPTH + 1):
@@ -310,21 +346,14 @@ class CkptcoreStorage(Storage):
 
     def _find(self, path: Path, url: str) -> tuple[StorageBackend, str, int]:
         """Return the storage, key and size of a file."""
-        place = self._place(url)
-        if not place.pending and (found := self._committed(url)) is not None:
-            storage, name, file, files = found
-            if file not in files:
+        place = self._place(url, is_file=True)
+        if (found := self._committed(url)) is not None:
+            storage, name, file, listed = found
+            if file not in listed.sizes:
                 raise FileNotFoundError(errno.ENOENT, "the checkpoint has no such file", url)
-            key, size = files[file]
-            return storage, f"{name}/{key}", size
-        storage = self._open(place.directory)
-        if not place.pending:
-            return storage, place.key, storage.size(place.key)
-        versions = _versions(storage, place)
-        if not versions:
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", url)
-        newest = max(versions, key=lambda one: one.number).key
-        return storage, newest, storage.size(newest)
+            return storage, f"{name}/{listed.key(file)}", listed.sizes[file]
+        storage, key = self._open(place.directory), self._key(place)
+        return storage, key, storage.size(key)
 
     def _is_file(self, path: Path, url: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -334,17 +363,20 @@ class CkptcoreStorage(Storage):
 
     def _names(self, url: str) -> list[str]:
         """Return the names in a directory, as if the renames were those of a file system."""
+        if (committed := self._committed(url)) is not None:
+            _, _, file, listed = committed
+            return _first_names(listed.sizes, file)
         place = self._place(url)
         if place.pending:
             storage = self._open(place.directory)
-            if _read_list(storage, place.checkpoint) is not None:
+            if (other := _read_list(storage, place.checkpoint)) is not None:
+                if other.job != self._job:
+                    # torch_checkpointing commits nothing, and reports no error, if its directory does not exist.
+                    raise _occupied(f"{place.directory}/{place.checkpoint}")
                 return []
-            start = f"{place.checkpoint}/"
-            keys = [key.removeprefix(start) for key in storage.list(f"{start}{_OBJECTS}")]
-            return _first_names([match[1] for key in keys if (match := _OBJECT.fullmatch(key))], place.file)
-        if (committed := self._committed(url)) is not None:
-            _, _, file, files = committed
-            return _first_names(files, file)
+            start = f"{place.checkpoint}/{_OBJECTS}/"
+            files = [key.removeprefix(start).partition("/")[2] for key in storage.list(start.removesuffix("/"))]
+            return _first_names(files, place.file)
         storage = self._open(url)
         found = storage.list_names()
         if f"{_OBJECTS}/" in found:
@@ -370,33 +402,27 @@ class CkptcoreStorage(Storage):
                 f"renames it to {source.checkpoint} only",
             )
         storage = self._open(directory, to_write=True)
-        files: dict[str, tuple[str, int]] = {}
-        numbers: dict[str, int] = {}
+        if strays := list(storage.list(f"{self._prefix}{name}")):
+            raise OSError(
+                errno.ENOTSUP,
+                f"{destination}: {strays[0]} is in a directory within the checkpoint whose name begins with "
+                f"{self._prefix!r}, like that of a temporary one: give it another name",
+            )
         objects = _sizes(storage, name)
-        for key, size in objects.items():
-            match = _OBJECT.fullmatch(key)
-            if match is None:
-                raise _occupied(destination)
-            file, number = match[1], int(match[2])
-            if numbers.get(file) == number:
-                raise OSError(
-                    errno.EBUSY,
-                    f"{destination}: two jobs write {file}. Stop the other one, delete "
-                    f"{directory}/{self._prefix}{name} with rmdir, and save again; nothing is committed",
-                )
-            if number > numbers.get(file, 0):
-                files[file], numbers[file] = (key, size), number
+        if any(not key.startswith(f"{_OBJECTS}/") for key in objects):
+            raise _occupied(destination)
+        start = f"{_OBJECTS}/{self._job}/"
+        files = {key.removeprefix(start): size for key, size in objects.items() if key.startswith(start)}
         if not files:
-            raise FileNotFoundError(errno.ENOENT, "nothing was written to the temporary directory", destination)
-        listed = {"format": _FORMAT, "version": _VERSION, "files": files}
+            raise FileNotFoundError(errno.ENOENT, "this job wrote nothing to the temporary directory", destination)
+        listed = {"format": _FORMAT, "version": _VERSION, "job": self._job, "files": files}
         data = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode()
         try:
             storage.put(f"{name}/{_LIST}", data, condition=IF_ABSENT)
         except ConditionFailedError as error:
             if storage.get(f"{name}/{_LIST}") != data:  # else it is ours: the response of an attempt was lost
                 raise _occupied(destination) from error
-        listed_keys = {key for key, _ in files.values()}
-        storage.delete([f"{name}/{key}" for key in objects if key not in listed_keys])  # of jobs that were killed
+        storage.delete([f"{name}/{key}" for key in objects if not key.startswith(start)])  # of jobs that were killed
 
     def _move(self, src_path: Path, source: str, dst_path: Path, destination: str) -> None:
         """Copy a file by parts, and delete it."""
@@ -412,20 +438,6 @@ def _url(path: Path) -> str | None:
     """Return the URL of a path; None for a local path."""
     match = _URL.fullmatch(str(path))
     return None if match is None else f"{match[1]}://{match[2].rstrip('/')}"
-
-
-class _Object(NamedTuple):
-    """An object of a file: its key in the storage, and its number."""
-
-    key: str
-    number: int
-
-
-def _versions(storage: StorageBackend, place: _Place) -> list[_Object]:
-    """Return the objects of a file that is not committed."""
-    start = f"{place.checkpoint}/"
-    matches = [_OBJECT.fullmatch(key.removeprefix(start)) for key in storage.list(f"{start}{_OBJECTS}")]
-    return [_Object(f"{start}{match[0]}", int(match[2])) for match in matches if match and match[1] == place.file]
 
 
 def _first_names(files: Iterable[str], directory: str) -> list[str]:
@@ -448,8 +460,24 @@ def _occupied(url: str) -> FileExistsError:
     )
 
 
-def _read_list(storage: StorageBackend, name: str) -> Mapping[str, tuple[str, int]] | None:
-    """Return the object and the size of each file of a committed checkpoint; None if it is not committed.
+class _Listed(NamedTuple):
+    """The files of a committed checkpoint.
+
+    Attributes:
+        job: the id of the job that wrote them.
+        sizes: by file, its size in bytes.
+    """
+
+    job: str
+    sizes: Mapping[str, int]
+
+    def key(self, file: str) -> str:
+        """Return the key of the object of a file, within the checkpoint."""
+        return f"{_OBJECTS}/{self.job}/{file}"
+
+
+def _read_list(storage: StorageBackend, name: str) -> _Listed | None:
+    """Return the files of a committed checkpoint; None if it is not committed.
 
     Raises:
         CorruptCheckpointError: the list is damaged.
@@ -463,15 +491,15 @@ def _read_list(storage: StorageBackend, name: str) -> Mapping[str, tuple[str, in
         listed = json.loads(data)
         if listed["format"] != _FORMAT or listed["version"] != _VERSION:
             raise ValueError(f"it has the format {listed['format']!r}, version {listed['version']!r}")
-        files: dict[str, tuple[str, int]] = {}
-        for file, (object_key, size) in listed["files"].items():
-            match = _OBJECT.fullmatch(check_key(object_key))
-            if match is None or match[1] != file or type(size) is not int or size < 0:
-                raise ValueError(f"the file {file[:80]!r} has the object {object_key[:80]!r} with {size!r} bytes")
-            files[file] = object_key, size
+        if not _JOB.fullmatch(listed["job"]):
+            raise ValueError("the id of the job is invalid")
+        for file, size in listed["files"].items():
+            check_key(file)
+            if type(size) is not int or size < 0:
+                raise ValueError(f"the file {file[:80]!r} has {size!r} bytes")
+        return _Listed(listed["job"], listed["files"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidLocationError) as error:
         raise CorruptCheckpointError(
             f"{key} is no list of files of a checkpoint ({error!r}): restore it from a copy, or load another one",
             key=key,
         ) from error
-    return files

@@ -23,7 +23,7 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.redaction import redacted_location
 from ckptcore.results import StoredTree
-from ckptcore_integrations.stored_weights import WeightReader
+from ckptcore_integrations.stored_weights import StoredWeight, WeightReader, elements_of
 
 __all__ = ["CheckpointLoader", "register"]
 
@@ -53,7 +53,8 @@ class CheckpointLoader(BaseModelLoader):
         ``"broadcast"``, the default, or ``"all"``: each worker reads for itself. That is faster if all workers are on
         one host that has the checkpoint in its page cache.
     ``batch_bytes``
-        The size of the arrays that are read at once, in bytes. Default: 1 GiB. A worker needs memory for its boxes.
+        The size of the arrays that are read at once, in bytes. Default: 1 GiB. A worker needs memory for the arrays of
+        a batch; with ``reads="all"`` for its boxes of them. Some models list all weights first, which makes one batch.
 
     The name of a weight is its path below the subtree, with dots between keys. It must be the name that files of
     Hugging Face have. Values that are not arrays are not passed to the model.
@@ -112,11 +113,12 @@ class CheckpointLoader(BaseModelLoader):
                     [f"{self._subtree} is a leaf"],
                 )
             contexts = self._context, self._context_of_group()
-            defer = not _quantises_layers(model)
-            reader = WeightReader(location, tree, contexts, defer=defer, batch_bytes=self._batch_bytes)
+            targets = () if _quantises_layers(model) else [*model.parameters(), *model.buffers()]
+            reader = WeightReader(location, tree, contexts, targets=targets, batch_bytes=self._batch_bytes)
             with reader:
                 loaded = model.load_weights(reader.weights(_dtype))
             reader.fill()
+            _read_kept(model)
         if ckptcore.metadata(location, context=self._context).digest != digest:
             raise CorruptCheckpointError(
                 f"{redacted_location(location)} was replaced while it was loaded: load it again", key=location
@@ -154,6 +156,16 @@ class CheckpointLoader(BaseModelLoader):
 def register() -> None:
     """Register the load format ``ckptcore``. vLLM calls this in each of its processes."""
     register_model_loader("ckptcore")(CheckpointLoader)
+
+
+def _read_kept(model: Any) -> None:
+    """Read the weights that a model keeps as parameters or buffers, which need the open checkpoint."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, StoredWeight):
+                module._parameters[name] = torch.nn.Parameter(elements_of(parameter), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = elements_of(buffer)
 
 
 def _quantises_layers(model: Any) -> bool:
