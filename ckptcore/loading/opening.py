@@ -265,6 +265,9 @@ def _open_default(
     inner = location.within(name)
     inner_version = read_version(inner, version.root)
     root = _committed_root(inner, inner_version, known)
+    others = [other for other in composite.members if other != name]
+    if root is None and others:  # it was deleted
+        raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
     opened = _open_with_root(inner, inner_version, root, context, known)

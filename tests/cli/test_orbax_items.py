@@ -107,3 +107,11 @@ def test_the_commands_name_the_form_of_an_item(step: Path, run: Run) -> None:
     meta, proto = [line for line in run("ls", str(step)).output.splitlines() if line.startswith(("meta", "proto"))]
     assert "zarr" not in meta + proto
     assert "the same" in run("diff", str(step), str(step)).output
+
+
+def test_a_copy_whose_default_item_was_deleted_names_the_others(step: Path, tmp_path: Path) -> None:
+    ckptcore.copy(step, tmp_path / "c", layout="ocdbt")
+    default = next(name for name in ckptcore.metadata(tmp_path / "c").checkpointables if name in ("state", "default"))
+    ckptcore.delete(tmp_path / "c" / default)
+    with pytest.raises(ckptcore.CheckpointError, match="has several checkpointables"):
+        ckptcore.load(tmp_path / "c")

@@ -130,3 +130,39 @@ def test_a_missing_file_of_a_program_is_damage(tmp_path: Path) -> None:
                 bad.writestr(name, source.read(name))
     with pytest.raises(CorruptCheckpointError, match="weight_0' is missing"):
         ckptcore.load(tmp_path / "bad.pt2")
+
+
+def damage(path: Path, member: str) -> None:
+    """Change a byte in the middle of a member."""
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if member in name)
+        stored = archive.read(name)
+        content = path.read_bytes()
+        at = content.index(stored, archive.getinfo(name).header_offset) + len(stored) // 2
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+@pytest.mark.parametrize("member", ["data.pkl", "/code/", "data/0", "version"])
+def test_verify_compares_every_member_of_a_program(tmp_path: Path, member: str) -> None:
+    torch.jit.save(torch.jit.script(Offset()), tmp_path / "module.pt")
+    with zipfile.ZipFile(tmp_path / "module.pt") as archive:
+        if not any(member in name and archive.getinfo(name).compress_type == 0 for name in archive.namelist()):
+            with zipfile.ZipFile(tmp_path / "stored.pt", "w", zipfile.ZIP_STORED) as copy:
+                for name in archive.namelist():
+                    copy.writestr(name, archive.read(name))
+            (tmp_path / "stored.pt").rename(tmp_path / "module.pt")
+    assert ckptcore.verify(tmp_path / "module.pt").ok
+    damage(tmp_path / "module.pt", member)
+    try:
+        assert not ckptcore.verify(tmp_path / "module.pt").ok
+    except CorruptCheckpointError:
+        assert member == "data.pkl"  # which describes the tree
+
+
+def test_verify_compares_members_that_no_tensor_uses(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(100.0)}, tmp_path / "w.pt")
+    with zipfile.ZipFile(tmp_path / "w.pt", "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr("w/data/7", b"unused")
+    assert ckptcore.verify(tmp_path / "w.pt").ok
+    damage(tmp_path / "w.pt", "data/7")
+    assert not ckptcore.verify(tmp_path / "w.pt").ok

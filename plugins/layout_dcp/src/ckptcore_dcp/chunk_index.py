@@ -13,10 +13,10 @@ from ckptcore_dcp.array_reads import read_arrays
 from ckptcore_dcp.directories import find_dcp_files
 from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, decode_locations, verify_storage
-from ckptcore_dcp.streams import Streams
+from ckptcore_dcp.streams import Streams, verify_other_members
 from ckptcore_dcp.zip_directories import STORED
 
-__all__ = ["ItemIndex", "StorageIndex", "add_locations", "dcp_index"]
+__all__ = ["ItemIndex", "StorageIndex", "ZipIndex", "add_locations", "dcp_index"]
 
 _LOCATIONS: Final = "places"
 
@@ -100,6 +100,23 @@ class StorageIndex(ChunkIndex):
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`. Reads only the requested elements of tensors in C order."""
         return read_arrays(items, buffers, store, self._locations, self._streams)
+
+
+class ZipIndex(StorageIndex):
+    """Index of arrays in storages of whole files, which may be zips."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        """Decode the locations. See `StorageIndex`."""
+        super().__init__(tree, state)
+        self._verified_files: set[str] = set()
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """See `ChunkIndex.unverified`. Also compares the CRC-32 of members without arrays, such as code."""
+        if (location := self._locations.get(leaf)) is not None and location.key not in self._verified_files:
+            self._verified_files.add(location.key)
+            known = {one.storage.start for one in self._locations.values() if one.key == location.key}
+            verify_other_members(store, location.key, known)
+        return super().unverified(leaf, store)
 
 
 class ItemIndex(ChunkTable):

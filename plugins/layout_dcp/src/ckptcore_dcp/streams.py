@@ -7,7 +7,7 @@ its elements. Its last stream is kept, because a conversion reads an array in se
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,12 +16,12 @@ from isal import isal_zlib
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.storages import ArrayLocation, StoredBytes, damaged_storage, finish_buffer
+from ckptcore_dcp.storages import ArrayLocation, StoredBytes, damaged_storage, finish_buffer, verify_storage
 from ckptcore_dcp.stored_tensors import c_strides
 from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
-from ckptcore_dcp.zips import ZipMember
+from ckptcore_dcp.zips import ZipMember, read_zip
 
-__all__ = ["Streams", "inflated_blocks", "streamed_axes"]
+__all__ = ["Streams", "inflated_blocks", "streamed_axes", "verify_other_members"]
 
 _BLOCK_BYTES: Final = 8 << 20
 """Bytes that are read, or decompressed, at a time."""
@@ -233,3 +233,30 @@ def streamed_axes(
     if any(items[number].leaf != items[numbers[0]].leaf for number in numbers) or not location.tensor.shape:
         return None
     return _stored_axes(location) if location.storage.compression in (STORED, DEFLATED) else None
+
+
+def verify_other_members(store: ReadStore, key: str, known: Collection[int]) -> None:
+    """Compare the checksums of the members of a zip that are not storages of arrays. Does nothing for other files.
+
+    Args:
+        store: the store.
+        key: the file.
+        known: the offsets of the members that are compared anyway.
+
+    Raises:
+        CorruptCheckpointError: a checksum differs, or a member cannot be decompressed.
+    """
+
+    def fetch(start: int, stop: int) -> bytes:
+        return store.get(key, start, stop)
+
+    if fetch(0, 4) != b"PK\x03\x04":
+        return
+    for member in read_zip(fetch, 0, store.size(key), key=key).values():
+        if member.start in known or not member.crc:
+            continue
+        if member.compression == STORED:
+            verify_storage(StoredBytes.of_member(key, member, big_endian=False), store)
+        else:
+            for _ in inflated_blocks(member, fetch, key=key):
+                pass

@@ -36,7 +36,7 @@ from ckptcore.model import (
 )
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text, kind_in_place_of
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
-from ckptcore_dcp.chunk_index import StorageIndex
+from ckptcore_dcp.chunk_index import ZipIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.exported_programs import is_exported, read_exported
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
@@ -96,7 +96,7 @@ class TorchLayout(Layout):
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in storages."""
-        return StorageIndex(tree, state)
+        return ZipIndex(tree, state)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file of torch.save with any name, an index of several files, or a directory.
