@@ -104,7 +104,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     if head[257:262] == b"ustar":
         return FileKind("a tar archive", _UNPACK, is_archive=True)
     if head.startswith(b"PK\x03\x04"):
-        return _zip_kind(head)
+        return _zip_kind(head, name)
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
         if not name or name.endswith(".safetensors"):
             return None
@@ -133,13 +133,13 @@ def is_text(head: bytes) -> bool:
     return len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
 
 
-def _zip_kind(head: bytes) -> FileKind:
+def _zip_kind(head: bytes, name: str) -> FileKind:
     """Return the kind of a zip by the name of its first member (APPNOTE.TXT 4.3.7)."""
     length = int.from_bytes(head[26:28], "little")
     first = head[30 : 30 + length].decode("utf-8", "replace")
     if first.endswith(".npy"):
         return FileKind("an archive of numpy.savez", _OWNER.format("numpy.load"), "numpy")
-    if first in ("metadata.json", "config.json", "model.weights.h5"):
+    if first in ("metadata.json", "model.weights.h5") or (first == "config.json" and name.endswith(".keras")):
         return FileKind("a model of Keras", _OWNER.format("keras.saving.load_model"), "hdf5")
     if first == "serialized_exported_program.json":
         remedy = "load it with torch.export.load and pass program.state_dict to ckptcore.save"

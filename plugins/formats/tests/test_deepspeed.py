@@ -273,3 +273,17 @@ def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp
     ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", subtree="module")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert same(found["long"], array("long", (7, 11))) and math.prod(found["w"].shape) == 30
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mp_rank_00_model_states.pt",
+        "layer_00-model_00-model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_a_file_beside_weights_does_not_hide_them(name: str, tmp_path: Path) -> None:
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    torch.save({"w": torch.zeros(2)}, tmp_path / name)
+    assert ckptcore.load(tmp_path)["w"].tolist() == [1, 1]

@@ -167,6 +167,45 @@ def test_parts_that_do_not_make_up_the_whole_are_refused(rank: int, tmp_path: Pa
         ckptcore.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("of_rank", "options"),
+    [
+        (lambda rank: torch.full((4,), float(rank)), {"_use_new_zipfile_serialization": False}),
+        (lambda rank: torch.full((10,), float(rank))[:4], {}),
+        (lambda rank: torch.arange(4.0).reshape(2, 2) if rank else torch.arange(4.0).reshape(2, 2).T, {}),
+    ],
+    ids=["no checksum", "views", "strides"],
+)
+def test_plain_tensors_that_differ_are_refused(of_rank: Any, options: Any, tmp_path: Path) -> None:
+    for rank in range(4):
+        torch.save({"w": part_of(rank), "x": of_rank(rank)}, tmp_path / f"state_rank_{rank}.pt", **options)
+    with pytest.raises(UnsupportedLeafError, match="x: .*it differs between the processes"):
+        ckptcore.load(tmp_path)
+    assert ckptcore.load(tmp_path, select=ckptcore.select.names("w"))["w"].shape == (4, 2)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_replicas_are_compared(tmp_path: Path, *, differ: bool) -> None:
+    mesh, placements = torch.arange(4).reshape(2, 2), (distributed.Replicate(), distributed.Shard(0))
+    for rank in range(4):
+        replica, shard = divmod(rank, 2)
+        local = torch.arange(8.0).reshape(4, 2)[2 * shard : 2 * shard + 2].clone() + (replica if differ else 0)
+        part = part_of(rank, mesh=mesh, coordinates=[replica, shard], placements=placements, local=local)
+        torch.save({"w": part}, tmp_path / f"state_rank_{rank}.pt")
+    if not differ:
+        assert ckptcore.load(tmp_path)["w"].tolist() == torch.arange(8.0).reshape(4, 2).tolist()
+        return
+    with pytest.raises(UnsupportedLeafError, match=r"state_rank_0.pt and state_rank_2.pt have different elements"):
+        ckptcore.load(tmp_path)
+
+
+def test_files_of_the_program_do_not_hide_parts(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "c"))
+    for name in ("scheduler.bin", "training_args.bin", "rng_state_0.pth", "data.pt"):
+        torch.save({"n": 1}, directory / name)
+    assert ckptcore.load(directory)["epoch"] == 4
+
+
 class _Reduced:
     """An object that pickles as a call, as torch pickles a DTensor."""
 

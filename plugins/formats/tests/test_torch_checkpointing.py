@@ -5,16 +5,18 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch_checkpointing import CheckpointManager
+from torch_checkpointing import CheckpointManager, ItemSpec
 from torch_checkpointing.config import SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedLeafError
 
 GOLDEN = Path(__file__).parent / "golden" / "torch_checkpointing"
 WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
@@ -37,7 +39,13 @@ def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> Non
 def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
-    manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage))
+    manager = CheckpointManager(
+        CheckpointManager.Config(
+            items={"model": ItemSpec(resharder=DefaultResharder())},
+            save=SyncCheckpointSaverConfig(),
+            storage_config=storage,
+        )
+    )
     manager.save(str(tmp_path / "step_1"), {"model": model.state_dict(), "step": 3})
     manager.close()
     found = ckptcore.load(tmp_path / "step_1", framework="torch")
@@ -82,3 +90,26 @@ def test_files_of_epochs_are_no_checkpoint(tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2) * epoch}, tmp_path / f"model_{epoch}.pt")
     with pytest.raises(CheckpointNotFoundError, match="separate files"):
         ckptcore.load(tmp_path)
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"of": "the user"}))
+    with pytest.raises(CheckpointNotFoundError, match="separate files"):
+        ckptcore.load(tmp_path)
+
+
+def test_a_save_keeps_files_whose_names_alone_look_like_items(tmp_path: Path) -> None:
+    for name in ("actor_0.pt", "critic_0.pt"):
+        torch.save({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(CheckpointExistsError, match=r"actor_0\.pt"):
+        ckptcore.save(tmp_path, {"w": np.ones(2)}, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["actor_0.pt", "critic_0.pt"]
+
+
+def test_hostile_metadata_takes_no_time(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
+    nested: list[Any] = ["x"]
+    for _ in range(60):
+        nested = [nested, nested]
+    item = {"rank_to_layout_info": {0: {"file_path": nested}}}
+    for hostile in ({"world_size": 2, "metadata": {"model": item}}, {"world_size": nested, "metadata": {}}):
+        (directory / "metadata.pkl").write_bytes(pickle.dumps(hostile))
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.pkl"):
+            ckptcore.load(directory)

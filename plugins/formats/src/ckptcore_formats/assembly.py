@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
@@ -52,6 +53,7 @@ __all__ = [
     "Refused",
     "Run",
     "boxes_of_range",
+    "has_weights",
     "inspection_of",
     "pieces_of_part",
     "run_of",
@@ -61,6 +63,12 @@ PLACES: Final = "places"
 """Key of the state for whole tensors, of `LocationColumns`."""
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 _MAX_RUNS: Final = 1 << 12
+_WEIGHTS: Final = re.compile(
+    r".*\.safetensors(\.index\.json)?|(pytorch_model|adapter_model|diffusion_pytorch_model)"
+    r"(-[0-9]+-of-[0-9]+|\.[A-Za-z0-9]+)?\.bin(\.index\.json)?|consolidated[.0-9]*\.pth|\.metadata",
+    re.ASCII,
+)
+"""Files with the weights of a model. Others beside parts, such as ``training_args.bin``, are of the program."""
 """Most runs of elements into which a piece in another order than C is cut."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
@@ -266,6 +274,11 @@ def run_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, path: s
         )
     offset = storage.start + tensor.offset * tensor.itemsize
     return Run(ArraySpec((count,), tensor.dtype), tensor.kind, storage, offset)
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Return True if one of these files has the weights of a model in a format that another layout reads."""
+    return any(_WEIGHTS.fullmatch(name) for name in names)
 
 
 def pieces_of_part(part: TensorPart, storages: Mapping[str, StoredBytes], *, path: str) -> Iterator[Piece]:

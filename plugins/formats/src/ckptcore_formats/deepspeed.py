@@ -19,7 +19,7 @@ from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_formats.assembled_layout import AssembledLayout
-from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, inspection_of
+from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, has_weights, inspection_of
 from ckptcore_formats.deepspeed_universal import read_universal
 from ckptcore_formats.deepspeed_zero import Weights, Zero, named, rest_of
 
@@ -35,9 +35,6 @@ _EXPERT: Final = re.compile(r"(layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model
 _POINTERS: Final = ("latest", "latest_universal")
 _OTHERS: Final = (*_POINTERS, "zero_to_fp32.py")
 _MAX_POINTER: Final = 4096
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
-"""Suffixes of files by which a directory with ``latest`` is a checkpoint of other software, such as of the Trainer."""
-
 _CONVERT: Final = (
     "convert the checkpoint with DeepSpeed's ds_to_universal.py, and load the result, or load the file of one rank by "
     "its own path"
@@ -65,6 +62,8 @@ class DeepSpeedLayout(AssembledLayout):
             return None
         names = store.list_names("")
         directory = ""
+        if has_weights(names):
+            return None  # of other software, such as the Trainer: another layout knows them
         if not _is_checkpoint(names):
             found = _named_by_pointer(store, names)
             if found is None or not _is_checkpoint(names := store.list_names(found)):
@@ -97,8 +96,6 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 
 def _named_by_pointer(store: ReadStore, names: Sequence[str]) -> str | None:
     """Return the directory that ``latest`` names, with a slash after it."""
-    if any(name.endswith(_WEIGHTS) for name in names):
-        return None
     for pointer in _POINTERS:
         if pointer in names:
             name = store.get(pointer, 0, _MAX_POINTER).decode("utf-8", "replace").strip() + "/"

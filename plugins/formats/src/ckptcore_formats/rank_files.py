@@ -28,6 +28,7 @@ from ckptcore_formats.assembly import (
     PartReader,
     Piece,
     Refused,
+    has_weights,
     inspection_of,
     pieces_of_part,
 )
@@ -39,7 +40,6 @@ _RANKED: Final = re.compile(
     r"(?P<end>\D*\.(?:pt|pth|bin))",
     re.ASCII,
 )
-_OTHER_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".metadata", ".index.json")
 
 
 class _Kind(NamedTuple):
@@ -77,8 +77,7 @@ class RankFilesLayout(AssembledLayout):
         if not kinds:
             return None
         reader = PartReader(store)
-        weights = {name for name in names if name.endswith(_OTHER_WEIGHTS)}
-        if weights.difference(*[files.values() for files in kinds.values()]):
+        if has_weights({*names}.difference(*[files.values() for files in kinds.values()])):
             return None  # another layout knows them
         first: dict[_Kind, Part] = {}
         for kind, files in kinds.items():
@@ -191,27 +190,28 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
             return Refused(error)
     if isinstance(first, StoredTensor):
-        specs = {(leaf.spec, leaf.kind) if isinstance(leaf, StoredTensor) else None for leaf in leaves}
-        checksums = {_checksum(leaf, part) for leaf, part in zip(leaves, parts, strict=True)}
-        same = len(specs) == 1 and len(checksums - {0}) < 2
+        found = {_content(leaf, part) for leaf, part in zip(leaves, parts, strict=True)}
+        same = len(found) == 1 and None not in found
     else:
         same = all(_is_same(first, leaf) for leaf in leaves)
     if same:
         return parts[0].of_leaf(first)
     return Refused(
         UnsupportedLeafError(
-            "it differs between the processes and is not divided between them: load the file of one rank by its own "
-            "path"
+            "it differs between the processes, or has no checksum by which to compare it, and is not divided between "
+            "them: load the file of one rank by its own path"
         )
     )
 
 
-def _checksum(leaf: Leaf, part: Part) -> int:
-    """Return the CRC-32 of the elements of a tensor, which its file has if it is a whole storage; else 0."""
+def _content(leaf: Leaf, part: Part) -> tuple[object, ...] | None:
+    """Return what is equal for tensors with equal elements in equal storages; None if there is no CRC-32."""
     if not isinstance(leaf, StoredTensor) or leaf.storage not in part.storages:
-        return 0
+        return None
     storage = part.storages[leaf.storage]
-    return storage.crc if leaf.spec.nbytes == storage.size else 0
+    if not storage.crc and storage.size:
+        return None
+    return leaf.spec, leaf.kind, leaf.strides, leaf.offset, storage.crc, storage.size
 
 
 def _is_same(first: Leaf, second: Leaf) -> bool:
@@ -220,11 +220,19 @@ def _is_same(first: Leaf, second: Leaf) -> bool:
     return type(first) is type(second) and repr(first) == repr(second)
 
 
+def _checksums_differ(first: Piece, second: Piece) -> bool:
+    """Return True if two pieces are whole storages, and their checksums differ."""
+    storages = first.storage, second.storage
+    whole = all(storage.crc and piece.offset == storage.start for storage, piece in zip(storages, (first, second)))
+    return whole and first.storage.size == second.storage.size and first.storage.crc != second.storage.crc
+
+
 def _united(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Divided:
     """Return a tensor from its parts. A box that several processes have is taken from the lowest rank.
 
     Raises:
         CorruptCheckpointError: the processes saved different tensors, or one of them only values.
+        UnsupportedLeafError: two processes saved different elements of one box.
     """
     pieces: dict[Box, Piece] = {}
     described = next(leaf for leaf in leaves if isinstance(leaf, TensorPart))
@@ -237,5 +245,10 @@ def _united(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Divided:
                 f"it is a part of {described.spec} in one file, and {found} in {part.key}: {RESTORE}", key=part.key
             )
         for piece in pieces_of_part(leaf, part.storages, path="it"):
-            pieces.setdefault(piece.box, piece)
+            other = pieces.setdefault(piece.box, piece)
+            if other is not piece and _checksums_differ(other, piece):
+                raise UnsupportedLeafError(
+                    f"{other.storage.key} and {part.key} have different elements of one box of it, as replicas that "
+                    "differ, or stages of a pipeline with one name: load the file of one rank by its own path"
+                )
     return Divided(described.spec, described.kind, [*pieces.values()])

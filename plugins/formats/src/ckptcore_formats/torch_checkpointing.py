@@ -18,14 +18,13 @@ from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_formats.assembled_layout import AssembledLayout
-from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, inspection_of
+from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, has_weights, inspection_of
 from ckptcore_formats.rank_files import merge_parts
 
 __all__ = ["TorchCheckpointingLayout"]
 
 _METADATA: Final = "metadata.pkl"
 _ITEM: Final = re.compile(r"([\w-]+)_(0|[1-9][0-9]{0,8})\.pt", re.ASCII)
-_OTHERS: Final = (".bin", ".distcp", ".metadata", ".pt", ".pth", ".safetensors")
 _MAX_METADATA_BYTES: Final = 1 << 28
 
 
@@ -38,7 +37,7 @@ class TorchCheckpointingLayout(AssembledLayout):
         return "torch-checkpointing"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Recognise a directory with ``metadata.pkl``, or with divided tensors, or with several items of one process.
+        """Recognise a directory with the metadata of torch_checkpointing, or with divided tensors.
 
         Raises:
             CorruptCheckpointError: the file of a process is missing, or the metadata is damaged.
@@ -47,7 +46,7 @@ class TorchCheckpointingLayout(AssembledLayout):
         files = _items(names)
         layouts: Mapping[str, Sequence[str]] = {}
         size = 0
-        if not files or (_METADATA not in names and _has_others(names)):
+        if not files or has_weights(names):
             return None
         reader = PartReader(store)
         first: dict[str, Part] = {}
@@ -56,11 +55,15 @@ class TorchCheckpointingLayout(AssembledLayout):
             if part is None:
                 return None
             first[item] = part
+        is_divided = any(part.processes for part in first.values())
         if _METADATA in names:
-            size, layouts = _read_metadata(store)
-        elif not any(part.processes for part in first.values()) and (
-            len(files) == 1 or any(set(of_item) != {0} for of_item in files.values())
-        ):
+            try:
+                size, layouts = _read_metadata(store)
+            except CorruptCheckpointError:
+                if is_divided:
+                    raise
+                return None  # as likely of the user
+        elif not is_divided:
             return None  # as likely files of several epochs
         tree: dict[Key, Entry] = {}
         for item, of_item in files.items():
@@ -83,6 +86,8 @@ class TorchCheckpointingLayout(AssembledLayout):
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files of items and the metadata."""
+        if _METADATA not in keys:
+            return ()  # names alone do not tell whose they are
         return [key for key in keys if key == _METADATA or _ITEM.fullmatch(key)]
 
 
@@ -93,10 +98,6 @@ def _items(names: Sequence[str]) -> Mapping[str, Mapping[int, str]]:
         if (match := _ITEM.fullmatch(name)) and not match[1].endswith("rank"):  # see `RankFilesLayout`
             found.setdefault(match[1], {})[int(match[2])] = name
     return found
-
-
-def _has_others(names: Sequence[str]) -> bool:
-    return any(name.endswith(_OTHERS) and not _ITEM.fullmatch(name) for name in names)
 
 
 def _merged(parts: Sequence[Part]) -> Entry:
@@ -120,11 +121,13 @@ def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:
         found: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
         size, items = found["world_size"], found["metadata"]
         if type(size) is not int or not 0 < size < 1 << 30:
-            raise ValueError(f"world_size={size!r}")
+            raise ValueError("world_size is no number of processes")
         layouts = {
-            str(item): [str(layout["file_path"]) for layout in of_item["rank_to_layout_info"].values() if layout]
+            item: [layout["file_path"] for layout in of_item["rank_to_layout_info"].values() if layout]
             for item, of_item in items.items()
         }
+        if not all(type(text) is str for item, paths in layouts.items() for text in (item, *paths)):
+            raise ValueError("a name is no text")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{_METADATA} is not the metadata of torch_checkpointing: {error!r}; {RESTORE}", key=_METADATA
