@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CompositeCheckpointError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.results import CheckpointMetadata
 from tools.owners import NotReadError, read_as_owner
 
@@ -89,10 +89,10 @@ def locations(directory: Path) -> Iterator[Path]:
 def _is_checkpoint(directory: Path) -> bool:
     try:
         ckptcore.metadata(directory)
-    except CompositeCheckpointError:
-        return True
-    except Exception:  # noqa: BLE001  # `examine` tells which
+    except CheckpointNotFoundError:
         return False
+    except Exception:  # noqa: BLE001  # `examine` tells which
+        return True
     return True
 
 

@@ -124,6 +124,8 @@ class Storages(NamedTuple):
             storage.size(name)
         except ObjectNotFoundError:
             return None
+        if f"{name}!/" in storage.list_names():
+            return None  # a directory whose name ends like that
         display = redacted_location(address)
         if to_write:
             raise InvalidLocationError(f"{display} is an archive, which is only read: save to a directory")

@@ -226,3 +226,10 @@ def test_damage(tmp_path: Path) -> None:
     (tmp_path / "model.tar").write_bytes(b"text")
     with pytest.raises(InvalidLocationError, match="is not a zip or tar archive"):
         ckptcore.load(tmp_path / "model.tar!/policy.pth")
+
+
+def test_a_directory_with_an_exclamation_mark_is_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(b"a file beside it")
+    (tmp_path / "run!").mkdir()
+    ckptcore.save(tmp_path / "run!" / "1", {"w": np.ones(2)})
+    assert ckptcore.load(tmp_path / "run!" / "1")["w"].tolist() == [1, 1]

@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from ckptcore_dcp.reading import StorageIndex
 
-from ckptcore.errors import ChecksumError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, Box, Chunk, HostArray, ReadItem, Receipt, TreeMetadata
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import JSON, Box, Chunk, HostArray, ReadItem, TreeMetadata
 from ckptcore.planning import ChunkTable, natural_column
-from ckptcore.protocols import ChunkIndex, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, ReadStore
 from ckptcore_formats.assembly import PLACES, RESTORE
+from ckptcore_formats.inspections import ReadOnlyLayout
 
 __all__ = ["AssembledLayout"]
 
@@ -111,39 +112,9 @@ def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) ->
         )
 
 
-class AssembledLayout(Layout):
+class AssembledLayout(ReadOnlyLayout):
     """A read-only layout whose `inspect` returns the result of `inspection_of`."""
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of the pieces and of the whole tensors."""
         return _AssembledIndex(tree, state)
-
-    def _read_only(self) -> UnsupportedLeafError:
-        return UnsupportedLeafError(
-            f"the layout {self.name!r} only reads checkpoints of other software; save with layout='dcp', "
-            "'safetensors' or another layout"
-        )
