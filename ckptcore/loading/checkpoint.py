@@ -256,7 +256,8 @@ def naming_other_file(error: CorruptCheckpointError, location: Location) -> Corr
         kind = kind_in_place_of(head)
         if kind is None or str(kind) in str(error):
             return error
-        return type(error)(f"{error.key} is {kind}", key=error.key, start=error.start, stop=error.stop)
+        noun = kind.noun if head else f"{kind.noun}, truncated or damaged"
+        return type(error)(f"{error.key} is {noun}: {kind.remedy}", key=error.key, start=error.start, stop=error.stop)
     return error
 
 

@@ -130,7 +130,7 @@ def kind_in_place_of(head: bytes) -> FileKind | None:
 def is_text(head: bytes) -> bool:
     """Return True for UTF-8 without control characters. The last character may be cut off."""
     text = head.decode("utf-8", "ignore")
-    return len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
+    return bool(text) and len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
 
 
 def _zip_kind(head: bytes, name: str) -> FileKind:

@@ -22,7 +22,7 @@ _PREFIXES_TRIED: Final = 50
 
 _READABLE: Final = (".bin", ".ckpt", ".distcp", ".msgpack", ".pt", ".pth", ".safetensors")
 _UNREADABLE: Final = (".h5", ".hdf5", ".keras")
-"""Suffixes of files with weights: of those that a layout may read, and of others."""
+"""Suffixes of files with weights: of those that a layout may read, and of those that need another library."""
 
 _CERTAIN: Final = (".ckpt", ".keras", ".weights.h5")
 """Suffixes of checkpoints, whatever the rest of the name is."""
@@ -61,7 +61,7 @@ def find_other_steps(
     """
     plain = [name.removesuffix("/") for name in names if not _TEMPORARY.search(name)]
     measured = [name for name in plain if _MEASURED.search(name)]
-    groups = numbered(set(plain).difference(measured))
+    groups = numbered({name for name in plain if not name.endswith(_UNREADABLE)}.difference(measured))
     readable = [
         newest
         for group in itertools.islice(groups.values(), _PREFIXES_TRIED)

@@ -223,7 +223,9 @@ class Zero:
             part = named(reader.read(key)).get("optimizer_state_dict")
             found = {} if part is None else named(part)
             if _FLAT_3 not in found and _FLAT_12 not in found:
-                raise CorruptCheckpointError(f"{key} has no partitions of weights in fp32: {RESTORE}", key=key)
+                raise CorruptCheckpointError(
+                    f"{key} has no partitions of weights in fp32: {RESTORE}, or load one file by its own path", key=key
+                )
             states.append(found)
         counts = states[0]["partition_count"].plain() if "partition_count" in states[0] else None
         count = max(

@@ -26,12 +26,16 @@ def child_location(directory: str, name: str) -> str:
     return os.path.join(directory, name)
 
 
+class FileGivenError(InvalidLocationError):
+    """A file is given where a directory is expected."""
+
+
 def names_in(directory: str, context: Context) -> Sequence[str]:
     """Return the names in a directory. Names of subdirectories end in ``/``.
 
     Raises:
         CheckpointNotFoundError: if the directory does not exist.
-        InvalidLocationError: if it is a file.
+        FileGivenError: if it is a file.
     """
     names = open_directory(directory, runtime_of(context).storages).list_names()
     if names:
@@ -42,7 +46,7 @@ def names_in(directory: str, context: Context) -> Sequence[str]:
         return names  # the root of a storage, which always exists
     around = location.parent.list_names()
     if location.name in around:
-        raise InvalidLocationError(
+        raise FileGivenError(
             f"{directory} is a file, not a directory: give its directory, or use `ckptcore inspect {directory}`"
         )
     if f"{location.name}/" not in around:

@@ -15,7 +15,7 @@ from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_con
 from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 from ckptcore_tools.cli.verify import problem_documents
 from ckptcore_tools.formatting import format_count, format_layout, format_problems, format_size
-from ckptcore_tools.locations import child_location, describe_and_check, names_in
+from ckptcore_tools.locations import FileGivenError, child_location, describe_and_check, names_in
 from ckptcore_tools.outline import count_arrays
 
 __all__ = ["Entry", "command"]
@@ -89,12 +89,11 @@ def command(as_json: bool, directory: str) -> ExitCode:
 def _read_entries(directory: str) -> Sequence[Entry]:
     from ckptcore.commit.root import ROOT_KEY
     from ckptcore.commit.target import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
-    from ckptcore.errors import InvalidLocationError
 
     context = command_context()
     try:
         names = names_in(directory, context)
-    except InvalidLocationError:  # a file
+    except FileGivenError:
         if (entry := _read_entry(directory, directory, context)) is None:
             describe_and_check(directory, context)  # its error says what the file is
         return [] if entry is None else [entry]

@@ -246,9 +246,11 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
         if not keys and len(members) == 1:
             return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
         if not keys:
+            first, display = next(iter(members), "NAME"), found.location.display
             raise CompositeCheckpointError(
-                f"{found.location.display} has several checkpointables ({', '.join(members)}), and the files have one "
-                f"tree: name one of them, such as subtree={found.default or next(iter(members), 'NAME')!r}",
+                f"{display} has several checkpointables ({', '.join(members)}), and the files have one tree: name one "
+                f"of them, such as subtree={found.default or first!r}, or give one by its own location, such as "
+                f"{display.rstrip('/')}/{first}",
                 list(members),
             )
         if keys[0] not in (*members, *itertools.chain.from_iterable(members.values())):
