@@ -79,6 +79,19 @@ def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_pa
     assert custom == {"/": {"version": "3"}, "/a": {"numbers": [0, 1, 2]}}
 
 
+def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(3, dtype=">f4"), "w>": np.arange(10, 13, dtype="f4"), "0>": np.arange(2, dtype=">i2")}
+    chunked = {"c": np.arange(5, dtype="f4"), "c>": np.arange(9, dtype=">f4")}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
+        for name, array in chunked.items():
+            file.create_dataset(name, data=array, chunks=(2,))
+    loaded = ckptcore.load(tmp_path / "a.h5")
+    for name, array in (arrays | chunked).items():
+        assert_same(loaded[name], array)
+
+
 @pytest.fixture(scope="module")
 def keras_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray[Any, Any]]]:
     """Files of one model, and its weights as Keras lists them."""

@@ -150,11 +150,10 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
     for number, (leaf, file) in enumerate(leaves):
         if not isinstance(leaf, StoredTensor):
             continue
-        name = leaf.storage.removesuffix(">")
-        if (dataset := file.objects.datasets.get(name)) is not None:
-            datasets.append([number, file.key, file.origin, file.size, name, dataset.rows])
+        if (dataset := file.objects.datasets.get(leaf.storage)) is not None:
+            datasets.append([number, file.key, file.origin, file.size, dataset.path, dataset.rows])
             continue
-        start, nbytes = file.objects.places[name]
+        start, nbytes, big_endian = file.objects.places[leaf.storage]
         path = format_path(paths[number])
         try:
             if start + nbytes > file.size:
@@ -163,7 +162,7 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
                     "copy",
                     key=file.key,
                 )
-            storage = StoredBytes(file.key, file.origin + start, nbytes, big_endian=leaf.storage.endswith(">"))
+            storage = StoredBytes(file.key, file.origin + start, nbytes, big_endian=big_endian)
             records[number] = columns.add(number, leaf, {leaf.storage: storage}, key=file.key, path=path)
         except CorruptCheckpointError as error:
             records[number] = unreadable_leaf(error)

@@ -18,7 +18,7 @@ from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
 
-__all__ = ["Dataset", "FileObjects", "StoredFile", "open_file"]
+__all__ = ["Dataset", "FileObjects", "Place", "StoredFile", "open_file"]
 
 _WINDOW_BYTES: Final = 1 << 16
 _DIRECT_BYTES: Final = 1 << 15
@@ -101,19 +101,33 @@ class Dataset(NamedTuple):
     rows: int
 
 
+class Place(NamedTuple):
+    """The byte range of a dataset.
+
+    Attributes:
+        start: its offset in the file.
+        nbytes: its length.
+        big_endian: True if the elements that are read from it are big endian.
+    """
+
+    start: int
+    nbytes: int
+    big_endian: bool
+
+
 class FileObjects(NamedTuple):
     """The objects of a file.
 
     Attributes:
-        skeleton, leaves: the tree. The storage of an array is the path of its dataset.
-        places: byte range (start, bytes) of each dataset with one range, by path.
+        skeleton, leaves: the tree.
+        places: byte range of each array with one range, by the storage of the leaf.
         datasets: the others.
         attributes: attributes by path, as far as JSON has them.
     """
 
     skeleton: Skeleton
     leaves: Sequence[Leaf]
-    places: Mapping[str, tuple[int, int]]
+    places: Mapping[str, Place]
     datasets: Mapping[str, Dataset]
     attributes: Mapping[str, Mapping[str, JSON]]
 
@@ -137,7 +151,7 @@ class _Walk:
         self._left = _MAX_OBJECTS
         self._attribute_bytes = _MAX_ATTRIBUTE_BYTES
         self.leaves: list[Leaf] = []
-        self.places: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, Place] = {}
         self.datasets: dict[str, Dataset] = {}
         self.attributes: dict[str, Mapping[str, JSON]] = {}
 
@@ -192,16 +206,18 @@ class _Walk:
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
-        array = arrays_of(dtype, shape, c_strides(shape), path)
+        storage = str(len(self.leaves))  # no name of the file, because `arrays_of` marks big endian arrays with ">"
+        array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = found.id.get_offset()
         if offset is not None and found.chunks is None:
-            self.places[path] = offset, stored
+            self.places[storage] = Place(offset, stored, big_endian=False)
+            self.places[f"{storage}>"] = Place(offset, stored, big_endian=True)
             return self._fields(array)
         if not isinstance(array, StoredTensor) or array.shape != shape:
             return self._leaf(
                 Unreadable(array if isinstance(array, str) else "a dataset of structures in chunks: write it without")
             )
-        self.datasets[path] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
+        self.datasets[array.storage] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
         return self._leaf(array)
 
     def _fields(self, found: Fields) -> Skeleton:
