@@ -92,6 +92,40 @@ def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
         assert_same(loaded[name], array)
 
 
+def test_numbers_that_do_not_fill_their_bytes(tmp_path: Path) -> None:
+    types = {name: h5py.h5t.STD_I32LE.copy() for name in ("whole", "precision", "offset", "big")}
+    types["precision"].set_precision(16)
+    types["offset"].set_precision(16)
+    types["offset"].set_offset(8)
+    types["big"].set_precision(24)
+    types["big"].set_order(h5py.h5t.ORDER_BE)
+    types["bias"] = h5py.h5t.IEEE_F32LE.copy()
+    types["bias"].set_ebias(100)
+    types["bool"] = h5py.h5t.enum_create(h5py.h5t.STD_I8LE)
+    for text, number in ((b"FALSE", 0), (b"TRUE", 1)):
+        types["bool"].enum_insert(text, number)
+    structure = h5py.h5t.create(h5py.h5t.COMPOUND, 8)
+    structure.insert(b"a", 0, types["whole"])
+    structure.insert(b"b", 4, types["precision"])
+    numbers = np.array([-1, 2, -3, 4], "i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((4,))
+        for name, kind in types.items():
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, space)
+            if name == "bool":
+                dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1, 0, 1, 1], "i1"), kind)
+            else:
+                dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, numbers)
+        h5py.h5d.create(file.id, b"structure", structure, space)
+        expected = {name: file[name][()] for name in types}
+    opened = ckptcore.open(tmp_path / "a.h5")
+    for name, array in expected.items():
+        assert_same(opened[name][...], array)
+    assert expected["precision"].tolist() == numbers.tolist()
+    with pytest.raises(UnsupportedLeafError, match=r"structure.*of unusual types"):
+        ckptcore.load(tmp_path / "a.h5")
+
+
 @pytest.fixture(scope="module")
 def keras_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray[Any, Any]]]:
     """Files of one model, and its weights as Keras lists them."""

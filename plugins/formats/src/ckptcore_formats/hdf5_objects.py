@@ -209,13 +209,17 @@ class _Walk:
         storage = str(len(self.leaves))  # no name of the file, because `arrays_of` marks big endian arrays with ">"
         array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = found.id.get_offset()
-        if offset is not None and found.chunks is None:
+        if offset is not None and found.chunks is None and _is_stored_as(found.id.get_type(), dtype):
             self.places[storage] = Place(offset, stored, big_endian=False)
             self.places[f"{storage}>"] = Place(offset, stored, big_endian=True)
             return self._fields(array)
         if not isinstance(array, StoredTensor) or array.shape != shape:
             return self._leaf(
-                Unreadable(array if isinstance(array, str) else "a dataset of structures in chunks: write it without")
+                Unreadable(
+                    array
+                    if isinstance(array, str)
+                    else "a dataset of structures in chunks, or of unusual types: write it without"
+                )
             )
         self.datasets[array.storage] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
         return self._leaf(array)
@@ -238,6 +242,23 @@ class _Walk:
                 values[name] = value
         if values:
             self.attributes[path or "/"] = values
+
+
+def _is_stored_as(stored: Any, dtype: np.dtype[Any]) -> bool:
+    """Return True if the bytes of an element are those of the dtype, without padding bits or another bias."""
+    if dtype.subdtype is not None:
+        return isinstance(stored, h5py.h5t.TypeArrayID) and _is_stored_as(stored.get_super(), dtype.subdtype[0])
+    if dtype.names is not None:
+        fields: Mapping[str, Any] = dtype.fields or {}
+        offsets = [stored.get_member_offset(number) for number in range(stored.get_nmembers())]
+        return offsets == [fields[name][1] for name in dtype.names] and all(
+            _is_stored_as(stored.get_member_type(number), fields[name][0]) for number, name in enumerate(dtype.names)
+        )
+    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
+        stored = stored.get_super()
+    if dtype.kind in "SV":  # texts and raw bytes
+        return bool(stored.get_size() == dtype.itemsize)
+    return bool(stored == h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
 
 
 def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
