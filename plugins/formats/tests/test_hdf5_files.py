@@ -54,15 +54,12 @@ def _write(path: Path, **options: Any) -> None:
         file["a"].attrs["numbers"] = np.arange(3)
 
 
-@pytest.mark.parametrize("options", [{}, {"libver": "latest"}, {"userblock_size": 512}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"libver": "latest"}, {"userblock_size": 512}, {"userblock_size": 2048}], ids=str
+)
 def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     _write(path, **options)
-    if options.get("userblock_size"):
-        path.write_bytes(path.read_bytes())  # not at the beginning of the file
-        with pytest.raises(CheckpointNotFoundError):
-            ckptcore.load(path)
-        return
     loaded = ckptcore.load(path)
     for name, array in ARRAYS.items():
         assert_same(loaded["a"][name], array)
@@ -77,6 +74,13 @@ def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_pa
         assert_same(opened["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
     custom: Any = ckptcore.metadata(path).custom["attributes"]
     assert custom == {"/": {"version": "3"}, "/a": {"numbers": [0, 1, 2]}}
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a.hdf5"])
+def test_no_hdf5_file_at_all(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(bytes(5000))
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(tmp_path / name)
 
 
 def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
@@ -251,6 +255,34 @@ def test_damage(tmp_path: Path, keras_files: tuple[Path, list[Any]]) -> None:
         (tmp_path / "s.weights.json").write_bytes(content)
         with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError), match=r"s\.weights\.json"):
             ckptcore.load(tmp_path / "s.weights.json")
+
+
+@pytest.mark.parametrize("options", [{}, {"userblock_size": 1024}], ids=str)
+@pytest.mark.parametrize("change", [(24, 0), (9, 0), (31, 127), (24, 255), (25, 128)], ids=str)
+def test_a_damaged_heap_is_named(change: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", **options) as file:
+        file.attrs["k"] = "v"
+        file["text"] = "a text"
+    content = bytearray((tmp_path / "a.h5").read_bytes())
+    at, byte = change
+    content[content.find(b"GCOL") + at] = byte
+    (tmp_path / "a.h5").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"'a\.h5' .*the global heap at byte \d+ .* restore it"):
+        ckptcore.load(tmp_path / "a.h5")
+
+
+def test_texts_of_many_heaps_are_read(tmp_path: Path) -> None:
+    texts = {f"t{number}": "GCOL" * (number * number) for number in range(1, 50)}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, text in texts.items():
+            file[name] = text
+            file.attrs[name] = text
+        for name in list(texts)[::3]:
+            del file[name]  # frees space of its heap
+        file.attrs["list"] = ["a", "", "b"]
+        texts = {name: texts[name] for name in file}
+    loaded = ckptcore.load(tmp_path / "a.h5")
+    assert loaded == texts
 
 
 def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,14 @@ from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, 
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
+from ckptcore_formats.hdf5_heaps import HeapChecks
 
 __all__ = ["Dataset", "FileObjects", "Place", "StoredFile", "open_file"]
 
 _WINDOW_BYTES: Final = 1 << 16
 _DIRECT_BYTES: Final = 1 << 15
+_BEFORE: Final = 8
+"""Bytes before a read in which a heap may begin that the library has read in part."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
 _MAX_TEXT_BYTES: Final = 1 << 20
@@ -34,14 +37,21 @@ _ALWAYS_ALLOWED_BYTES: Final = 1 << 26
 class StoredFile(io.RawIOBase):
     """A range of an object as a file that is read. Not thread-safe."""
 
-    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        """Read nothing yet. `fetch` returns bytes from `start` to `stop` of the file of `size` bytes."""
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, check_heaps: bool) -> None:
+        """Read no more than the first bytes.
+
+        Args:
+            fetch: returns bytes from `start` to `stop` of the file.
+            size: its length.
+            check_heaps: True if attributes and texts are read, and not elements, which may look like a heap.
+        """
         super().__init__()
         self._fetch = fetch
         self._size = size
         self._position = 0
         self._window = b""
         self._start = 0
+        self._heaps: HeapChecks | None = HeapChecks(fetch, size) if check_heaps else None
 
     def readable(self) -> bool:
         """Return True."""
@@ -68,13 +78,18 @@ class StoredFile(io.RawIOBase):
         stop = min(start + len(view), self._size)
         if start >= stop:
             return 0
+        before = 0 if self._heaps is None else min(start, _BEFORE)
+        first = start - before
         if stop - start >= _DIRECT_BYTES:
-            data = self._fetch(start, stop)
+            data = self._fetch(first, stop)
         else:
-            if not self._start <= start or stop > self._start + len(self._window):
-                self._window = self._fetch(start, min(start + _WINDOW_BYTES, self._size))
-                self._start = start
-            data = self._window[start - self._start : stop - self._start]
+            if not self._start <= first or stop > self._start + len(self._window):
+                self._window = self._fetch(first, min(first + _WINDOW_BYTES, self._size))
+                self._start = first
+            data = self._window[first - self._start : stop - self._start]
+        if self._heaps is not None:
+            self._heaps.check(data, first)
+            data = data[before:]
         view[: len(data)] = data
         self._position = start + len(data)
         return len(data)
