@@ -244,6 +244,43 @@ def test_hostile_sizes(tmp_path: Path) -> None:
     assert_same(loaded["unfilled"], np.zeros(1000, np.float32))
 
 
+def test_links_that_multiply(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a0/x"] = np.ones(2)
+        for number in range(1, 40):
+            group = file.create_group(f"a{number}")
+            for name in ("x", "y"):
+                group[name] = file[f"a{number - 1}"]
+    most = 1000 + (tmp_path / "a.h5").stat().st_size // 64
+    with pytest.raises(CorruptCheckpointError, match=rf"'a\.h5' has more than {most} objects, or refers to some again"):
+        ckptcore.load(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("options", [{}, {"libver": "latest"}], ids=str)
+def test_many_small_objects(options: dict[str, Any], tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", **options) as file:
+        for number in range(1500):
+            file.create_group(f"{number}")
+        file["again"] = file["7"]
+    assert ckptcore.load(tmp_path / "a.h5") == {**{f"{number}": {} for number in range(1500)}, "again": {}}
+
+
+def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        h5py.h5g.create(file.id, b"gr\xfc\xdf")
+        file["x"] = np.ones(2)
+        h5py.h5a.create(file["x"].id, b"\xfc", h5py.h5t.NATIVE_INT32, h5py.h5s.create(h5py.h5s.SCALAR))
+        file["x"].attrs["text"] = b"\xfc"
+        file.attrs.create("text", b"\xfc", dtype=h5py.string_dtype())
+    with pytest.raises(UnsupportedLeafError, match=r"'a\.h5' has the name b'gr\\xfc\\xdf' in '/', .* rename it"):
+        ckptcore.load(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file.id.links.move(b"gr\xfc\xdf", file.id, b"new")  # the way on
+    assert list(ckptcore.load(tmp_path / "a.h5")) == ["new", "x"]
+    custom: Any = ckptcore.metadata(tmp_path / "a.h5").custom["attributes"]
+    assert custom == {"/": {"text": "\N{REPLACEMENT CHARACTER}"}}
+
+
 def test_damage(tmp_path: Path, keras_files: tuple[Path, list[Any]]) -> None:
     _write(tmp_path / "a.h5")
     content = (tmp_path / "a.h5").read_bytes()

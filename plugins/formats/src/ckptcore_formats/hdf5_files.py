@@ -207,7 +207,7 @@ def _read_file(store: ReadStore, key: str) -> _File:
     with _damage(key), _open(store, key, origin, size, check_heaps=True) as file:
         from ckptcore_formats.hdf5_objects import FileObjects  # `_open` needs h5py, too
 
-        return _File(key, origin, size, FileObjects.of(file, key))
+        return _File(key, origin, size, FileObjects.of(file, key, size))
 
 
 def _open(store: ReadStore, key: str, origin: int, size: int, *, check_heaps: bool) -> Any:

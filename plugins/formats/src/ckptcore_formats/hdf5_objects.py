@@ -15,7 +15,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
 from ckptcore_formats.hdf5_heaps import HeapChecks
 
@@ -27,6 +27,9 @@ _BEFORE: Final = 8
 """Bytes before a read in which a heap may begin that the library has read in part."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
+_OBJECT_BYTES: Final = 64
+"""Fewer bytes than any object and its link have. A group with many names counts once for each of them."""
+_ALWAYS_ALLOWED_OBJECTS: Final = 1000
 _MAX_TEXT_BYTES: Final = 1 << 20
 _MAX_ATTRIBUTE_BYTES: Final = 1 << 18
 _MAX_GROWTH: Final = 1100
@@ -147,13 +150,14 @@ class FileObjects(NamedTuple):
     attributes: Mapping[str, Mapping[str, JSON]]
 
     @classmethod
-    def of(cls, file: Any, key: str) -> FileObjects:
-        """Read the objects of an open file, without elements.
+    def of(cls, file: Any, key: str, size: int) -> FileObjects:
+        """Read the objects of an open file of `size` bytes, without elements.
 
         Raises:
             CorruptCheckpointError: it has too many objects.
+            UnsupportedLeafError: a name is not UTF-8.
         """
-        walk = _Walk(key)
+        walk = _Walk(key, size)
         skeleton = walk.group(file, "", ())
         return cls(skeleton, walk.leaves, walk.places, walk.datasets, walk.attributes)
 
@@ -161,9 +165,9 @@ class FileObjects(NamedTuple):
 class _Walk:
     """One pass over the objects of a file."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, size: int) -> None:
         self._key = key
-        self._left = _MAX_OBJECTS
+        self._most = self._left = min(_MAX_OBJECTS, _ALWAYS_ALLOWED_OBJECTS + size // _OBJECT_BYTES)
         self._attribute_bytes = _MAX_ATTRIBUTE_BYTES
         self.leaves: list[Leaf] = []
         self.places: dict[str, Place] = {}
@@ -176,18 +180,26 @@ class _Walk:
         if address in above or len(above) > _MAX_DEPTH:
             return self._leaf(Unreadable("a group that contains itself, or is nested too deeply"))
         self._attributes(group, path)
-        names = _ordered(list(group), group.attrs)
+        names = _ordered([self._name(name, path) for name in group.id], group.attrs)
         children: list[Skeleton] = []
         for name in names:
             self._left -= 1
             if self._left < 0:
                 raise CorruptCheckpointError(
-                    f"{self._key!r} has more than {_MAX_OBJECTS} objects, or refers to some again and again: it is no "
+                    f"{self._key!r} has more than {self._most} objects, or refers to some again and again: it is no "
                     "checkpoint",
                     key=self._key,
                 )
             children.append(self._child(group, name, f"{path}/{name}", (*above, address)))
         return Node("dict", tuple(names), tuple(children))
+
+    def _name(self, name: bytes, path: str) -> str:
+        try:
+            return name.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UnsupportedLeafError(
+                f"{self._key!r} has the name {name[:80]!r} in {path or '/'!r}, which is not UTF-8: rename it with h5py"
+            ) from error
 
     def _child(self, group: Any, name: str, path: str, above: tuple[object, ...]) -> Skeleton:
         link = group.get(name, getlink=True)
@@ -246,7 +258,11 @@ class _Walk:
 
     def _attributes(self, found: Any, path: str) -> None:
         values: dict[str, JSON] = {}
-        for name in found.attrs:
+        try:
+            names = list(found.attrs)
+        except UnicodeDecodeError:
+            return  # they describe the objects, and are not needed to load them
+        for name in names:
             info = found.attrs.get_id(name)
             # Elements may have no bytes, and still take time.
             self._attribute_bytes -= math.prod(map(int, info.shape)) * max(info.dtype.itemsize, 1) + len(name)
@@ -307,6 +323,8 @@ def _json(value: Any) -> JSON:
     """Return an attribute as JSON, or None if it is something else."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
+    if isinstance(value, str):  # h5py escapes bytes that are not UTF-8
+        value = value.encode("utf-8", "surrogateescape")
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, list):
@@ -314,4 +332,4 @@ def _json(value: Any) -> JSON:
         return None if None in parts else parts
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, bool | int | float | str) else None
+    return value if isinstance(value, bool | int | float) else None
