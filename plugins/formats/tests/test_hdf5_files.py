@@ -278,7 +278,8 @@ def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:
         file.id.links.move(b"gr\xfc\xdf", file.id, b"new")  # the way on
     assert list(ckptcore.load(tmp_path / "a.h5")) == ["new", "x"]
     custom: Any = ckptcore.metadata(tmp_path / "a.h5").custom["attributes"]
-    assert custom == {"/": {"text": "\N{REPLACEMENT CHARACTER}"}}
+    mark = "\N{REPLACEMENT CHARACTER}"
+    assert custom == {"/": {"text": mark}, "/x": {mark: 0, "text": mark}}
 
 
 def test_damage(tmp_path: Path, keras_files: tuple[Path, list[Any]]) -> None:

@@ -258,11 +258,7 @@ class _Walk:
 
     def _attributes(self, found: Any, path: str) -> None:
         values: dict[str, JSON] = {}
-        try:
-            names = list(found.attrs)
-        except UnicodeDecodeError:
-            return  # they describe the objects, and are not needed to load them
-        for name in names:
+        for name in found.attrs:
             info = found.attrs.get_id(name)
             # Elements may have no bytes, and still take time.
             self._attribute_bytes -= math.prod(map(int, info.shape)) * max(info.dtype.itemsize, 1) + len(name)
@@ -270,7 +266,7 @@ class _Walk:
                 return
             value = _json(found.attrs[name])
             if value is not None:
-                values[name] = value
+                values[_plain(name)] = value  # h5py returns bytes that are not UTF-8 as they are
         if values:
             self.attributes[path or "/"] = values
 
