@@ -329,7 +329,7 @@ class Zero:
                     found[name][kind] = entry
                 continue
             for name, (group, _) in self._positions.items():
-                if held := [parts[group] for parts in in_groups if parts[group] is not None]:
+                if held := [part for parts in in_groups if (part := parts[group]) is not None]:
                     found[name][kind] = self._of_group(held, kind)
         return {name: state for name, state in found.items()}
 
