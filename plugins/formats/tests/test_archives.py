@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_formats.archives import open_archive
 from ckptcore_testing import FaultPlan
 from ckptcore_tools.cli import main
 
 import ckptcore
 from ckptcore import distributions
+from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,7 +26,9 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     MissingDistributionError,
+    ObjectNotFoundError,
 )
+from ckptcore.protocols import StorageOptions
 from plugins.formats.tests.counted import assert_same, counted, place
 
 WEIGHTS = np.arange(60_000, dtype=np.float32).reshape(200, 300)
@@ -160,8 +164,15 @@ def test_without_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["../policy.pth", "/etc/policy.pth", "a/../../policy.pth", "."])
 def test_names_outside_of_an_archive(name: str, write: Callable[[Path, Files], None], tmp_path: Path) -> None:
     write(tmp_path / "model", {**FILES, name: b"x"})
-    with pytest.raises(CorruptCheckpointError, match=f"has a member with the name '{name}', which is outside"):
-        ckptcore.load(tmp_path / "model!/policy.pth")
+    assert_same(ckptcore.load(tmp_path / "model!/policy.pth")["w"], WEIGHTS)
+    storage = open_archive(LocalStorage(str(tmp_path), StorageOptions()), "model", "model")
+    assert list(storage.list()) == [f"model!/{one}" for one in sorted(FILES)]
+    assert list(storage.list_names("model!")) == sorted(FILES)
+    with pytest.raises(ObjectNotFoundError, match=f"has no member 'new'; '{name}' is outside of it and left out"):
+        storage.size("model!/new")
+    if name != ".":
+        with pytest.raises(CheckpointError):
+            storage.size(f"model!/{name}")
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -191,8 +202,18 @@ def test_an_encrypted_member(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "model.zip").read_bytes())
     content[content.rindex(b"PK\x01\x02") + 8] |= 1
     (tmp_path / "model.zip").write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match="'_version' is encrypted, .*Unpack it and zip the dir"):
-        ckptcore.load(tmp_path / "model.zip!/policy.pth")
+    assert_same(ckptcore.load(tmp_path / "model.zip!/policy.pth")["w"], WEIGHTS)
+    with pytest.raises(InvalidLocationError, match=r"'_version' in .*model\.zip is encrypted: name another member"):
+        ckptcore.load(tmp_path / "model.zip!/_version")
+
+
+def test_a_member_of_another_compression(tmp_path: Path) -> None:
+    _zip(tmp_path / "model.zip")
+    with zipfile.ZipFile(tmp_path / "model.zip", "a", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("log", b"1" * 100_000)
+    assert_same(ckptcore.load(tmp_path / "model.zip!/policy.pth")["w"], WEIGHTS)
+    with pytest.raises(InvalidLocationError, match=r"'log' in .*model\.zip is of compression 12: .* unpack"):
+        ckptcore.load(tmp_path / "model.zip!/log")
 
 
 def test_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,41 @@ def test_state_that_differs_between_processes_is_not_lost_unsaid(tmp_path: Path)
     assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4  # the way on
 
 
+RANK_1 = OPTIM.replace("rank_0_", "rank_1_")
+DIFFERING: dict[str, tuple[int, tuple[Any, ...], Any, str]] = {
+    "step": (2, (*STATE, 0, "step"), torch.tensor(9.0), "state/w/step.* differs between the processes"),
+    "rate": (3, ("optimizer_state_dict", "optimizer_state_dict", "param_groups", 0, "lr"), 0.7, "groups.*lr.* differs"),
+    "groups": (2, (*STATE[:2], "param_groups"), [], "stored differently by the processes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERING)
+def test_options_of_the_optimizer_that_differ_are_refused(case: str, tmp_path: Path) -> None:
+    stage, keys, value, reason = DIFFERING[case]
+    step = write_zero(tmp_path, stage, 2)
+    edit(step / RANK_1, *keys, value=value)
+    with pytest.raises(UnsupportedLeafError, match=reason):
+        ckptcore.load(step)
+    assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
+
+
+def test_the_state_that_only_one_process_has_is_not_lost_unsaid(tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / OPTIM, *STATE, 1)
+    with pytest.raises(CheckpointError, match=r"optimizer/state/b/exp_avg.*no tensor in the file"):
+        ckptcore.load(step)
+    edit(step / RANK_1, *STATE, 1)  # no process has any, as for frozen weights
+    assert "b" not in ckptcore.load(step)["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("states", [[{}], [{}] * 3])
+def test_a_list_of_states_has_one_for_each_group(states: list[Any], tmp_path: Path) -> None:
+    step = write_zero(tmp_path, 2, 2)
+    edit(step / RANK_1, *STATE[:2], value=states)
+    with pytest.raises(CorruptCheckpointError, match=rf"{RANK_1}.* have {len(states)}, and .* describes 2"):
+        ckptcore.load(step)
+
+
 def test_names_are_only_keys(tmp_path: Path) -> None:
     name = "../../etc/passwd"
     write_zero(tmp_path, 2, 2, [{name: (3, 2)}])

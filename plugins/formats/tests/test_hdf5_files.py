@@ -54,15 +54,12 @@ def _write(path: Path, **options: Any) -> None:
         file["a"].attrs["numbers"] = np.arange(3)
 
 
-@pytest.mark.parametrize("options", [{}, {"libver": "latest"}, {"userblock_size": 512}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"libver": "latest"}, {"userblock_size": 512}, {"userblock_size": 2048}], ids=str
+)
 def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     _write(path, **options)
-    if options.get("userblock_size"):
-        path.write_bytes(path.read_bytes())  # not at the beginning of the file
-        with pytest.raises(CheckpointNotFoundError):
-            ckptcore.load(path)
-        return
     loaded = ckptcore.load(path)
     for name, array in ARRAYS.items():
         assert_same(loaded["a"][name], array)
@@ -77,6 +74,60 @@ def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_pa
         assert_same(opened["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
     custom: Any = ckptcore.metadata(path).custom["attributes"]
     assert custom == {"/": {"version": "3"}, "/a": {"numbers": [0, 1, 2]}}
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a.hdf5"])
+def test_no_hdf5_file_at_all(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(bytes(5000))
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(tmp_path / name)
+
+
+def test_a_name_may_end_as_the_mark_of_big_endian(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(3, dtype=">f4"), "w>": np.arange(10, 13, dtype="f4"), "0>": np.arange(2, dtype=">i2")}
+    chunked = {"c": np.arange(5, dtype="f4"), "c>": np.arange(9, dtype=">f4")}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, array in arrays.items():
+            file[name] = array
+        for name, array in chunked.items():
+            file.create_dataset(name, data=array, chunks=(2,))
+    loaded = ckptcore.load(tmp_path / "a.h5")
+    for name, array in (arrays | chunked).items():
+        assert_same(loaded[name], array)
+
+
+def test_numbers_that_do_not_fill_their_bytes(tmp_path: Path) -> None:
+    types = {name: h5py.h5t.STD_I32LE.copy() for name in ("whole", "precision", "offset", "big")}
+    types["precision"].set_precision(16)
+    types["offset"].set_precision(16)
+    types["offset"].set_offset(8)
+    types["big"].set_precision(24)
+    types["big"].set_order(h5py.h5t.ORDER_BE)
+    types["bias"] = h5py.h5t.IEEE_F32LE.copy()
+    types["bias"].set_ebias(100)
+    types["bool"] = h5py.h5t.enum_create(h5py.h5t.STD_I8LE)
+    for text, number in ((b"FALSE", 0), (b"TRUE", 1)):
+        types["bool"].enum_insert(text, number)
+    structure = h5py.h5t.create(h5py.h5t.COMPOUND, 8)
+    structure.insert(b"a", 0, types["whole"])
+    structure.insert(b"b", 4, types["precision"])
+    numbers = np.array([-1, 2, -3, 4], "i4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((4,))
+        for name, kind in types.items():
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, space)
+            if name == "bool":
+                dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1, 0, 1, 1], "i1"), kind)
+            else:
+                dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, numbers)
+        h5py.h5d.create(file.id, b"structure", structure, space)
+        expected = {name: file[name][()] for name in types}
+    opened = ckptcore.open(tmp_path / "a.h5")
+    for name, array in expected.items():
+        assert_same(opened[name][...], array)
+    assert expected["precision"].tolist() == numbers.tolist()
+    with pytest.raises(UnsupportedLeafError, match=r"structure.*of unusual types"):
+        ckptcore.load(tmp_path / "a.h5")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +244,44 @@ def test_hostile_sizes(tmp_path: Path) -> None:
     assert_same(loaded["unfilled"], np.zeros(1000, np.float32))
 
 
+def test_links_that_multiply(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a0/x"] = np.ones(2)
+        for number in range(1, 40):
+            group = file.create_group(f"a{number}")
+            for name in ("x", "y"):
+                group[name] = file[f"a{number - 1}"]
+    most = 1000 + (tmp_path / "a.h5").stat().st_size // 64
+    with pytest.raises(CorruptCheckpointError, match=rf"'a\.h5' has more than {most} objects, or refers to some again"):
+        ckptcore.load(tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("options", [{}, {"libver": "latest"}], ids=str)
+def test_many_small_objects(options: dict[str, Any], tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", **options) as file:
+        for number in range(1500):
+            file.create_group(f"{number}")
+        file["again"] = file["7"]
+    assert ckptcore.load(tmp_path / "a.h5") == {**{f"{number}": {} for number in range(1500)}, "again": {}}
+
+
+def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        h5py.h5g.create(file.id, b"gr\xfc\xdf")
+        file["x"] = np.ones(2)
+        h5py.h5a.create(file["x"].id, b"\xfc", h5py.h5t.NATIVE_INT32, h5py.h5s.create(h5py.h5s.SCALAR))
+        file["x"].attrs["text"] = b"\xfc"
+        file.attrs.create("text", b"\xfc", dtype=h5py.string_dtype())
+    with pytest.raises(UnsupportedLeafError, match=r"'a\.h5' has the name b'gr\\xfc\\xdf' in '/', .* rename it"):
+        ckptcore.load(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file.id.links.move(b"gr\xfc\xdf", file.id, b"new")  # the way on
+    assert list(ckptcore.load(tmp_path / "a.h5")) == ["new", "x"]
+    custom: Any = ckptcore.metadata(tmp_path / "a.h5").custom["attributes"]
+    mark = "\N{REPLACEMENT CHARACTER}"
+    assert custom == {"/": {"text": mark}, "/x": {mark: 0, "text": mark}}
+
+
 def test_damage(tmp_path: Path, keras_files: tuple[Path, list[Any]]) -> None:
     _write(tmp_path / "a.h5")
     content = (tmp_path / "a.h5").read_bytes()
@@ -204,6 +293,34 @@ def test_damage(tmp_path: Path, keras_files: tuple[Path, list[Any]]) -> None:
         (tmp_path / "s.weights.json").write_bytes(content)
         with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError), match=r"s\.weights\.json"):
             ckptcore.load(tmp_path / "s.weights.json")
+
+
+@pytest.mark.parametrize("options", [{}, {"userblock_size": 1024}], ids=str)
+@pytest.mark.parametrize("change", [(24, 0), (9, 0), (31, 127), (24, 255), (25, 128)], ids=str)
+def test_a_damaged_heap_is_named(change: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", **options) as file:
+        file.attrs["k"] = "v"
+        file["text"] = "a text"
+    content = bytearray((tmp_path / "a.h5").read_bytes())
+    at, byte = change
+    content[content.find(b"GCOL") + at] = byte
+    (tmp_path / "a.h5").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"'a\.h5' .*the global heap at byte \d+ .* restore it"):
+        ckptcore.load(tmp_path / "a.h5")
+
+
+def test_texts_of_many_heaps_are_read(tmp_path: Path) -> None:
+    texts = {f"t{number}": "GCOL" * (number * number) for number in range(1, 50)}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, text in texts.items():
+            file[name] = text
+            file.attrs[name] = text
+        for name in list(texts)[::3]:
+            del file[name]  # frees space of its heap
+        file.attrs["list"] = ["a", "", "b"]
+        texts = {name: texts[name] for name in file}
+    loaded = ckptcore.load(tmp_path / "a.h5")
+    assert loaded == texts
 
 
 def test_without_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

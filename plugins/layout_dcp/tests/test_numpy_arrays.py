@@ -130,6 +130,26 @@ def test_a_shape_that_does_not_fit_is_damage(shape: str, tmp_path: Path) -> None
         ckptcore.load(tmp_path / "file.pt")
 
 
+@pytest.mark.parametrize("size", [1 << 63, 1 << 70])
+@pytest.mark.parametrize("place", ["size", "offset"])
+def test_sizes_of_structures_are_checked(place: str, size: int, tmp_path: Path) -> None:
+    class Type:
+        def __reduce__(self) -> tuple[object, ...]:
+            offset, whole = (0, size) if place == "size" else (size, 8)
+            fields = {"a": (np.dtype("f4"), offset)}
+            return np.dtype, ("V8", False, True), (3, "|", None, ("a",), fields, whole, 1, 0)
+
+    class Wrong:
+        def __reduce__(self) -> tuple[object, ...]:
+            function, arguments, state = np.zeros(1).__reduce__()
+            assert isinstance(state, tuple)
+            return function, arguments, (state[0], (1,), Type(), False, bytes(8))
+
+    torch.save({"a": Wrong()}, tmp_path / "file.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"a in 'file\.pt' cannot be read: a NumPy dtype has .*restore"):
+        ckptcore.load(tmp_path / "file.pt")
+
+
 class Settings(dict[str, Any]):
     """A dict whose items are attributes too."""
 

@@ -66,6 +66,7 @@ class _ArchiveStorage(StorageBackend):
         self._prefix = f"{key.rpartition('/')[2]}{_MARK}/"
         self._lock = threading.Lock()
         self._found: Mapping[str, _Content] | None = None
+        self._outside = ""
 
     def __repr__(self) -> str:
         return f"<archive {self._display}>"
@@ -146,7 +147,8 @@ class _ArchiveStorage(StorageBackend):
         name = check_key(key)
         found = self._members().get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
         if found is None:
-            raise ObjectNotFoundError(f"{self._display} has no member {name.removeprefix(self._prefix)!r}")
+            left_out = f"; {self._outside[:80]!r} is outside of it and left out" if self._outside else ""
+            raise ObjectNotFoundError(f"{self._display} has no member {name.removeprefix(self._prefix)!r}{left_out}")
         if found.problem:
             raise InvalidLocationError(
                 f"{name.removeprefix(self._prefix)!r} in {self._display} is {found.problem}: name another member, or "
@@ -164,7 +166,7 @@ class _ArchiveStorage(StorageBackend):
         size = self._storage.size(self._key)
         head = self._fetch(0, min(_HEAD_BYTES, size))
         if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-            members = read_zip(self._fetch, 0, size, key=self._key)
+            members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
             return self._named([(name, self._of_zip(one)) for name, one in members.items() if name[-1:] != "/"])
         if is_tar(head):
             return self._of_tar(self._fetch, size)
@@ -192,6 +194,8 @@ class _ArchiveStorage(StorageBackend):
         return self._named([(one.name, _Content(one.nbytes, _range(fetch, one.start), one.problem)) for one in members])
 
     def _of_zip(self, member: ZipMember) -> _Content:
+        if member.problem:
+            return _Content(member.size, self._fetch, member.problem)
         if member.compression == STORED:
             return _Content(member.nbytes, _range(self._fetch, member.start))
         if member.size > most_content_bytes(member.nbytes):
@@ -200,11 +204,7 @@ class _ArchiveStorage(StorageBackend):
         return _Content(member.size, _Inflated(member, self._fetch, self._key).read)
 
     def _named(self, found: Sequence[tuple[str, _Content]]) -> Mapping[str, _Content]:
-        """Return the members by their key.
-
-        Raises:
-            CorruptCheckpointError: a name is outside of the archive, or one name is below another.
-        """
+        """Return the members by their key, without those whose name is outside of the archive."""
         contents: dict[str, _Content] = {}
         for name, content in found:
             parts = [part for part in name.split("/") if part not in ("", ".")]
@@ -213,12 +213,9 @@ class _ArchiveStorage(StorageBackend):
                 if name.startswith("/"):
                     raise InvalidLocationError("it is absolute")
                 check_key(key)
-            except CheckpointError as error:
-                raise CorruptCheckpointError(
-                    f"{self._display} has a member with the name {name[:80]!r}, which is outside of the archive: pack "
-                    "the files again, with names below one directory",
-                    key=self._key,
-                ) from error
+            except CheckpointError:
+                self._outside = self._outside or name
+                continue
             if key in contents:
                 content = content._replace(problem="there twice")
             contents[key] = content

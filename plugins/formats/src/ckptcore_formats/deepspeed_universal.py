@@ -49,7 +49,7 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
         found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
         groups = found.get("param_groups")
-        optimizer["param_groups"] = [] if groups is None else named_groups(groups, [*map(list, weights.groups)])
+        optimizer["param_groups"] = [] if groups is None else named_groups([groups], [*map(list, weights.groups)])
         optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
     module = weights.module({**values, **weights.frozen_in_slices(models)})
     return {"module": module, "optimizer": optimizer, **rest_of(models)}

@@ -167,21 +167,25 @@ class Weights:
         return found
 
 
-def named_groups(groups: Part, names: Sequence[Sequence[str]]) -> Entry:
+def named_groups(groups: Sequence[Part], names: Sequence[Sequence[str]]) -> Entry:
     """Return the groups of an optimizer with the names of their parameters.
 
     Args:
-        groups: the groups, whose ``params`` are flat tensors; they are returned as they are if these do not match.
+        groups: the groups of each process, whose ``params`` are flat tensors; they are returned as they are if these do
+            not match. Options that differ between the processes are leaves that cannot be loaded.
         names: the names of the parameters in each flat tensor.
     """
-    options = [group.children() for group in groups.children().values()]
-    counts = [len(_items(group.get("params"))) for group in options]
-    if sum(counts) != len(names):
-        return groups
+    by_rank = [[group.children() for group in part.children().values()] for part in groups]
+    counts = [len(_items(group.get("params"))) for group in by_rank[0]]
+    if sum(counts) != len(names) or any(len(each) != len(counts) for each in by_rank):
+        return merge_parts(groups)
     left = iter(names)
     result: list[Entry] = []
-    for group, count in zip(options, counts, strict=True):
-        result.append({**group, "params": [*itertools.chain.from_iterable(itertools.islice(left, count))]})
+    for count, *options in zip(counts, *by_rank, strict=True):
+        merged = _merged(options, ("params",))
+        result.append(
+            {**options[0], **merged, "params": [*itertools.chain.from_iterable(itertools.islice(left, count))]}
+        )
     return result
 
 
@@ -315,29 +319,34 @@ class Zero:
     def states(self) -> Mapping[Key, Entry]:
         """Return the states of the optimizer by the name of the parameter."""
         by_rank = [self._states_of(rank) for rank in range(self.processes)]
-        first = by_rank[0]
-        found: dict[Key, dict[Key, Entry]] = {name: {} for name, (group, _) in self._positions.items() if first[group]}
-        kinds = dict.fromkeys([kind for state in first for kind in state])
+        found: dict[Key, dict[Key, Entry]] = {
+            name: {} for name, (group, _) in self._positions.items() if any(states[group] for states in by_rank)
+        }
+        kinds = dict.fromkeys([kind for states in by_rank for state in states for kind in state])
         for kind in kinds:
             in_groups = [[state.get(kind) for state in states] for states in by_rank]
-            if all(part is None or self._is_partition(part, group) for group, part in enumerate(in_groups[0])):
+            if all(self._is_partition(parts, group) for group, parts in enumerate(zip(*in_groups, strict=True))):
                 template = f"optimizer/state/{{}}/{kind}"
                 for name, entry in self._arrays(in_groups, template).items():
                     found[name][kind] = entry
                 continue
             for name, (group, _) in self._positions.items():
-                if (part := in_groups[0][group]) is not None:
-                    found[name][kind] = self._of_group(part, kind)
+                if held := [part for parts in in_groups if (part := parts[group]) is not None]:
+                    found[name][kind] = self._of_group(held, kind)
         return {name: state for name, state in found.items()}
 
-    def _is_partition(self, part: Part, group: int) -> bool:
-        tensor = part.tensor
-        return tensor is not None and len(tensor.shape) == 1 and tensor.shape >= _tensor(self._flat[0][group]).shape
+    def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
+        """Return True if no process has a state of the group, or the first that has one has it for each element."""
+        for rank, part in enumerate(parts):
+            if part is not None:
+                extents = _tensor(self._flat[rank][group]).shape
+                return part.tensor is not None and len(part.tensor.shape) == 1 and part.tensor.shape >= extents
+        return True
 
-    def _of_group(self, part: Part, kind: str) -> Entry:
-        tensor = part.tensor
+    def _of_group(self, parts: Sequence[Part], kind: str) -> Entry:
+        tensor = parts[0].tensor
         if tensor is None or not tensor.shape:
-            return part  # a number, such as the step, is that of each parameter
+            return merge_parts(parts)  # a number, such as the step, is that of each parameter
         return Refused(
             UnsupportedLeafError(
                 f"it is in the state {kind!r} of a whole partition, {tensor.spec}, which is not divided as the weights "
@@ -354,7 +363,10 @@ class Zero:
             return [{}] * count
         children = found.children()
         if "state" not in children:  # a list with the states of each group (elastic checkpoints)
-            return [named(part) for part in children.values()][:count] or [{}] * count
+            self._expect(
+                len(children) in (0, count), len(children), count, f"the states in {self._files[rank]} of all groups"
+            )
+            return [named(part) for part in children.values()] or [{}] * count
         states = children["state"].children()
         return [named(states[number]) if number in states else {} for number in self._numbers(rank)]
 
@@ -375,12 +387,13 @@ class Zero:
 
     def param_groups(self) -> Entry:
         """Return the groups of the optimizer, with the names of their parameters."""
-        found = self._first.get(_STATE_3 if self.stage == 3 else _STATE_12)
-        groups = None if found is None else found.children().get("param_groups")
+        key = _STATE_3 if self.stage == 3 else _STATE_12
+        found = [state[key].children() for state in self._states if key in state]
+        groups = [each["param_groups"] for each in found if "param_groups" in each]
         names: list[list[str]] = [[] for _ in self._flat[0]]
         for name, (group, _) in self._positions.items():
             names[min(group, len(names) - 1)].append(name)
-        return [] if groups is None else named_groups(groups, names)
+        return named_groups(groups, names) if groups else []
 
     def _arrays(self, groups: Sequence[Sequence[Part | None]], template: str) -> dict[str, Entry]:
         """Return an array for each parameter.
@@ -393,7 +406,7 @@ class Zero:
         found: dict[str, Entry] = {}
         for name, shape in self._weights.shapes.items():
             group, position = self._positions[name]
-            if groups[0][group] is None:
+            if all(parts[group] is None for parts in groups):
                 continue
             path = template.format(name)
             found[name] = guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023

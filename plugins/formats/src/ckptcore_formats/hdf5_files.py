@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Hdf5Layout"]
 
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
+_NAMES: Final = (".h5", ".hdf5")
 _WEIGHTS: Final = "model.weights.h5"
 _MAX_JSON_BYTES: Final = 1 << 24
 _FIRST_MEMBERS: Final = ("metadata.json", "config.json", _WEIGHTS)
@@ -73,13 +74,23 @@ class Hdf5Layout(ReadOnlyLayout):
         if entry is None:
             return None
         head = store.get(entry, 0, 64)
-        if head.startswith(_MAGIC):
+        if head.startswith(_MAGIC) or (entry.endswith(_NAMES) and _follows_user_block(store, entry)):
             return _inspection(store, [entry], entry, "Keras" if entry.endswith(".weights.h5") else "HDF5")
         if first_member(head) in _FIRST_MEMBERS and _has_weights(store, entry):
             return _inspection(store, [entry], entry, "Keras")
         if entry.endswith(_INDEX_SUFFIX) and (shards := _shards(store, entry)) is not None:
             return _inspection(store, shards, entry, "Keras")
         return None
+
+
+def _follows_user_block(store: ReadStore, key: str) -> bool:
+    """Return True if an HDF5 file begins after 512 bytes of the user, or 1024, 2048 and so on."""
+    start, size = 512, store.size(key)
+    while start < size:
+        if store.get(key, start, min(start + len(_MAGIC), size)) == _MAGIC:
+            return True
+        start *= 2
+    return False
 
 
 def _has_weights(store: ReadStore, key: str) -> bool:
@@ -150,11 +161,10 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
     for number, (leaf, file) in enumerate(leaves):
         if not isinstance(leaf, StoredTensor):
             continue
-        name = leaf.storage.removesuffix(">")
-        if (dataset := file.objects.datasets.get(name)) is not None:
-            datasets.append([number, file.key, file.origin, file.size, name, dataset.rows])
+        if (dataset := file.objects.datasets.get(leaf.storage)) is not None:
+            datasets.append([number, file.key, file.origin, file.size, dataset.path, dataset.rows])
             continue
-        start, nbytes = file.objects.places[name]
+        start, nbytes, big_endian = file.objects.places[leaf.storage]
         path = format_path(paths[number])
         try:
             if start + nbytes > file.size:
@@ -163,7 +173,7 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
                     "copy",
                     key=file.key,
                 )
-            storage = StoredBytes(file.key, file.origin + start, nbytes, big_endian=leaf.storage.endswith(">"))
+            storage = StoredBytes(file.key, file.origin + start, nbytes, big_endian=big_endian)
             records[number] = columns.add(number, leaf, {leaf.storage: storage}, key=file.key, path=path)
         except CorruptCheckpointError as error:
             records[number] = unreadable_leaf(error)
@@ -194,14 +204,14 @@ def _read_file(store: ReadStore, key: str) -> _File:
                 "decompressed first"
             )
         origin, size = member.start, member.nbytes
-    with _damage(key), _open(store, key, origin, size) as file:
+    with _damage(key), _open(store, key, origin, size, check_heaps=True) as file:
         from ckptcore_formats.hdf5_objects import FileObjects  # `_open` needs h5py, too
 
-        return _File(key, origin, size, FileObjects.of(file, key))
+        return _File(key, origin, size, FileObjects.of(file, key, size))
 
 
-def _open(store: ReadStore, key: str, origin: int, size: int) -> Any:
-    """Open a file with h5py.
+def _open(store: ReadStore, key: str, origin: int, size: int, *, check_heaps: bool) -> Any:
+    """Open a file with h5py. `check_heaps` is that of `StoredFile`.
 
     Raises:
         MissingDistributionError: h5py is not installed.
@@ -212,7 +222,11 @@ def _open(store: ReadStore, key: str, origin: int, size: int) -> Any:
         raise MissingDistributionError(
             f"{key!r} is an HDF5 file, which needs h5py: run pip install 'ckptcore[hdf5]'"
         ) from error
-    return open_file(StoredFile(lambda start, stop: store.get(key, origin + start, origin + stop), size))
+
+    def fetch(start: int, stop: int) -> bytes:
+        return store.get(key, origin + start, origin + stop)
+
+    return open_file(StoredFile(fetch, size, check_heaps=check_heaps))
 
 
 @contextlib.contextmanager
@@ -327,7 +341,7 @@ class _Hdf5Index(StorageIndex):
         """Return an open file. It stays open, so that its metadata are read once."""
         known = self._open.get((key, origin, size))
         if known is None or known[0] is not store:
-            file = _open(store, key, origin, size)
+            file = _open(store, key, origin, size, check_heaps=False)
             weakref.finalize(self, file.close)
             known = self._open[key, origin, size] = store, file
         return known[1]

@@ -15,15 +15,21 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
+from ckptcore_formats.hdf5_heaps import HeapChecks
 
-__all__ = ["Dataset", "FileObjects", "StoredFile", "open_file"]
+__all__ = ["Dataset", "FileObjects", "Place", "StoredFile", "open_file"]
 
 _WINDOW_BYTES: Final = 1 << 16
 _DIRECT_BYTES: Final = 1 << 15
+_BEFORE: Final = 8
+"""Bytes before a read in which a heap may begin that the library has read in part."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
+_OBJECT_BYTES: Final = 64
+"""Fewer bytes than any object and its link have. A group with many names counts once for each of them."""
+_ALWAYS_ALLOWED_OBJECTS: Final = 1000
 _MAX_TEXT_BYTES: Final = 1 << 20
 _MAX_ATTRIBUTE_BYTES: Final = 1 << 18
 _MAX_GROWTH: Final = 1100
@@ -34,14 +40,21 @@ _ALWAYS_ALLOWED_BYTES: Final = 1 << 26
 class StoredFile(io.RawIOBase):
     """A range of an object as a file that is read. Not thread-safe."""
 
-    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        """Read nothing yet. `fetch` returns bytes from `start` to `stop` of the file of `size` bytes."""
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, check_heaps: bool) -> None:
+        """Read no more than the first bytes.
+
+        Args:
+            fetch: returns bytes from `start` to `stop` of the file.
+            size: its length.
+            check_heaps: True if attributes and texts are read, and not elements, which may look like a heap.
+        """
         super().__init__()
         self._fetch = fetch
         self._size = size
         self._position = 0
         self._window = b""
         self._start = 0
+        self._heaps: HeapChecks | None = HeapChecks(fetch, size) if check_heaps else None
 
     def readable(self) -> bool:
         """Return True."""
@@ -68,13 +81,18 @@ class StoredFile(io.RawIOBase):
         stop = min(start + len(view), self._size)
         if start >= stop:
             return 0
+        before = 0 if self._heaps is None else min(start, _BEFORE)
+        first = start - before
         if stop - start >= _DIRECT_BYTES:
-            data = self._fetch(start, stop)
+            data = self._fetch(first, stop)
         else:
-            if not self._start <= start or stop > self._start + len(self._window):
-                self._window = self._fetch(start, min(start + _WINDOW_BYTES, self._size))
-                self._start = start
-            data = self._window[start - self._start : stop - self._start]
+            if not self._start <= first or stop > self._start + len(self._window):
+                self._window = self._fetch(first, min(first + _WINDOW_BYTES, self._size))
+                self._start = first
+            data = self._window[first - self._start : stop - self._start]
+        if self._heaps is not None:
+            self._heaps.check(data, first)
+            data = data[before:]
         view[: len(data)] = data
         self._position = start + len(data)
         return len(data)
@@ -101,30 +119,45 @@ class Dataset(NamedTuple):
     rows: int
 
 
+class Place(NamedTuple):
+    """The byte range of a dataset.
+
+    Attributes:
+        start: its offset in the file.
+        nbytes: its length.
+        big_endian: True if the elements that are read from it are big endian.
+    """
+
+    start: int
+    nbytes: int
+    big_endian: bool
+
+
 class FileObjects(NamedTuple):
     """The objects of a file.
 
     Attributes:
-        skeleton, leaves: the tree. The storage of an array is the path of its dataset.
-        places: byte range (start, bytes) of each dataset with one range, by path.
+        skeleton, leaves: the tree.
+        places: byte range of each array with one range, by the storage of the leaf.
         datasets: the others.
         attributes: attributes by path, as far as JSON has them.
     """
 
     skeleton: Skeleton
     leaves: Sequence[Leaf]
-    places: Mapping[str, tuple[int, int]]
+    places: Mapping[str, Place]
     datasets: Mapping[str, Dataset]
     attributes: Mapping[str, Mapping[str, JSON]]
 
     @classmethod
-    def of(cls, file: Any, key: str) -> FileObjects:
-        """Read the objects of an open file, without elements.
+    def of(cls, file: Any, key: str, size: int) -> FileObjects:
+        """Read the objects of an open file of `size` bytes, without elements.
 
         Raises:
             CorruptCheckpointError: it has too many objects.
+            UnsupportedLeafError: a name is not UTF-8.
         """
-        walk = _Walk(key)
+        walk = _Walk(key, size)
         skeleton = walk.group(file, "", ())
         return cls(skeleton, walk.leaves, walk.places, walk.datasets, walk.attributes)
 
@@ -132,12 +165,12 @@ class FileObjects(NamedTuple):
 class _Walk:
     """One pass over the objects of a file."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, size: int) -> None:
         self._key = key
-        self._left = _MAX_OBJECTS
+        self._most = self._left = min(_MAX_OBJECTS, _ALWAYS_ALLOWED_OBJECTS + size // _OBJECT_BYTES)
         self._attribute_bytes = _MAX_ATTRIBUTE_BYTES
         self.leaves: list[Leaf] = []
-        self.places: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, Place] = {}
         self.datasets: dict[str, Dataset] = {}
         self.attributes: dict[str, Mapping[str, JSON]] = {}
 
@@ -147,18 +180,26 @@ class _Walk:
         if address in above or len(above) > _MAX_DEPTH:
             return self._leaf(Unreadable("a group that contains itself, or is nested too deeply"))
         self._attributes(group, path)
-        names = _ordered(list(group), group.attrs)
+        names = _ordered([self._name(name, path) for name in group.id], group.attrs)
         children: list[Skeleton] = []
         for name in names:
             self._left -= 1
             if self._left < 0:
                 raise CorruptCheckpointError(
-                    f"{self._key!r} has more than {_MAX_OBJECTS} objects, or refers to some again and again: it is no "
+                    f"{self._key!r} has more than {self._most} objects, or refers to some again and again: it is no "
                     "checkpoint",
                     key=self._key,
                 )
             children.append(self._child(group, name, f"{path}/{name}", (*above, address)))
         return Node("dict", tuple(names), tuple(children))
+
+    def _name(self, name: bytes, path: str) -> str:
+        try:
+            return name.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UnsupportedLeafError(
+                f"{self._key!r} has the name {name[:80]!r} in {path or '/'!r}, which is not UTF-8: rename it with h5py"
+            ) from error
 
     def _child(self, group: Any, name: str, path: str, above: tuple[object, ...]) -> Skeleton:
         link = group.get(name, getlink=True)
@@ -192,16 +233,22 @@ class _Walk:
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
-        array = arrays_of(dtype, shape, c_strides(shape), path)
+        storage = str(len(self.leaves))  # no name of the file, because `arrays_of` marks big endian arrays with ">"
+        array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = found.id.get_offset()
-        if offset is not None and found.chunks is None:
-            self.places[path] = offset, stored
+        if offset is not None and found.chunks is None and _is_stored_as(found.id.get_type(), dtype):
+            self.places[storage] = Place(offset, stored, big_endian=False)
+            self.places[f"{storage}>"] = Place(offset, stored, big_endian=True)
             return self._fields(array)
         if not isinstance(array, StoredTensor) or array.shape != shape:
             return self._leaf(
-                Unreadable(array if isinstance(array, str) else "a dataset of structures in chunks: write it without")
+                Unreadable(
+                    array
+                    if isinstance(array, str)
+                    else "a dataset of structures in chunks, or of unusual types: write it without"
+                )
             )
-        self.datasets[path] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
+        self.datasets[array.storage] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
         return self._leaf(array)
 
     def _fields(self, found: Fields) -> Skeleton:
@@ -219,9 +266,26 @@ class _Walk:
                 return
             value = _json(found.attrs[name])
             if value is not None:
-                values[name] = value
+                values[_plain(name)] = value  # h5py returns bytes that are not UTF-8 as they are
         if values:
             self.attributes[path or "/"] = values
+
+
+def _is_stored_as(stored: Any, dtype: np.dtype[Any]) -> bool:
+    """Return True if the bytes of an element are those of the dtype, without padding bits or another bias."""
+    if dtype.subdtype is not None:
+        return isinstance(stored, h5py.h5t.TypeArrayID) and _is_stored_as(stored.get_super(), dtype.subdtype[0])
+    if dtype.names is not None:
+        fields: Mapping[str, Any] = dtype.fields or {}
+        offsets = [stored.get_member_offset(number) for number in range(stored.get_nmembers())]
+        return offsets == [fields[name][1] for name in dtype.names] and all(
+            _is_stored_as(stored.get_member_type(number), fields[name][0]) for number, name in enumerate(dtype.names)
+        )
+    if isinstance(stored, h5py.h5t.TypeEnumID) and dtype.kind != "b":
+        stored = stored.get_super()
+    if dtype.kind in "SV":  # texts and raw bytes
+        return bool(stored.get_size() == dtype.itemsize)
+    return bool(stored == h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
 
 
 def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
@@ -255,6 +319,8 @@ def _json(value: Any) -> JSON:
     """Return an attribute as JSON, or None if it is something else."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
+    if isinstance(value, str):  # h5py escapes bytes that are not UTF-8
+        value = value.encode("utf-8", "surrogateescape")
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, list):
@@ -262,4 +328,4 @@ def _json(value: Any) -> JSON:
         return None if None in parts else parts
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, bool | int | float | str) else None
+    return value if isinstance(value, bool | int | float) else None

@@ -55,7 +55,10 @@ class JoblibArrays:
                 raise self._invalid(position, "arrays of objects are nested too deeply")
             nested = JoblibArrays(self._data, self._key, self._places, self._depth + 1)
             return read_pickle(self._data, key=self._key, start=position, places=self._places, raw=nested)
-        kind = numpy_dtype(dtype)
+        try:
+            kind = numpy_dtype(dtype)
+        except OverflowError as error:
+            raise self._invalid(position, str(error)) from error
         if kind is None or not isinstance(shape, tuple) or len(shape) > _MAX_AXES or order not in ("C", "F"):
             raise self._invalid(position, "an array has no dtype, shape or order that is known")
         extents = [extent for extent in shape if type(extent) is int and 0 <= extent < _MAX_BYTES]

@@ -113,7 +113,7 @@ class NumpyReader:
         self, shape: Value, dtype: Value, data: Value, order: str, axes: Value, path: str
     ) -> Fields | Objects | None:
         extents = self._naturals(shape, path)
-        kind = numpy_dtype(dtype)
+        kind = self._dtype(dtype, path)
         strides = c_strides(extents)
         if order == "F":
             strides = c_strides(extents[::-1])[::-1]
@@ -139,7 +139,7 @@ class NumpyReader:
         return MaskedArray(found, masked, fill)
 
     def _scalar(self, dtype: Value, data: Value, path: str) -> StoredTensor | bool | int | float | complex | None:
-        if (kind := numpy_dtype(dtype)) is None or kind.type is np.void:
+        if (kind := self._dtype(dtype, path)) is None or kind.type is np.void:
             return None
         found = _plain_bytes(data)
         if found is None or len(found) != kind.itemsize:
@@ -186,6 +186,12 @@ class NumpyReader:
             return PickledBytes(start, stop - start, len(plain), "escaped bytes")
         return PickledBytes(start, stop - start, stop - start)
 
+    def _dtype(self, dtype: Value, path: str) -> np.dtype[Any] | None:
+        try:
+            return numpy_dtype(dtype)
+        except OverflowError as error:
+            raise self._corrupt(path, str(error)) from error
+
     def _naturals(self, value: Value, path: str) -> tuple[int, ...]:
         if isinstance(value, tuple | list) and len(value) <= _MAX_AXES:
             numbers = [number for number in value if type(number) is int and 0 <= number < _MAX_COUNT]
@@ -212,6 +218,9 @@ def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
     The call is ``dtype("f8", False, True)`` with a state that has a version and ``<``, ``>`` or
     ``|``. Times have their unit in the state, and structures their fields. The argument of dtypes of
     other libraries is a class.
+
+    Raises:
+        OverflowError: a size or an offset is larger than any memory.
     """
     if not isinstance(value, Call) or value.function != _DTYPE or not value.arguments or depth > _MAX_NESTED_DTYPES:
         return None
@@ -228,6 +237,8 @@ def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
         if found.kind != "V":
             name_of_dtype(found)
         return None if found.hasobject else found
+    except (OverflowError, MemoryError) as error:
+        raise OverflowError("a NumPy dtype has a size or an offset that is too large") from error
     except (TypeError, ValueError, SyntaxError, UnsupportedLeafError):
         return None
 

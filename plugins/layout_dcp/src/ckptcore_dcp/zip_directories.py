@@ -78,6 +78,7 @@ class DirectoryEntry(NamedTuple):
         header: offset of the local header in the object, in bytes.
         nbytes, size, crc, compression: as in `ZipMember`.
         flags: general purpose bit flag (4.4.4).
+        problem: as in `ZipMember`.
     """
 
     name: str
@@ -88,6 +89,7 @@ class DirectoryEntry(NamedTuple):
     crc: int
     compression: int
     flags: int
+    problem: str = ""
 
 
 class ZipBytes:
@@ -203,8 +205,12 @@ def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
     return None
 
 
-def read_entries(data: bytes, count: int, window: ZipBytes, directory: int) -> list[DirectoryEntry]:
+def read_entries(
+    data: bytes, count: int, window: ZipBytes, directory: int, *, keep_problems: bool = False
+) -> list[DirectoryEntry]:
     """Parse the directory that begins at `directory`, and check each entry against the bytes that exist.
+
+    With `keep_problems`, members that are encrypted or compressed with another method than deflate have a `problem`.
 
     Raises:
         CorruptCheckpointError: an entry is invalid, or of a kind that torch never writes.
@@ -230,7 +236,10 @@ def read_entries(data: bytes, count: int, window: ZipBytes, directory: int) -> l
             size, nbytes, offset, disk = _zip64_numbers(extra, size, nbytes, offset, disk, key)
         name = _name(name_bytes, flags, key)
         header = window.start + offset
-        if flags & ENCRYPTED or disk or compression not in (STORED, DEFLATED):
+        problem = ""
+        if keep_problems and not disk and (flags & ENCRYPTED or compression not in (STORED, DEFLATED)):
+            problem = "encrypted" if flags & ENCRYPTED else f"of compression {compression}"
+        elif flags & ENCRYPTED or disk or compression not in (STORED, DEFLATED):
             raise corrupt_zip(
                 key,
                 header,
@@ -238,11 +247,11 @@ def read_entries(data: bytes, count: int, window: ZipBytes, directory: int) -> l
                 f"{name!r} is encrypted, in another part, or of compression {compression}",
                 "Unpack it and zip the directory again, as `zip -0 -r` does: unencrypted, in one part, uncompressed",
             )
-        if compression == STORED and nbytes != size or size > nbytes * MAX_INFLATE_RATIO:
+        elif compression == STORED and nbytes != size or size > nbytes * MAX_INFLATE_RATIO:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
         if header + LOCAL_HEADER.size + name_n + nbytes > directory:
             raise corrupt_zip(key, header, header, f"{name!r} exceeds the members of the zip")
-        entries.append(DirectoryEntry(name, name_bytes, header, nbytes, size, crc, compression, flags))
+        entries.append(DirectoryEntry(name, name_bytes, header, nbytes, size, crc, compression, flags, problem))
         position = stop
     if len({entry.name for entry in entries}) != len(entries):
         raise corrupt_zip(key, directory, directory + len(data), "two members of the zip have one name")

@@ -57,6 +57,7 @@ class ZipMember:
         compression: `STORED` or `DEFLATED`.
         descriptor: length of the data descriptor that directly follows: the signature, the CRC-32 and
             both sizes, 16 or 24 bytes. Zero if none is known.
+        problem: why its content cannot be read; empty if it can.
     """
 
     name: str
@@ -66,13 +67,17 @@ class ZipMember:
     crc: int
     compression: int
     descriptor: int = 0
+    problem: str = ""
 
 
-def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, ZipMember]:
+def read_zip(fetch: Fetch, start: int, stop: int, *, key: str, keep_problems: bool = False) -> Mapping[str, ZipMember]:
     """Return the members of the zip in bytes `start` to `stop` of an object, in the order of its directory.
 
     A short zip takes one request. For a longer zip, the end and the directory are read. Local
     headers of members that torch did not write are read too, neighbouring headers in one request.
+
+    With `keep_problems`, members that are encrypted or compressed with another method than deflate are returned too,
+    with a `problem`.
 
     Raises:
         CorruptCheckpointError: it is not a zip, or it is damaged, encrypted, split into several parts,
@@ -83,7 +88,7 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str) -> Mapping[str, Z
     window = ZipBytes(fetch, start, stop, key)
     directory, directory_stop, count = find_directory(window)
     data = window.get(directory, directory_stop)
-    entries = read_entries(data, count, window, directory)
+    entries = read_entries(data, count, window, directory, keep_problems=keep_problems)
     return _located(entries, window, directory)
 
 
@@ -186,7 +191,7 @@ def _located(entries: Sequence[DirectoryEntry], window: ZipBytes, directory: int
             raise corrupt_zip(window.key, start, following, f"{entry.name!r} and another member overlap")
         descriptor = gap if entry.flags & DESCRIPTOR_FOLLOWS and gap in (16, 24) else 0
         members[entry.name] = ZipMember(
-            entry.name, start, entry.nbytes, entry.size, entry.crc, entry.compression, descriptor
+            entry.name, start, entry.nbytes, entry.size, entry.crc, entry.compression, descriptor, entry.problem
         )
     return members
 
@@ -224,7 +229,7 @@ def _start_behind_header(data: bytes, data_start: int, entry: DirectoryEntry, ke
     name_bytes = data[position + LOCAL_HEADER.size : position + LOCAL_HEADER.size + len(entry.name_bytes)]
     if magic != b"PK\x03\x04" or name_n != len(entry.name_bytes) or name_bytes != entry.name_bytes:
         raise corrupt_zip(key, entry.header, _header_stop(entry), f"the local header of {entry.name!r} is missing")
-    if compression != entry.compression or flags & ENCRYPTED:
+    if not entry.problem and (compression != entry.compression or flags & ENCRYPTED):
         raise corrupt_zip(
             key, entry.header, _header_stop(entry), f"the header of {entry.name!r} and the directory disagree"
         )
