@@ -68,7 +68,7 @@ _WEIGHTS: Final = re.compile(
     r"(-[0-9]+-of-[0-9]+|\.[A-Za-z0-9]+)?\.bin(\.index\.json)?|consolidated[.0-9]*\.pth|\.metadata",
     re.ASCII,
 )
-"""Files with the weights of a model. Others beside parts, such as ``training_args.bin``, are of the program."""
+"""Files with the weights of a model. Other files, such as ``training_args.bin``, are of the program."""
 """Most runs of elements into which a piece in another order than C is cut."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 

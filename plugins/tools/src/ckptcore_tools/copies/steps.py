@@ -129,7 +129,8 @@ def _no_steps(source: StepDirectory) -> str:
     """Return the error for a directory without steps."""
     names = sorted(name for name in source.store.list_names() if not name.startswith("."))
     if not names:
-        return f"{source.display} does not exist or is empty: check the path. Or it is a file: give the directory of the steps"
+        way = "check the path. Or it is a file: give the directory of the steps"
+        return f"{source.display} does not exist or is empty: {way}"
     return (
         f"{source.display} has no committed steps, but {', '.join(map(repr, names[:_SHOWN]))}: copy a checkpoint "
         "without a step by ckptcore.copy"
