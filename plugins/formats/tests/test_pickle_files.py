@@ -60,6 +60,19 @@ def test_arrays_of_each_protocol(protocol: int, tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "params.pkl").ok
 
 
+def test_a_dtype_of_joblib_with_sizes_that_are_too_large(tmp_path: Path) -> None:
+    class Type:
+        def __reduce__(self) -> tuple[object, ...]:
+            return np.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (np.dtype("f4"), 0)}, 1 << 70, 1, 0)
+
+    wrapper = joblib.numpy_pickle.NumpyArrayWrapper(np.ndarray, (1,), "C", Type())
+    (tmp_path / "a.joblib").write_bytes(pickle.dumps({"a": wrapper}))
+    with pytest.raises(
+        CorruptCheckpointError, match=r"a\.joblib contains .*a NumPy dtype has a size or an offset that"
+    ):
+        ckptcore.load(tmp_path / "a.joblib")
+
+
 @pytest.mark.parametrize("compress", [0, "zlib", "gzip", "bz2", "lzma", "xz"])
 def test_files_of_joblib(compress: Any, tmp_path: Path) -> None:
     objects = np.array([np.ones(2), None], object)
