@@ -11,12 +11,13 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan, WriteItem, WritePlan
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.planning.chunk_table import ChunkColumns, ChunkTable, natural_column
-from ckptcore.planning.partition import check_coverage, uncovered
+from ckptcore.planning.partition import boxes_of_range, check_coverage, uncovered
 from ckptcore.planning.replicas import Owners, written_boxes
 
 __all__ = [
     "ChunkColumns",
     "ChunkTable",
+    "boxes_of_range",
     "check_coverage",
     "cuts_of",
     "leaf_names",

@@ -19,6 +19,7 @@ from ckptcore.model.tree import format_path
 __all__ = [
     "ReaderSet",
     "WrittenBoxes",
+    "boxes_of_range",
     "check_coverage",
     "covers_exactly",
     "cut_box",
@@ -392,3 +393,32 @@ def _expect_whole(tree: TreeMetadata, leaf: int, record: ArrayRecord, boxes: Seq
 
 def _span(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Divide a range of the elements of an array, in C order, into boxes in this order; at most two for each axis.
+
+    Args:
+        shape: the shape of the array, of which no extent is 0.
+        start, stop: the range, in elements.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    rest = tuple(shape[1:])
+    row = math.prod(rest)
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:
+        yield from _in_row(last, rest, start - last * row, stop - last * row)
+        return
+    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield Box((first, *(0 for _ in rest)), (last, *rest))
+    yield from _in_row(last, rest, 0, stop - last * row)
+
+
+def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_range(rest, start, stop):
+        yield Box((number, *box.start), (number + 1, *box.stop))

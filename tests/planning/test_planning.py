@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 
 import numpy as np
@@ -16,7 +17,7 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import LEAF, Attribute, Node, TreePath
-from ckptcore.planning import check_coverage, cuts_of, leaf_names, plan_read, plan_write, uncovered
+from ckptcore.planning import boxes_of_range, check_coverage, cuts_of, leaf_names, plan_read, plan_write, uncovered
 from ckptcore.planning.partition import covers_exactly
 
 SHAPE = (5, 4)
@@ -157,3 +158,14 @@ def test_names_are_what_hugging_face_expects_unless_they_collide() -> None:
     names = leaf_names({0: ("a.b",), 1: ("a", "b"), 2: ("c",)})
     assert names == {0: "a\\.b", 1: "a.b", 2: "c"}
     assert leaf_names({0: (0,), 1: ("0",)}) == {0: "0", 1: "'0'"}
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 5), (4, 1, 2, 3)])
+def test_the_boxes_of_a_range_have_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for start, stop in itertools.combinations(range(array.size + 1), 2):
+        boxes = list(boxes_of_range(shape, start, stop))
+        parts = [array[tuple(map(slice, box.start, box.stop))].ravel() for box in boxes]
+        assert np.concatenate(parts).tolist() == list(range(start, stop))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert list(boxes_of_range((3, 4), 5, 5)) == []

@@ -52,7 +52,6 @@ __all__ = [
     "Piece",
     "Refused",
     "Run",
-    "boxes_of_range",
     "has_weights",
     "inspection_of",
     "pieces_of_part",
@@ -313,35 +312,6 @@ def _runs(box: Box, tensor: StoredTensor, path: str) -> Iterator[tuple[Box, Stor
             shape = (*view.shape[:axis], 1, *view.shape[axis + 1 :])
             offset = view.offset + index * view.strides[axis]
             left.append((within.band(axis, first, first + 1), replace(view, shape=shape, offset=offset)))
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Divide a range of the elements of an array, in C order, into boxes in this order; at most two for each axis.
-
-    Args:
-        shape: the shape of the array, of which no extent is 0.
-        start, stop: the range, in elements.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    rest = tuple(shape[1:])
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:
-        yield from _in_row(last, rest, start - last * row, stop - last * row)
-        return
-    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
-    if first < last:
-        yield Box((first, *(0 for _ in rest)), (last, *rest))
-    yield from _in_row(last, rest, 0, stop - last * row)
-
-
-def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(rest, start, stop):
-        yield Box((number, *box.start), (number + 1, *box.stop))
 
 
 def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspection:

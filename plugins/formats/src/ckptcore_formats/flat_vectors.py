@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec
-from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, Piece, Refused, Run, boxes_of_range, run_of
+from ckptcore.planning import boxes_of_range
+from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, Piece, Refused, Run, run_of
 
 __all__ = ["Vector", "guarded", "in_slices", "in_vectors", "stored_run"]
 

@@ -24,8 +24,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ckptcore import ArrayShard, ShardedArray
 from ckptcore.model import ArrayRecord, ArraySpec, Box, name_of_dtype
+from ckptcore.planning import boxes_of_range
 
-__all__ = ["OPTIMIZERS", "Fragment", "boxes_of_range", "fragment_of_weight", "fragments_of"]
+__all__ = ["OPTIMIZERS", "Fragment", "fragment_of_weight", "fragments_of"]
 
 OPTIMIZERS = (
     DeepSpeedZeroOptimizer,
@@ -102,35 +103,6 @@ class Fragment:
             found = np.ascontiguousarray(elements[box])
             record = ArrayRecord(ArraySpec(found.shape, name_of_dtype(found.dtype)))
             view.copy_(elements_as(found, record, tensor.dtype).view(view.shape))
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Divide a range of the elements of an array, in C order, into boxes in this order.
-
-    Args:
-        shape: the shape of the array, of which no extent is 0.
-        start, stop: the range, in elements.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    rest = tuple(shape[1:])
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:
-        yield from _in_row(last, rest, start - last * row, stop - last * row)
-        return
-    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
-    if first < last:
-        yield Box((first, *(0 for _ in rest)), (last, *rest))
-    yield from _in_row(last, rest, 0, stop - last * row)
-
-
-def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(rest, start, stop):
-        yield Box((number, *box.start), (number + 1, *box.stop))
 
 
 def fragment_of_weight(name: str, parameter: Any) -> Fragment:
