@@ -358,6 +358,7 @@ def test_donated_arrays_reuse_their_memory(placed: str, rows: int) -> None:
     assert np.array_equal(after, expected + 1)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 6), reason="this version of JAX ignores may_alias=False")
 def test_donated_weak_numbers_reuse_their_memory() -> None:
     """JAX borrows the memory of a Python number, if it happens to be aligned."""
     stored, abstract = ArrayRecord(ArraySpec((), "int32")), jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
