@@ -15,13 +15,15 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import LeafHandler, StorageBackend, StorageOpener, StorageOptions
 
-__all__ = ["Part", "PartHandler", "counted", "place"]
+__all__ = ["CountedPlugin", "Part", "PartHandler", "counted", "place"]
 
 _SCHEME: Final = "counted"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plugin:
+class CountedPlugin:
+    """The storage ``counted://``: local files behind a fault plan, which counts requests and bytes."""
+
     plan: FaultPlan
 
     def _open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -33,14 +35,14 @@ class _Plugin:
 
 
 def place(path: Path) -> str:
-    """Return a directory as a URL of the storage."""
+    """Return a file or directory as a URL of the storage."""
     return f"{_SCHEME}://{path}"
 
 
 def counted(plan: FaultPlan) -> Context:
     """Return a context whose storage has a fault plan. Operations run in a fixed order."""
     return Context(
-        plugins=PluginOptions(extra=(_Plugin(plan),), handlers={Part: PartHandler()}),
+        plugins=PluginOptions(extra=(CountedPlugin(plan),), handlers={Part: PartHandler()}),
         io=IOOptions(threads=1),
         durability="none",
     )
