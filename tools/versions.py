@@ -217,6 +217,7 @@ _FRAMEWORKS: Final = Part(
 )
 _ADAPTERS: Final = Part(
     [
+        "ckptcore-fsspec",
         "ckptcore-jax[colocated]",
         f"ckptcore-integrations[{','.join(sorted(_extras('ckptcore-integrations') - {*UNTESTED_EXTRAS, 'test'}))}]",
         "ckptcore-testing",

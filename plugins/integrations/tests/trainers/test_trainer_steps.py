@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -61,6 +62,10 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+NAMES_RANKS = "use_dcp" in inspect.signature(save_fsdp_model).parameters
+"""Whether this Accelerate can write files by rank without DCP."""
+
+
 @pytest.fixture(scope="module")
 def sharded(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps with the files of FSDP 2 that Accelerate writes: whole, sharded, and by rank."""
@@ -73,14 +78,17 @@ def sharded(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         for kind, by_rank in (("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", False), ("SHARDED_STATE_DICT", True)):
+            if by_rank and not NAMES_RANKS:
+                continue
+            options = {"use_dcp": not by_rank} if NAMES_RANKS else {}
             run = directory / (f"{kind}-by-rank" if by_rank else kind)
             shutil.copytree(trained, run)
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
             for step in run.iterdir():
                 (step / "model.safetensors").unlink()
                 (step / "optimizer.pt").unlink()
-                save_fsdp_model(plugin, Process(), model, str(step), use_dcp=not by_rank)
-                save_fsdp_optimizer(plugin, Process(), optimizer, model, str(step), use_dcp=not by_rank)
+                save_fsdp_model(plugin, Process(), model, str(step), **options)
+                save_fsdp_optimizer(plugin, Process(), optimizer, model, str(step), **options)
     finally:
         torch.distributed.destroy_process_group()
     return directory
@@ -108,6 +116,8 @@ def by_deepspeed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def copied(source: Path, tmp_path: Path) -> tuple[Path, Path]:
     """Return a copy of a directory, and its newest step."""
+    if source.name.endswith("-by-rank") and not NAMES_RANKS:
+        pytest.skip("Accelerate before 1.15 writes no files by rank")
     shutil.copytree(source, tmp_path / "run")
     return tmp_path / "run", tmp_path / "run" / "checkpoint-8"
 
