@@ -15,6 +15,7 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
     pytest.mark.filterwarnings("ignore:No complete tensor found in the group"),
 ]
 
