@@ -19,7 +19,7 @@ from ckptcore.loading.opening import ConsistentRead, open_either, open_member, p
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["check_left_out", "left_out_at", "left_out_of"]
+__all__ = ["check_left_out", "left_out_at", "left_out_of", "matches_any"]
 
 _STATE: Final = re.compile(
     r".*\.(pt|pth|ckpt|bin|pkl|pickle|npz|npy|msgpack|h5|hdf5|keras|safetensors|tar)|trainer_state\.json"
@@ -115,7 +115,7 @@ def check_left_out(
     lost = [
         name
         for name in left_out_of(found, source, context)
-        if (tensors or ": " not in name) and not any(fnmatchcase(name.partition(": ")[0], one) for one in told)
+        if (tensors or ": " not in name) and not matches_any(name.partition(": ")[0], told)
     ]
     if lost:
         more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
@@ -125,6 +125,11 @@ def check_left_out(
             "is not needed, pass leave_out=[...] with the names of the files, or leave_out=['*']. Nothing was written",
             [f"left out: {name}" for name in lost],
         )
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return True if a name is one of these names, or matches one of these patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _trees(
