@@ -43,7 +43,9 @@ _FILES: Final = {
         "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing",
     ),
     "universal, a weight": _Missing(_FORMATS / "deepspeed" / "universal_zero1", f"{_UNIVERSAL}/fp32.pt", "scale/fp32"),
-    "universal, a state": _Missing(_FORMATS / "deepspeed" / "universal_zero3", f"{_UNIVERSAL}/exp_avg.pt", "exp_avg.pt"),
+    "universal, a state": _Missing(
+        _FORMATS / "deepspeed" / "universal_zero3", f"{_UNIVERSAL}/exp_avg.pt", "exp_avg.pt"
+    ),
     "universal, a parameter": _Missing(_FORMATS / "deepspeed" / "universal_zero3", _UNIVERSAL, "scale/fp32.pt is mis"),
     "ranks": _Missing(_FORMATS / "ranks" / "sharded", "pytorch_model_fsdp_rank3.bin", "fsdp_rank3.bin is missing"),
     "torch_checkpointing": _Missing(_FORMATS / "torch_checkpointing" / "plain", "step_1.pt", "step_1.pt is missing"),

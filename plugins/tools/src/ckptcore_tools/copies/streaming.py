@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, SaveLostError
+from ckptcore.errors import ObjectNotFoundError, PluginError, SaveLostError
 from ckptcore.io.chunk_reads import native_reader
-from ckptcore.loading.checkpoint import Checkpoint, extents_of
+from ckptcore.loading.checkpoint import Checkpoint, extents_of, missing_file
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, unreadable_error
@@ -252,10 +252,15 @@ class StreamedSnapshot:
         try:
             while batch := self._next_batch():
                 self._read(batch)
+        except ObjectNotFoundError as error:
+            self._fail(missing_file(self._opened, error))
         except BaseException as error:  # noqa: BLE001  # `take` raises it
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[int]:
         """Wait for room in the buffer and return items to read together. Empty after the last item, or when closed."""
