@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of"]
+__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of", "whole_formats"]
 
 FILE_HEAD_BYTES: Final = 512
 """Bytes of a file by which it is recognized."""
@@ -158,6 +158,21 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
         if test(names):
             return kind
     return None
+
+
+def whole_formats(names: Collection[str]) -> Mapping[str, str]:
+    """Return the formats whose checkpoints are whole directories, of a directory with these names.
+
+    The value is a name by which the checkpoint can be loaded alone, or empty. See `directory_kind` for `names`.
+    """
+    found: dict[str, str] = {}
+    if ".metadata" in names:
+        found["torch.distributed.checkpoint"] = ".metadata"
+    if not {"_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"}.isdisjoint(names):
+        found["Orbax"] = "" if "_METADATA" in names else "ITEM"
+    if "latest" in names and (step := next((name for name in names if name.startswith("global_step")), "")):
+        found["DeepSpeed"] = step.removesuffix("/")
+    return found
 
 
 def _ends(suffix: str) -> Callable[[Collection[str]], bool]:
