@@ -19,7 +19,7 @@ from ckptcore.loading.opening import ConsistentRead, open_either, open_member, p
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["beside", "check_left_out", "left_out_of", "matches_any"]
+__all__ = ["check_left_out", "in_directory_of", "left_out_of", "matches_any"]
 
 _STATE: Final = re.compile(
     r".*\.(pt|pth|ckpt|bin|pkl|pickle|npz|npy|msgpack|h5|hdf5|keras|safetensors|tar)|trainer_state\.json"
@@ -68,7 +68,7 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
     return (*sorted(files), *tensors)
 
 
-def other_weights_of(
+def _other_weights_of(
     found: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context, left_out: Collection[str]
 ) -> tuple[str, ...]:
     """Return the files next to a checkpoint of other software that have its weights in another format, by their names.
@@ -110,12 +110,12 @@ def _read_by(
     return read, tensors
 
 
-def beside(source: AnyLocation, context: Context) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Open a checkpoint and return `left_out_of` and `other_weights_of` it."""
+def in_directory_of(source: AnyLocation, context: Context) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Open a checkpoint and return `left_out_of` and `_other_weights_of` it."""
 
     def find(found: Checkpoint | CompositeCheckpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
         left_out = left_out_of(found, source, context)
-        return left_out, other_weights_of(found, source, context, left_out)
+        return left_out, _other_weights_of(found, source, context, left_out)
 
     return ConsistentRead(source, context, open_either).retry_if_replaced(find)
 

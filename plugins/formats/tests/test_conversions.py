@@ -10,10 +10,10 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import h5py  # type: ignore[import-untyped]
-import joblib
+import joblib  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -147,9 +147,9 @@ FORMATS = {
     "torch_checkpointing": Format(parts("model_{}.pt", lambda state: state), "model"),
     "Megatron": Format(megatron),
     "Orbax": Format(orbax, by_ranges=False),
-    "npz": Format(of_file("arrays.npz", lambda path: np.savez(path, **ARRAYS)), ""),
+    "npz": Format(of_file("arrays.npz", lambda path: np.savez(path, **cast("Any", ARRAYS))), ""),
     "deflated npz": Format(
-        of_file("arrays.npz", lambda path: np.savez_compressed(path, **ARRAYS)), "", by_ranges=False
+        of_file("arrays.npz", lambda path: np.savez_compressed(path, **cast("Any", ARRAYS))), "", by_ranges=False
     ),
     "pickle": Format(of_file("params.pkl", lambda path: path.write_bytes(pickle.dumps({"module": ARRAYS})))),
     "joblib": Format(of_file("params.joblib", lambda path: joblib.dump({"module": ARRAYS}, path))),

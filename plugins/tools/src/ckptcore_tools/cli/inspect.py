@@ -11,7 +11,7 @@ import click
 import ckptcore
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
-from ckptcore.loading.left_out import beside
+from ckptcore.loading.left_out import in_directory_of
 from ckptcore.model import (
     ArrayRecord,
     LeafRecord,
@@ -103,7 +103,7 @@ def command(
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
         statistics = _read_statistics(locations, trees, chosen) if show_statistics else {}
-        left_out, others = beside(location, command_context())
+        left_out, others = in_directory_of(location, command_context())
         _print_document(location, found, files.problems, left_out, others, chosen, statistics)
         return ExitCode.OK
     drawings: dict[str, _Drawing] = {}
@@ -118,7 +118,7 @@ def command(
             for name, outline in outlines.items()
         }
     _print_summary(location, found)
-    left_out, others = beside(location, command_context())
+    left_out, others = in_directory_of(location, command_context())
     for name in left_out:
         print_line((f"  {'left out':<11}", "yellow"), printable(name), ": no part of the checkpoint")
     for name in others:
