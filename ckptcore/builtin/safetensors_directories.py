@@ -58,7 +58,12 @@ _SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
 """Files with slices of arrays. Their headers have `SHARDING`, which files of whole arrays may have as well."""
 
 _PIPELINES: Final = ("model_index.json", "modular_model_index.json")
-"""The files of diffusers that list the models of a pipeline: a directory each."""
+"""The files of diffusers that list the models of a pipeline: a directory each. A modular one may name other
+repositories."""
+
+_CONFIG: Final = "config.json"
+_WITHOUT_WEIGHTS: Final = re.compile("Scheduler|Tokenizer|Processor|Extractor|Guide|Guidance")
+"""Classes of diffusers and transformers for parts of a pipeline that have no weights."""
 
 
 class _Leaf(NamedTuple):
@@ -162,7 +167,8 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    Its checkpointables are the directories that its list of models names, as far as they have weights.
+    Its checkpointables are the directories that its list of models names, and that have weights. If there is one, also
+    those of models whose directory is missing, or has a config and no weights.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.
@@ -175,16 +181,27 @@ def _pipeline_of(store: ReadStore, names: Sequence[str]) -> InspectedComposite |
     if key is None:
         return None
     index = read_json_object(store, key)
-    members = [
-        name
-        for name, described in index.items()
-        if isinstance(described, list) and f"{name}/" in names and _has_weights(store.list_names(name))
-    ]
-    if not members:
+    members, found = [], False
+    for name, described in index.items():
+        if not isinstance(described, list) or "/" in name or name in ("", ".", ".."):
+            continue
+        inside = store.list_names(name) if f"{name}/" in names else ()
+        if _has_weights(inside):
+            found = True
+        elif key not in _PIPELINES[:1] or not _is_model(described) or (inside and _CONFIG not in inside):
+            continue
+        members.append(name)
+    if not found:
         return None
     version = index.get("_diffusers_version")
     writer = f"diffusers {version}" if isinstance(version, str) else "diffusers"
     return InspectedComposite(dict.fromkeys(members, "tree"), writer, {"model_index": index})
+
+
+def _is_model(described: Sequence[JSON]) -> bool:
+    """Return True for a library and a class with weights. A part that a pipeline does not use is a list of nulls."""
+    library, name = (*described, None, None)[:2]
+    return isinstance(library, str) and isinstance(name, str) and not _WITHOUT_WEIGHTS.search(name)
 
 
 def _has_weights(names: Sequence[str]) -> bool:

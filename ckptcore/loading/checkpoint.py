@@ -36,6 +36,7 @@ __all__ = [
     "check_file",
     "extents_of",
     "file_pieces",
+    "missing_file",
     "naming_additional",
     "naming_arrays",
     "naming_other_file",
@@ -236,10 +237,15 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
             stop=error.stop,
         ) from found
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{opened.location.display}: a data file is missing: {error}. Restore it from a copy, or load another "
-            "checkpoint"
-        ) from error
+        raise missing_file(opened, error) from error
+
+
+def missing_file(opened: Checkpoint, error: ObjectNotFoundError) -> CorruptCheckpointError:
+    """Return the error for an object of a checkpoint that is missing."""
+    return CorruptCheckpointError(
+        f"{opened.location.display}: a data file is missing: {error}. Restore it from a copy, or load another "
+        "checkpoint"
+    )
 
 
 def naming_other_file(error: CorruptCheckpointError, location: Location) -> CorruptCheckpointError:

@@ -70,7 +70,11 @@ def missing_members(composite: CompositeCheckpoint, absent: Collection[str]) -> 
     lost = lost_members(composite, absent)
     if lost:
         found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
-        message = f"{found}: deleted, lost, or never copied here. Copy it again"
+        present = ", ".join([name for name in composite.members if name not in lost])
+        message = (
+            f"{found}: deleted, lost, or never copied here. Copy it again; or take what exists "
+            f"({present or 'nothing'}) by name"
+        )
         if composite.root is not None:
             members, directory = composite.root.members, composite.location.display.rstrip("/")
             places = format_names([f"{directory}/{members[name].directories(name)}" for name in lost])

@@ -305,7 +305,8 @@ def _existing_names(
     """Return the names of all objects that exist for this process. Logs a warning that lists missing objects.
 
     Raises:
-        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing.
+        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing; or other software lists objects, and
+            none of them exists.
     """
     missing: dict[str, None] = {}
     for name, member in composite.members.items():
@@ -313,6 +314,12 @@ def _existing_names(
         directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
         if directory not in directories or is_deleted(composite, directory):
             missing[name] = None
+    if missing and composite.root is None and len(missing) == len(composite.members):
+        raise CorruptCheckpointError(
+            f"{composite.location.display}: {format_names(missing)} is listed, and nothing of it exists: copy it "
+            "again, or load another checkpoint",
+            key=next(iter(missing)),
+        )
     if missing and absent == "error":
         raise CorruptCheckpointError(
             f"{composite.location.display}: {format_names(missing)} was saved, and deleted or lost later. Request the "

@@ -89,6 +89,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
     Raises:
         CheckpointNotFoundError: no layout finds a tree.
+            Also if there are several files or formats, and nothing says which one is meant.
         CorruptCheckpointError: the location has a composite of ckptcore without its root.
     """
     entry = location.name if version.is_object else None
@@ -96,6 +97,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     if entry is None and not version.names:
         raise _nothing_at(location)
     _expect_no_root(location, version)
+    _expect_one_format(location, () if entry is not None else version.names)
     store = _reader(storage, context)
     registry = runtime_of(context).registry
     for layout in registry.layouts():
@@ -112,7 +114,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
         if steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"]):
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
         if file := _single_file(store, version.names, registry.layouts()):
-            raise CheckpointNotFoundError(_files_message(location, file))
+            raise CheckpointNotFoundError(_files_message(location, file, store, version.names))
         from ckptcore.loading.folders import held_in  # only if no layout finds a tree
 
         if held := held_in(location, version.names, context):
@@ -268,6 +270,7 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     if not version.names:
         return None
     _expect_no_root(location, version)
+    _expect_one_format(location, version.names)
     store = _reader(location.store, context)
     for layout in runtime_of(context).registry.layouts():
         found = layout.inspect_composite(store)
@@ -324,6 +327,24 @@ def _expect_no_root(location: Location, version: LocationVersion) -> None:
         )
 
 
+def _expect_one_format(location: Location, names: Sequence[str]) -> None:
+    """Refuse a directory with checkpoints of several formats, each of which is a whole directory.
+
+    Raises:
+        CheckpointNotFoundError: names them.
+    """
+    from ckptcore.model.file_kinds import whole_formats  # only checkpoints of other software need it
+
+    formats = whole_formats(names)
+    if len(formats) > 1:
+        within = location.display.rstrip("/")
+        places = [f"{within}/{name} for {form}" for form, name in formats.items() if name]
+        raise CheckpointNotFoundError(
+            f"{location.display} has checkpoints of several formats: {', '.join(formats)}. Load one of them by its own "
+            f"location ({', '.join(places)}), or move the files of one to a directory of its own"
+        )
+
+
 def _check_member(location: Location, name: str) -> None:
     """Refuse a name outside of the directory, and a member of a composite of ckptcore.
 
@@ -356,11 +377,24 @@ def _single_file(store: ObjectReader, names: Sequence[str], layouts: Sequence[La
     return None
 
 
-def _files_message(location: Location, file: str) -> str:
+def _files_message(location: Location, file: str, store: ObjectReader, names: Sequence[str]) -> str:
+    """Return the message for a directory of separate files. Names what each is, as far as its first bytes tell."""
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
+
+    described = []
+    for name in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
+        head = b""
+        with contextlib.suppress(CheckpointError):  # a file that cannot be read
+            head = store.get(name, 0, min(store.size(name), FILE_HEAD_BYTES))
+        if is_text(head) and name != file:
+            continue  # a configuration, a tokenizer
+        kind = file_kind(head, name)
+        shown = format_names([name])
+        described.append(shown if kind is None or kind.is_archive else f"{shown}: {kind.noun.partition(',')[0]}")
     within = location.display.rstrip("/")
     return (
-        f"{location.display} is not one checkpoint: it has separate files, and no layout reads them together. "
-        f"Load each of them by its own location, such as {within}/{file}"
+        f"{location.display} is not one checkpoint: it has separate files ({'; '.join(described)}), and no layout "
+        f"reads them together. Load each of them by its own location, such as {within}/{file}"
     )
 
 

@@ -19,7 +19,7 @@ from ckptcore.loading.opening import ConsistentRead, open_either, open_member, p
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["check_left_out", "left_out_at", "left_out_of"]
+__all__ = ["check_left_out", "in_directory_of", "left_out_of", "matches_any"]
 
 _STATE: Final = re.compile(
     r".*\.(pt|pth|ckpt|bin|pkl|pickle|npz|npy|msgpack|h5|hdf5|keras|safetensors|tar)|trainer_state\.json"
@@ -31,6 +31,9 @@ _OTHER_FORMATS: Final = re.compile(
     r".*\.(bin|safetensors|h5|hdf5|msgpack|pth|npz)"
 )
 """Names of the weights of one model, which repositories have in several formats next to each other."""
+
+_OF_OTHERS: Final = (".gguf", ".onnx", ".tflite")
+"""Suffixes of models for other software, next to the weights that they were made of."""
 
 _ARGUMENTS: Final = "training_args.bin"
 """Arguments of the Trainer of transformers. Repositories of models have this file too."""
@@ -52,9 +55,38 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
 
     Checkpoints of ckptcore list their files, so nothing is left out of them.
     """
-    location = found.location
     if found.root is not None or found.version.is_object:
         return ()
+    read, tensors = _read_by(found, source, context)
+    suffixes = {key.rpartition(".")[2] for key in read}
+    store = found.location.store
+    files = [
+        key
+        for key in store.list()
+        if key not in read and _has_state(key, suffixes, read) and (key.endswith(".json") or not _is_empty(store, key))
+    ]
+    return (*sorted(files), *tensors)
+
+
+def _other_weights_of(
+    found: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context, left_out: Collection[str]
+) -> tuple[str, ...]:
+    """Return the files next to a checkpoint of other software that have its weights in another format, by their names.
+
+    Copies leave them out without an error. Each can be loaded by its own location. `left_out` is `left_out_of` it.
+    """
+    if found.root is not None or found.version.is_object:
+        return ()
+    read, _ = _read_by(found, source, context)
+    names = [name for name in found.location.store.list_names() if name not in read and name not in left_out]
+    return tuple([name for name in names if _OTHER_FORMATS.fullmatch(name) or name.endswith(_OF_OTHERS)])
+
+
+def _read_by(
+    found: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context
+) -> tuple[set[str], list[str]]:
+    """Return the files that a load reads, and ``file: tensors`` for the tensors of them that it does not load."""
+    location = found.location
     read: set[str] = set()
     tensors: list[str] = []
     if isinstance(found, CompositeCheckpoint):  # a checkpointable may be a file
@@ -75,21 +107,17 @@ def left_out_of(found: Checkpoint | CompositeCheckpoint, source: AnyLocation, co
                 tensors.append(f"{prefix}{key}: {', '.join(lost[:_MOST_NAMED])}{more}")
             elif not unused and not _is_empty(location.store, f"{prefix}{key}"):
                 tensors.append(f"{prefix}{key}")  # no index names this file
-    suffixes = {key.rpartition(".")[2] for key in read}
-    store = location.store
-    files = [
-        key
-        for key in store.list()
-        if key not in read and _has_state(key, suffixes, read) and (key.endswith(".json") or not _is_empty(store, key))
-    ]
-    return (*sorted(files), *tensors)
+    return read, tensors
 
 
-def left_out_at(source: AnyLocation, context: Context) -> tuple[str, ...]:
-    """Open a checkpoint and return `left_out_of` it."""
-    return ConsistentRead(source, context, open_either).retry_if_replaced(
-        lambda found: left_out_of(found, source, context)
-    )
+def in_directory_of(source: AnyLocation, context: Context) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Open a checkpoint and return `left_out_of` and `_other_weights_of` it."""
+
+    def find(found: Checkpoint | CompositeCheckpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        left_out = left_out_of(found, source, context)
+        return left_out, _other_weights_of(found, source, context, left_out)
+
+    return ConsistentRead(source, context, open_either).retry_if_replaced(find)
 
 
 def check_left_out(
@@ -115,7 +143,7 @@ def check_left_out(
     lost = [
         name
         for name in left_out_of(found, source, context)
-        if (tensors or ": " not in name) and not any(fnmatchcase(name.partition(": ")[0], one) for one in told)
+        if (tensors or ": " not in name) and not matches_any(name.partition(": ")[0], told)
     ]
     if lost:
         more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
@@ -125,6 +153,11 @@ def check_left_out(
             "is not needed, pass leave_out=[...] with the names of the files, or leave_out=['*']. Nothing was written",
             [f"left out: {name}" for name in lost],
         )
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return True if a name is one of these names, or matches one of these patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _trees(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of"]
+__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of", "whole_formats"]
 
 FILE_HEAD_BYTES: Final = 512
 """Bytes of a file by which it is recognized."""
@@ -34,6 +34,7 @@ class FileKind(NamedTuple):
 
 _OWNER: Final = "read it with {} and pass the arrays to ckptcore.save"
 _UNPACK: Final = "unpack it, and load what it contains"
+_JOIN: Final = "join the parts, as `zip -s 0 PARTS.zip --out WHOLE.zip` does, and load what that has"
 _AGAIN: Final = "download the file again; it may need a login or another address"
 
 _LFS: Final = FileKind(
@@ -61,6 +62,7 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"\xfd7zXZ\x00": FileKind("compressed by xz", "decompress it with xz -d", is_archive=True),
     b"BZh": FileKind("compressed by bzip2", "decompress it with bzip2 -d", is_archive=True),
     b"\x04\x22\x4d\x18": FileKind("compressed by LZ4", "decompress it with lz4 -d"),
+    b"PK\x07\x08": FileKind("the first part of a zip archive in several parts", _JOIN),
     b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK),
     b"PAR1": FileKind("a Parquet file", _OWNER.format("pyarrow or pandas")),
     b"ARROW1": FileKind("an Arrow file", _OWNER.format("pyarrow")),
@@ -78,6 +80,7 @@ _TEXT: Final = FileKind("a text", "load the directory or the file with the weigh
 _SUFFIXES: Final[Mapping[str, FileKind]] = {
     ".onnx": FileKind("an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)")),
     ".pb": FileKind("a TensorFlow or protobuf file", _OWNER.format("TensorFlow")),
+    ".zip": FileKind("no whole zip archive: damaged, or the last of several parts", _JOIN),
     ".h5": FileKind("no HDF5 file, in spite of its name", "download or copy it again"),
     ".yaml": FileKind("a configuration", "load the directory or the file with the weights"),
     ".json": FileKind("a text of JSON", "load the directory or the file with the weights"),
@@ -158,6 +161,21 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
         if test(names):
             return kind
     return None
+
+
+def whole_formats(names: Collection[str]) -> Mapping[str, str]:
+    """Return the formats whose checkpoints are whole directories, of a directory with these names.
+
+    The value is a name by which the checkpoint can be loaded alone, or empty. See `directory_kind` for `names`.
+    """
+    found: dict[str, str] = {}
+    if ".metadata" in names:
+        found["torch.distributed.checkpoint"] = ".metadata"
+    if not {"_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"}.isdisjoint(names):
+        found["Orbax"] = "" if "_METADATA" in names else "ITEM"
+    if "latest" in names and (step := next((name for name in names if name.startswith("global_step")), "")):
+        found["DeepSpeed"] = step.removesuffix("/")
+    return found
 
 
 def _ends(suffix: str) -> Callable[[Collection[str]], bool]:

@@ -241,3 +241,38 @@ def test_a_layout_without_pieces_gets_complete_arrays(opened: Checkpoint) -> Non
     (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")
     assert items == [WriteItem(leaf, spec, (Box.whole(spec.shape),)) for leaf in range(ARRAYS)]
+
+
+@pytest.mark.parametrize(("load_bytes", "times"), [(None, 1), (60_000, 3)])
+def test_a_tied_array_is_read_once_if_it_can_be_kept(load_bytes: int | None, times: int, tmp_path: Path) -> None:
+    """It is written under each of its names. A limit of memory precedes."""
+    tied = np.arange(50_000, dtype=np.float32)
+    ckptcore.save(tmp_path / "source", {"a": tied, "b": tied, "m": tied[:9] + 1, "z": tied}, context=CONTEXT)
+    storage = CountedFiles()
+    context = ckptcore.Context(
+        durability="none",
+        memory=ckptcore.context.MemoryOptions(load_bytes=load_bytes),
+        io=ckptcore.context.IOOptions(verify=False),
+        plugins=ckptcore.context.PluginOptions(extra=(storage,)),
+    )
+    ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
+    loaded = ckptcore.load(tmp_path / "hf")
+    assert all(np.array_equal(loaded[name], tied) for name in "abz")
+    assert tied.nbytes * times <= storage.plan.bytes_read < tied.nbytes * times + 30_000
+
+
+def test_tied_items_are_taken_in_any_order_and_more_than_fits_is_read_again(tmp_path: Path) -> None:
+    arrays = [np.full(1000, number, np.int64) for number in range(2)]
+    ckptcore.save(tmp_path / "source", {"a": arrays[0], "b": arrays[1]}, context=CONTEXT)
+    opened = open_checkpoint(tmp_path / "source", CONTEXT)
+    sources = (0, 1, 1, 0)
+    spec = ArraySpec((1000,), "int64")
+    items = tuple([WriteItem(leaf, spec, (Box.whole((1000,)),)) for leaf in range(4)])
+    for tied, order in itertools.product((0, 8000, 16_000), itertools.permutations(range(4))):
+        snapshot = StreamedSnapshot(
+            WritePlan(opened.tree, items, 0, 1, "0" * 16), opened, sources, replace(SMALL, tied=tied)
+        )
+        for item in order:
+            assert snapshot.take(item)[0][0] == sources[item]
+            snapshot.release(item)
+        snapshot.close()

@@ -24,6 +24,11 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
     watch = Watch()
     silent = Silence(watch)
     yield watch, silent
+    _answer(silent)
+
+
+def _answer(silent: Silence) -> None:
+    """Answer everything, and wait for the threads that a closed run has left: one may still release a directory."""
     silent.end()
     for thread in threading.enumerate():
         if thread.name in ("ckptcore-upload", "ckptcore-close", "ckptcore-clean"):
@@ -40,7 +45,7 @@ def test_close_ends_though_no_upload_is_answered(near: str, far: str, silence: t
         run.close()
     assert raised.value.steps == (1, 2)
     run.close()
-    silent.end()
+    _answer(silent)
     with Checkpointer(tiers := TieredDirectory(NearTier(near), far), if_in_use="take over") as run:
         assert run.latest == 2
         tiers.wait_for_uploads(60)

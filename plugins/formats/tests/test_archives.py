@@ -177,14 +177,30 @@ def test_names_outside_of_an_archive(name: str, write: Callable[[Path, Files], N
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_members_of_one_name(tmp_path: Path) -> None:
+    """Only this name is refused. The error for the archive names a member that can be loaded."""
     with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
-        archive.writestr("policy.pth", b"1")
-        archive.writestr("policy.pth", b"2")
-    with pytest.raises(CorruptCheckpointError, match="two members of the zip have one name"):
+        for name, content in (*FILES.items(), ("optimizer.pth", FILES["policy.pth"]), ("policy.pth", b"2")):
+            archive.writestr(name, content)
+    with pytest.raises(InvalidLocationError, match=r"'policy.pth' in .*model\.zip is there twice: name another member"):
         ckptcore.load(tmp_path / "model.zip!/policy.pth")
+    assert_same(ckptcore.load(tmp_path / "model.zip!/optimizer.pth")["w"], WEIGHTS)
     _tar(tmp_path / "model.tar", {**FILES, "./policy.pth": b"x"})
     with pytest.raises(InvalidLocationError, match=r"'policy.pth' in .*model\.tar is there twice: name another member"):
         ckptcore.load(tmp_path / "model.tar!/policy.pth")
+
+
+def test_a_zip_in_several_parts(tmp_path: Path) -> None:
+    """As `zip -s` writes it: a marker at the beginning, and the number of the last part in the directory."""
+    _zip(tmp_path / "whole.zip")
+    whole = bytearray(b"PK\x07\x08" + (tmp_path / "whole.zip").read_bytes())
+    whole[-18:-14] = b"\1\0\1\0"
+    (tmp_path / "model.z01").write_bytes(whole[:100_000])
+    (tmp_path / "model.zip").write_bytes(whole[100_000:])
+    for name in ("model.z01", "model.zip"):
+        with pytest.raises(CheckpointNotFoundError, match=r"several parts: join the parts, as `zip -s 0"):
+            ckptcore.load(tmp_path / name)
+        with pytest.raises((InvalidLocationError, CorruptCheckpointError), match=r"several parts.* `zip -s 0"):
+            ckptcore.load(tmp_path / f"{name}!/policy.pth")
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])

@@ -259,10 +259,10 @@ def test_links_that_multiply(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"libver": "latest"}], ids=str)
 def test_many_small_objects(options: dict[str, Any], tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w", **options) as file:
-        for number in range(1500):
+        for number in range(1100):
             file.create_group(f"{number}")
         file["again"] = file["7"]
-    assert ckptcore.load(tmp_path / "a.h5") == {**{f"{number}": {} for number in range(1500)}, "again": {}}
+    assert ckptcore.load(tmp_path / "a.h5") == {**{f"{number}": {} for number in range(1100)}, "again": {}}
 
 
 def test_a_name_that_is_no_unicode(tmp_path: Path) -> None:

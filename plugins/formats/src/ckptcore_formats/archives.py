@@ -28,6 +28,8 @@ from ckptcore_formats.tar_headers import is_tar, read_members
 __all__ = ["open_archive"]
 
 _HEAD_BYTES: Final = 512
+_ZIP_END_BYTES: Final = 22
+"""Length of the last record of a zip without a comment (APPNOTE.TXT 4.3.16)."""
 _MARK: Final = "!"
 
 
@@ -165,9 +167,13 @@ class _ArchiveStorage(StorageBackend):
     def _read_members(self) -> Mapping[str, _Content]:
         size = self._storage.size(self._key)
         head = self._fetch(0, min(_HEAD_BYTES, size))
+        if head[:4] == b"PK\x07\x08":
+            raise InvalidLocationError(
+                f"{self._display} is the first part of a zip in several parts, of which none can be read alone: join "
+                "them, as `zip -s 0 PARTS.zip --out WHOLE.zip` does, and name a member of that"
+            )
         if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-            members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
-            return self._named([(name, self._of_zip(one)) for name, one in members.items() if name[-1:] != "/"])
+            return self._of_zip(size)
         if is_tar(head):
             return self._of_tar(self._fetch, size)
         if (codec := codec_of(head)) is not None:
@@ -181,6 +187,8 @@ class _ArchiveStorage(StorageBackend):
                 return self._of_tar(fetch, length)
             name = self._key.rpartition("/")[2].rpartition(".")[0] or "content"
             return self._named([(name, _Content(length, fetch))])
+        if self._fetch(max(0, size - _ZIP_END_BYTES), size)[:4] == b"PK\x05\x06":
+            return self._of_zip(size)  # the last of several parts begins with any byte: the error says what it is
         raise InvalidLocationError(
             f"{self._display} is not a zip or tar archive, so that nothing in it can be named: load it by its own "
             "location"
@@ -193,7 +201,11 @@ class _ArchiveStorage(StorageBackend):
         members = read_members(fetch, size, self._key)
         return self._named([(one.name, _Content(one.nbytes, _range(fetch, one.start), one.problem)) for one in members])
 
-    def _of_zip(self, member: ZipMember) -> _Content:
+    def _of_zip(self, size: int) -> Mapping[str, _Content]:
+        members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
+        return self._named([(name, self._of_member(one)) for name, one in members.items() if name[-1:] != "/"])
+
+    def _of_member(self, member: ZipMember) -> _Content:
         if member.problem:
             return _Content(member.size, self._fetch, member.problem)
         if member.compression == STORED:

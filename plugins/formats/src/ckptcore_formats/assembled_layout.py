@@ -6,14 +6,13 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
-from ckptcore_dcp.reading import StorageIndex
+from ckptcore_dcp.reading import ReadOnlyLayout, StorageIndex
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import JSON, Box, Chunk, HostArray, ReadItem, TreeMetadata
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
 from ckptcore_formats.assembly import PLACES, RESTORE
-from ckptcore_formats.inspections import ReadOnlyLayout
 
 __all__ = ["AssembledLayout"]
 

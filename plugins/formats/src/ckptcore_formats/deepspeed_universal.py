@@ -8,7 +8,7 @@ with the whole parameter, or, from ZeRO 3, the bare tensor without its shape (De
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -45,6 +45,10 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
             values[name] = entry
         else:
             states.setdefault(name, {})[kind] = entry
+    for name, kind in _missing([*shapes], values, states):
+        key = f"{directory}{name}/{kind}{_SUFFIX}"
+        lost = Refused(CorruptCheckpointError(f"{key} is missing: the checkpoint is incomplete; {RESTORE}", key=key))
+        (values if kind == _WEIGHT else states.setdefault(name, {}))[name if kind == _WEIGHT else kind] = lost
     optimizer: dict[Key, Entry] = {"state": {name: state for name, state in states.items()}}
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
         found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
@@ -53,6 +57,24 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
         optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
     module = weights.module({**values, **weights.frozen_in_slices(models)})
     return {"module": module, "optimizer": optimizer, **rest_of(models)}
+
+
+def _missing(
+    trained: Sequence[str], values: Mapping[str, Entry], states: Mapping[Key, Mapping[Key, Entry]]
+) -> Iterator[tuple[str, str]]:
+    """Return the files of parameters that are missing: the name, and the kind of the state.
+
+    A trained parameter has a weight. It has the states of another parameter if it has some of these or none: with
+    several optimizers in one, such as Muon, parameters have different ones.
+    """
+    kinds = sorted({frozenset(state) for state in states.values()}, key=len, reverse=True)
+    for name in dict.fromkeys([*trained, *map(str, states)]):
+        if name not in values:
+            yield name, _WEIGHT
+        own = frozenset(states.get(name, ()))
+        expected = next((one for one in kinds if own < one), frozenset())
+        for kind in sorted(map(str, expected - own)):
+            yield name, kind
 
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:

@@ -24,6 +24,7 @@ from ckptcore_dcp.pickle_reading import (
     leaf_record,
     read_zip,
 )
+from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, MissingDistributionError, UnsupportedLeafError
 from ckptcore.model import (
@@ -41,7 +42,7 @@ from ckptcore.model import (
     unreadable_leaf,
 )
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
-from ckptcore_formats.inspections import ReadOnlyLayout, first_member
+from ckptcore_formats.inspections import first_member
 
 if TYPE_CHECKING:
     from ckptcore_formats.hdf5_objects import FileObjects

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,8 @@ from ckptcore_formats.hdf5_heaps import HeapChecks
 __all__ = ["Dataset", "FileObjects", "Place", "StoredFile", "open_file"]
 
 _WINDOW_BYTES: Final = 1 << 16
+_WINDOWS: Final = 8
+"""Ranges that are kept: the library goes back and forth between the headers of groups, trees and datasets."""
 _DIRECT_BYTES: Final = 1 << 15
 _BEFORE: Final = 8
 """Bytes before a read in which a heap may begin that the library has read in part."""
@@ -52,8 +55,7 @@ class StoredFile(io.RawIOBase):
         self._fetch = fetch
         self._size = size
         self._position = 0
-        self._window = b""
-        self._start = 0
+        self._windows: deque[tuple[int, bytes]] = deque(maxlen=_WINDOWS)
         self._heaps: HeapChecks | None = HeapChecks(fetch, size) if check_heaps else None
 
     def readable(self) -> bool:
@@ -86,10 +88,12 @@ class StoredFile(io.RawIOBase):
         if stop - start >= _DIRECT_BYTES:
             data = self._fetch(first, stop)
         else:
-            if not self._start <= first or stop > self._start + len(self._window):
-                self._window = self._fetch(first, min(first + _WINDOW_BYTES, self._size))
-                self._start = first
-            data = self._window[first - self._start : stop - self._start]
+            found = next((one for one in self._windows if one[0] <= first and stop <= one[0] + len(one[1])), None)
+            if found is None:
+                found = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
+                self._windows.append(found)
+            origin, window = found
+            data = window[first - origin : stop - origin]
         if self._heaps is not None:
             self._heaps.check(data, first)
             data = data[before:]

@@ -1,4 +1,4 @@
-"""Trees of files, and layouts that only read."""
+"""Trees of files."""
 
 from __future__ import annotations
 
@@ -8,48 +8,16 @@ from dataclasses import dataclass
 from ckptcore_dcp.pickle_reading import (
     Leaf,
     LocationColumns,
-    StorageIndex,
     StoredBytes,
     StoredTensor,
     leaf_record,
 )
 
-from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import JSON, LeafRecord, Receipt, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf
-from ckptcore.protocols import ChunkIndex, Inspection, Layout, Snapshot, WriteStore
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import LeafRecord, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf
+from ckptcore.protocols import Inspection
 
-__all__ = ["FileTree", "ReadOnlyLayout", "first_member", "inspection_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOnlyLayout(Layout):
-    """A layout of files that other software writes."""
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise self._read_only()
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Reject saving. See `check`."""
-        raise self._read_only()
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Reject saving. See `check`."""
-        raise self._read_only()
-
-    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the index of arrays at byte ranges of files."""
-        return StorageIndex(tree, state)
-
-    def _read_only(self) -> UnsupportedLeafError:
-        return UnsupportedLeafError(
-            f"the layout {self.name!r} only reads files of other software; save with layout='safetensors' or another "
-            "layout"
-        )
+__all__ = ["FileTree", "first_member", "inspection_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,13 @@ from ckptcore_dcp.pickle_reading import (
     read_zip,
     tree_of,
 )
+from ckptcore_dcp.reading import ReadOnlyLayout
 from isal import isal_zlib
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, Node, Skeleton, ValueRecord, unreadable_leaf
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, first_member, inspection_of
+from ckptcore_formats.inspections import FileTree, first_member, inspection_of
 from ckptcore_formats.npy_headers import HEAD_BYTES, MAGIC, NpyHeader, read_header
 
 __all__ = ["NumpyLayout"]

@@ -27,6 +27,7 @@ from ckptcore_dcp.pickle_reading import (
     read_pickle,
     tree_of,
 )
+from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, ChunkRead, HostArray, TreeMetadata
@@ -34,7 +35,7 @@ from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, StorageAddress
 from ckptcore.temporary import TemporaryFile
 from ckptcore_formats.compressed_files import Codec, codec_of, decompressed, decompressed_head
-from ckptcore_formats.inspections import FileTree, ReadOnlyLayout, inspection_of
+from ckptcore_formats.inspections import FileTree, inspection_of
 from ckptcore_formats.joblib_arrays import JoblibArrays
 
 __all__ = ["PickleLayout"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from ckptcore_dcp.reading import Column, Leaf, StoredTensor, TensorPart, Unreadable
+from ckptcore_dcp.reading import RANK_FILE, Column, Leaf, StoredTensor, TensorPart, Unreadable
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton
@@ -34,12 +34,6 @@ from ckptcore_formats.assembly import (
 )
 
 __all__ = ["RankFilesLayout", "merge_parts"]
-
-_RANKED: Final = re.compile(
-    r"(?P<kind>.*?)_?(?:world_size_(?P<size>[1-9][0-9]{0,8})_)?rank[_-]?(?P<rank>0|[1-9][0-9]{0,8})"
-    r"(?P<end>\D*\.(?:pt|pth|bin))",
-    re.ASCII,
-)
 
 
 class _Kind(NamedTuple):
@@ -97,14 +91,14 @@ class RankFilesLayout(AssembledLayout):
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files of ranks."""
-        return [key for key in keys if _RANKED.fullmatch(key) and "/" not in key]
+        return [key for key in keys if RANK_FILE.fullmatch(key) and "/" not in key]
 
 
 def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
     """Return the files of each kind by rank."""
     found: dict[_Kind, dict[int, str]] = {}
     for name in names:
-        if match := _RANKED.fullmatch(name):
+        if match := RANK_FILE.fullmatch(name):
             label = f"{match['kind'].rstrip('_-.')}{match['end'].rpartition('.')[0]}".strip("_-.")
             kind = _Kind(label or "rank", match["size"], match["end"])
             found.setdefault(kind, {})[int(match["rank"])] = name

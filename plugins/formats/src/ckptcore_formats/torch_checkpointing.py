@@ -65,9 +65,10 @@ class TorchCheckpointingLayout(AssembledLayout):
                 return None  # as likely of the user
         elif not is_divided:
             return None  # as likely files of several epochs
+        size = max(size, *[part.processes for part in first.values()])
         tree: dict[Key, Entry] = {}
         for item, of_item in files.items():
-            expected = max(size, first[item].processes, max(of_item) + 1)
+            expected = max(size, max(of_item) + 1)
             for rank in range(expected):
                 if rank not in of_item:
                     missing = f"{item}_{rank}.pt"

@@ -25,6 +25,8 @@ __all__ = ["with_common"]
 
 _COMMON: Final = "common.pt"
 _CONFIG: Final = "metadata.json"
+_OF_COMMON: Final = "torch"
+"""The strategy of megatron-core that writes ``common.pt``, also if the state has nothing else."""
 _MAX_CONFIG: Final = 1 << 16
 
 
@@ -33,16 +35,22 @@ def with_common(
 ) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
     """Return the values in ``common.pt`` of a directory of Megatron; none for other directories.
 
-    A name that the metadata has too, and a file that cannot be read, become leaves that cannot be loaded.
+    A name that the metadata has too, and a file that is missing or cannot be read, become leaves that cannot be loaded.
 
     Args:
         metadata: the tensors.
         store: the files.
         names: the names in the directory.
     """
-    if _COMMON not in names or _CONFIG not in names or not _is_megatron(store):
+    config = _config_of_megatron(store) if _CONFIG in names else {}
+    if not config or (_COMMON not in names and config.get("common_backend") != _OF_COMMON):
         return metadata, {}
     try:
+        if _COMMON not in names:
+            raise CorruptCheckpointError(
+                f"{_COMMON}, in which {_CONFIG} says the rest of the state is, is missing: restore it from a copy",
+                key=_COMMON,
+            )
         found = read_torch_file(store, _COMMON)
         if found is None or not isinstance(found.skeleton, Node) or found.skeleton.kind != "dict":
             raise CorruptCheckpointError(
@@ -74,9 +82,10 @@ def with_common(
     return metadata, {name: value for name, value in values.items() if name not in refused}
 
 
-def _is_megatron(store: ReadStore) -> bool:
+def _config_of_megatron(store: ReadStore) -> Mapping[str, object]:
+    """Return the content of ``metadata.json``; empty if it is of other software."""
     try:
         config: Any = json.loads(store.get(_CONFIG, 0, _MAX_CONFIG))
     except (ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and "sharded_backend" in config
+        return {}
+    return config if isinstance(config, dict) and "sharded_backend" in config else {}

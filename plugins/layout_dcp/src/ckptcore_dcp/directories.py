@@ -22,6 +22,7 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, Uncommi
 from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
 __all__ = [
+    "RANK_FILE",
     "WRITER",
     "dcp_files",
     "find_dcp_files",
@@ -49,7 +50,12 @@ _PART: Final = re.compile(
 """Names of the parts of a training state."""
 _TORCH: Final = (".pt", ".pth", ".bin")
 _SAFETENSORS: Final = ".safetensors"
-_RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
+RANK_FILE: Final = re.compile(
+    r"(?P<kind>.*?)_?(?:world_size_(?P<size>[1-9][0-9]{0,8})_)?rank[_-]?(?P<rank>0|[1-9][0-9]{0,8})"
+    r"(?P<end>\D*\.(?:pt|pth|bin))",
+    re.ASCII,
+)
+"""Names of the files of one process, such as ``model_world_size_4_rank_0.pt``."""
 _MAX_NAMES: Final = 256
 """Maximum number of entries of a step directory. Subdirectories of larger directories are not listed."""
 _ZIP: Final = b"PK\x03\x04"
@@ -143,10 +149,10 @@ def find_rank_files(names: Sequence[str]) -> Sequence[str] | None:
     Raises:
         CorruptCheckpointError: the file of a process is missing.
     """
-    matches = [match for name in names if (match := _RANKED.fullmatch(name))]
-    if not matches or len(matches) != len(names) or len({(match[1], match[3]) for match in matches}) != 1:
+    matches = [match for name in names if (match := RANK_FILE.fullmatch(name))]
+    if not matches or len(matches) != len(names) or len({match.group("kind", "size", "end") for match in matches}) != 1:
         return None
-    by_rank: Mapping[int, str] = {int(match[2]): match[0] for match in matches}
+    by_rank: Mapping[int, str] = {int(match["rank"]): match[0] for match in matches}
     last = max(by_rank)
     if len(by_rank) <= last:
         absent = next(rank for rank in range(last) if rank not in by_rank)

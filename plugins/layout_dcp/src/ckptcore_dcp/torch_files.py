@@ -28,20 +28,20 @@ from ckptcore.model import (
     Attribute,
     LeafRecord,
     Node,
-    Receipt,
     Skeleton,
     TreeMetadata,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text, kind_in_place_of
-from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
 from ckptcore_dcp.chunk_index import ZipIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.exported_programs import is_exported, read_exported
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
+from ckptcore_dcp.read_only_layouts import ReadOnlyLayout
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensor_parts import TensorPart
@@ -62,37 +62,13 @@ _RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class TorchLayout(Layout):
+class TorchLayout(ReadOnlyLayout):
     """Files of ``torch.save``. Read-only."""
 
     @property
     def name(self) -> str:
         """The name "torch"."""
         return "torch"
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise _read_only()
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise _read_only()
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Reject saving.
-
-        Raises:
-            UnsupportedLeafError: always.
-        """
-        raise _read_only()
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in storages."""
@@ -153,12 +129,6 @@ class TorchFile:
     leaves: Sequence[Leaf]
     storages: Mapping[str, StoredBytes]
     writer: str = "torch.save"
-
-
-def _read_only() -> UnsupportedLeafError:
-    return UnsupportedLeafError(
-        "the layout 'torch' only reads files of torch.save; save with layout='dcp', 'safetensors' or another layout"
-    )
 
 
 def _inspect_file(store: ReadStore, key: str) -> Inspection | None:

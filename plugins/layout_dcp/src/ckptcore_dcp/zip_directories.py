@@ -6,6 +6,7 @@ Section numbers such as 4.3.7 refer to PKWARE's APPNOTE 6.3.10.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -210,7 +211,8 @@ def read_entries(
 ) -> list[DirectoryEntry]:
     """Parse the directory that begins at `directory`, and check each entry against the bytes that exist.
 
-    With `keep_problems`, members that are encrypted or compressed with another method than deflate have a `problem`.
+    With `keep_problems`, members that are encrypted, compressed with another method than deflate, or of one name have a
+    `problem`.
 
     Raises:
         CorruptCheckpointError: an entry is invalid, or of a kind that torch never writes.
@@ -253,9 +255,15 @@ def read_entries(
             raise corrupt_zip(key, header, header, f"{name!r} exceeds the members of the zip")
         entries.append(DirectoryEntry(name, name_bytes, header, nbytes, size, crc, compression, flags, problem))
         position = stop
-    if len({entry.name for entry in entries}) != len(entries):
-        raise corrupt_zip(key, directory, directory + len(data), "two members of the zip have one name")
-    return entries
+    counts = Counter([entry.name for entry in entries])
+    if len(counts) == len(entries):
+        return entries
+    if not keep_problems:
+        twice = next(name for name, times in counts.items() if times > 1)
+        raise corrupt_zip(
+            key, directory, directory + len(data), f"two members of the zip have one name, {twice[:80]!r}"
+        )
+    return [entry if counts[entry.name] == 1 else entry._replace(problem="there twice") for entry in entries]
 
 
 def _zip64_numbers(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:

@@ -76,8 +76,8 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str, keep_problems: bo
     A short zip takes one request. For a longer zip, the end and the directory are read. Local
     headers of members that torch did not write are read too, neighbouring headers in one request.
 
-    With `keep_problems`, members that are encrypted or compressed with another method than deflate are returned too,
-    with a `problem`.
+    With `keep_problems`, members that are encrypted, compressed with another method than deflate, or of one name are
+    returned too, with a `problem`.
 
     Raises:
         CorruptCheckpointError: it is not a zip, or it is damaged, encrypted, split into several parts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -40,13 +40,15 @@ class Composite:
 
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
-            that saved it can read it. Sorted.
+            that saved it can read it. Sorted. Also those that `_CHECKPOINT_METADATA` names, and whose directory is
+            missing.
         default_tree: the member that a load of one tree uses: the only tree, the only member, or the first tree that
             `_PREFERRED` names. None if there is no such member.
         writer: name of the software that wrote it.
         custom: the user's metadata. Metrics that are not numbers are here too, under ``metrics``.
         metrics: the user's metrics that are numbers.
         created: start time of the save, ISO 8601 in UTC, or None.
+        lost: the members without a file.
     """
 
     members: Mapping[str, ItemKind | Literal["other"]]
@@ -55,6 +57,7 @@ class Composite:
     custom: Mapping[str, JSON] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     created: str | None = None
+    lost: Collection[str] = ()
 
 
 def find_composite(store: ReadStore) -> Composite | None:
@@ -62,7 +65,8 @@ def find_composite(store: ReadStore) -> Composite | None:
 
     Everything may be hostile. A directory of steps is not a composite. A directory is a member if
     it contains Orbax files or if `_CHECKPOINT_METADATA` names it. Temporary and hidden directories
-    are ignored, and so are members whose deletion has begun, as in Orbax.
+    are ignored, and so are members whose deletion has begun, as in Orbax: at its end, Orbax removes the name of the
+    member from `_CHECKPOINT_METADATA`, so a member that is named and missing was lost.
 
     Raises:
         CorruptCheckpointError: a metadata file is invalid.
@@ -87,11 +91,16 @@ def find_composite(store: ReadStore) -> Composite | None:
         if not marked and (METADATA_FILE in inside or name.isdigit()):
             return None  # a directory of steps
         kind, said = item_kind(inside), kind_of_handler(handlers.get(name, ""))
+        if not inside:
+            continue
         if kind is not None:
             members[name] = "array" if said == "array" else kind
         elif name in handlers:
             # A document with a name that the program chose is not recognized without the handler.
             members[name] = said if said in ("tree", "random key") else "other"
+    lost = {name: kind_of_handler(handlers[name]) or "other" for name in handlers if name not in members}
+    lost.pop(deleted or "", None)
+    members = dict(sorted({**members, **lost}.items()))
     if not members or (not marked and "tree" not in members.values()):
         return None
     expect_commit(store, names)
@@ -110,6 +119,7 @@ def find_composite(store: ReadStore) -> Composite | None:
         custom,
         {name: value for name, value in metrics.items() if isinstance(value, int | float) and _is_number(value)},
         checkpoint_file.created,
+        lost.keys(),
     )
 
 

@@ -26,6 +26,7 @@ from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, arrays_directory, find_file, find_item
+from ckptcore_orbax.orbax.markers import METADATA_FILE
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
 from ckptcore_orbax.zarr.chunk_index import ZarrIndex
@@ -83,7 +84,7 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
     Raises:
         CompositeCheckpointError: the checkpoint is a composite without a tree, or with several
             trees of which none is the default.
-        CorruptCheckpointError: a metadata file is invalid.
+        CorruptCheckpointError: a metadata file is invalid, or the tree is listed and missing.
         UncommittedCheckpointError: the save did not finish.
     """
     composite = find_composite(store)
@@ -95,6 +96,13 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
             names,
         )
     directory = composite.default_tree if composite is not None and composite.default_tree is not None else ""
+    if composite is not None and directory in composite.lost:
+        others = ", ".join([name for name in composite.members if name not in composite.lost])
+        raise CorruptCheckpointError(
+            f"{directory!r} is listed in {METADATA_FILE}, but its directory is missing or empty: restore it from a "
+            f"copy; or load what exists by name ({others or 'nothing'})",
+            key=directory,
+        )
     if (_MANIFEST in store.list_names(arrays_directory(store, directory))) != (layout == "ocdbt"):
         return None
     found = _find(store, directory, composite, databases)
@@ -239,7 +247,8 @@ def _stored_arrays(
         if format is None:
             made[number] = CorruptCheckpointError(
                 f"it is in the tree, but its array {name!r} is missing; the checkpoint is incomplete: restore it from "
-                "a copy, or load another one"
+                "a copy, or load another one",
+                key=None if item.database else f"{prefix}{array_prefix(name)}{documents[-1]}",
             )
         elif isinstance(format, _Problem):
             made[number] = format

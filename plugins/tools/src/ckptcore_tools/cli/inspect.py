@@ -11,7 +11,7 @@ import click
 import ckptcore
 from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
-from ckptcore.loading.left_out import left_out_at
+from ckptcore.loading.left_out import in_directory_of
 from ckptcore.model import (
     ArrayRecord,
     LeafRecord,
@@ -103,8 +103,8 @@ def command(
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
         statistics = _read_statistics(locations, trees, chosen) if show_statistics else {}
-        left_out = left_out_at(location, command_context())
-        _print_document(location, found, files.problems, left_out, chosen, statistics)
+        left_out, others = in_directory_of(location, command_context())
+        _print_document(location, found, files.problems, left_out, others, chosen, statistics)
         return ExitCode.OK
     drawings: dict[str, _Drawing] = {}
     if not show_timeline:
@@ -118,8 +118,12 @@ def command(
             for name, outline in outlines.items()
         }
     _print_summary(location, found)
-    for name in left_out_at(location, command_context()):
+    left_out, others = in_directory_of(location, command_context())
+    for name in left_out:
         print_line((f"  {'left out':<11}", "yellow"), printable(name), ": no part of the checkpoint")
+    for name in others:
+        text = ": weights in another format, which copies leave out; load it by its own location"
+        print_line((f"  {'also here':<11}", "dim"), printable(name), text)
     if files.problems:
         text = f"{format_problems(files.problems)}. Run `ckptcore verify {location}` to check every byte"
         print_line((f"  {'damaged':<11}", "bold red"), printable(text))
@@ -184,6 +188,7 @@ def _print_document(
     found: CheckpointMetadata,
     problems: Sequence[Problem],
     left_out: Sequence[str],
+    other_weights: Sequence[str],
     chosen: Mapping[str, Sequence[int]],
     statistics: Mapping[str, Mapping[int, ArrayStatistics | None]],
 ) -> None:
@@ -197,6 +202,7 @@ def _print_document(
         "timeline": [{name: getattr(event, name) for name in _EVENT_FIELDS} for event in found.timeline],
         "problems": problem_documents(problems),
         "left_out": left_out or UNSET,
+        "other_weights": other_weights or UNSET,
     }
     contents = {
         name: _content_document(one, chosen.get(name, ()), statistics.get(name, {}))

@@ -116,8 +116,8 @@ def copy(
             `safetensors.torch.save_model`. Requires `subtree`.
         files: local files of the leader to add under their names, such as ``config.json``. Requires `subtree`.
         leave_out: names or patterns of files in the directory of a checkpoint of other software that are no part of the
-            checkpoint and need not be copied, such as ``["optimizer.pt"]`` or ``["*"]``. Requires `layout` or
-            `subtree`: without, every file is copied.
+            checkpoint and need not be copied, such as ``["optimizer.pt"]`` or ``["*"]``; also of checkpointables that
+            it lists and that are missing. Requires `layout` or `subtree`: without, every file is copied.
         overwrite: see `save`.
         verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. For
             copies byte for byte.

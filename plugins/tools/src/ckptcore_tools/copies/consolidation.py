@@ -58,6 +58,7 @@ from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
@@ -178,7 +179,7 @@ def _consolidate(
         location = resolve_location(destination, runtime_of(context).storages, to_write=True)
         read_from = resolve_location(source, runtime_of(context).storages)
         refuse_destination(read_from, location)
-        found = _open(source, path, context)
+        found = _open(source, path, leave_out, context)
         refuse_further(found.opened, location)
         tree = found.subtree.tree
         aliases = tree.aliases if tied == "each" else {}
@@ -231,7 +232,7 @@ def _consolidate(
     return nbytes
 
 
-def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
+def _open(source: LocationLike, path: SubtreePath, leave_out: Collection[str], context: Context) -> _Source:
     """Open the checkpoint, or the checkpointable that the path begins with, and find the subtree."""
     reading = reading_context(context)
     keys = path_keys(path)
@@ -243,6 +244,8 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
         if isinstance(found, Checkpoint):
             return open_below(found, keys)
         members = present_members(found)
+        if (absent := found.members.keys() - members.keys()) and (not keys or keys[0] in absent):
+            refuse_lost(found, sorted(absent), leave_out)
         if not keys and len(members) == 1:
             return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
         if not keys:

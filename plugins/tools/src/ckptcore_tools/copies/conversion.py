@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints, format_names
 from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import ConsistentRead, is_deleted, lost_members, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
@@ -41,6 +41,7 @@ from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.optimizer_parts import find_optimizers
 
@@ -188,15 +189,7 @@ class _Conversion:
         existing_of = {
             name: [one for one in present.get(name, ()) if not is_deleted(composite, one)] for name in composite.members
         }
-        if composite.root is not None:
-            lost = lost_members(composite, [name for name, existing in existing_of.items() if not existing])
-            if lost:
-                places = composite.root.members[lost[0]].directories(lost[0])
-                raise CorruptCheckpointError(
-                    f"{composite.location.display}: {lost[0]!r} is listed but missing: it was lost, or never copied "
-                    f"here. Copy it again, or, if it is not needed, pass each of its directories to ckptcore.delete: "
-                    f"{composite.location.display.rstrip('/')}/{places}. Nothing was written"
-                )
+        refuse_lost(composite, [name for name, existing in existing_of.items() if not existing], self._leave_out)
         for name, member in composite.members.items():
             existing = existing_of[name]
             if existing:

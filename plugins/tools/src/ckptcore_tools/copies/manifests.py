@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -14,16 +15,33 @@ from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name
 from ckptcore.context import Context
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError, StoragePermissionError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StoragePermissionError,
+)
 from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.opening import ConsistentRead, is_deleted, lost_members, open_either, open_member, present_members
-from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
+from ckptcore.loading.completeness import FileCheck, missing_members
+from ckptcore.loading.foreign import format_names
+from ckptcore.loading.left_out import matches_any
+from ckptcore.loading.opening import (
+    ConsistentRead,
+    is_deleted,
+    lost_members,
+    member_opener,
+    open_either,
+    open_member,
+    present_members,
+)
+from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord, unreadable_error
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["Manifest", "StoredRoot", "read_manifest"]
+__all__ = ["Manifest", "StoredRoot", "read_manifest", "refuse_lost"]
 
 logger = logger_named("ckptcore.copying")
 
@@ -127,6 +145,26 @@ class Manifest:
         return digest.hexdigest()
 
 
+def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_out: Collection[str] = ()) -> None:
+    """Refuse a checkpoint of several checkpointables that lacks some of them, unless ckptcore deleted these.
+
+    Args:
+        composite: the checkpoint.
+        absent: the names of those without any file.
+        leave_out: names or patterns of those that a copy of a checkpoint of other software may lack.
+
+    Raises:
+        CorruptCheckpointError: names them.
+    """
+    told = leave_out if composite.root is None else ()
+    lost = [name for name in absent if not matches_any(name, told)]
+    for problem in missing_members(composite, lost):
+        way_on = "" if composite.root is not None else f", or convert it with leave_out={lost}"
+        raise CorruptCheckpointError(
+            f"{composite.location.display}: {problem.message}{way_on}. Nothing was written", key=problem.key
+        )
+
+
 def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
     """List the objects of a checkpoint. Reads the roots and the size of every object, but no other object.
 
@@ -141,7 +179,8 @@ def read_manifest(source: AnyLocation, context: Context, *, without: Location | 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is no committed checkpoint.
         InvalidLocationError: if the source is one file.
-        CorruptCheckpointError: if a root cannot be read, or if an object is missing or has the wrong size.
+        CorruptCheckpointError: if a root cannot be read, or if an object is missing or has the wrong size; also if
+            other software lists a checkpointable that is missing.
     """
     reader = _ManifestReader(source, context, without)
     return ConsistentRead(source, context, open_either).retry_if_replaced(reader.read)
@@ -179,6 +218,12 @@ class _ManifestReader:
                 opened = open_member(composite, name, directory, self._source, self._context)
                 members.append(_stored_root(opened, directory))
                 records.extend([record._replace(key=f"{directory}/{record.key}") for record in opened.objects.values()])
+        if lost := lost_members(composite, composite.members.keys() - present_members(composite).keys()):
+            logger.warning(
+                "%s is copied without %s, which it lists and which is missing: lost, or never copied there",
+                location.display,
+                format_names(lost),
+            )
         root = _stored_root(composite, "")
         named = self._with_sizes(location.store, records)
         own = {"", *[member.directory for member in members]}
@@ -193,6 +238,20 @@ class _ManifestReader:
             raise InvalidLocationError(
                 f"{location.display} is a file, and only directories can be copied. Give the directory that contains "
                 "it, or copy the file with another program"
+            )
+        open_one = member_opener(found, self._source, self._context)
+        files = FileCheck(self._context).check(found, self._source, open_one)
+        if isinstance(found, CompositeCheckpoint):
+            refuse_lost(found, files.deleted)
+            for name, directories in present_members(found).items():
+                with suppress(CheckpointNotFoundError):  # no installed layout reads it, so its files are unknown
+                    for directory in directories:
+                        _expect_files(open_one(name, directory), directory)
+        else:
+            _expect_files(found, "")
+        for problem in files.problems:
+            raise CorruptCheckpointError(
+                f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
             )
         return Manifest.of(location, found.version, None, (), self._other_objects(location, (), ()))
 
@@ -262,6 +321,22 @@ class _ManifestReader:
                 )
             found.append(record)
         return found
+
+
+def _expect_files(opened: Checkpoint, directory: str) -> None:
+    """Refuse a tree of other software, in a directory of the checkpoint, that lists a file which is missing.
+
+    Raises:
+        CorruptCheckpointError: what is missing.
+    """
+    damage = [error for record in opened.tree.leaves if (error := unreadable_error(record)) is not None]
+    for error in damage:
+        if isinstance(error, CorruptCheckpointError) and error.key is not None:
+            try:
+                opened.location.store.size(error.key)
+            except (ObjectNotFoundError, InvalidLocationError):
+                within = f"{directory}: " if directory else ""
+                raise CorruptCheckpointError(f"{within}{error}. Nothing was written", key=error.key) from None
 
 
 def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.context import Context
-from ckptcore.errors import PluginError, SaveLostError
+from ckptcore.errors import ObjectNotFoundError, PluginError, SaveLostError
 from ckptcore.io.chunk_reads import native_reader
-from ckptcore.loading.checkpoint import Checkpoint, extents_of
+from ckptcore.loading.checkpoint import Checkpoint, extents_of, missing_file
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, unreadable_error
@@ -39,11 +39,14 @@ class StreamSizes:
         item: arrays up to this size are not divided if they are stored with a header or checksum, because the checksum
             can be verified only if the whole array is read.
         buffered: bytes that are read and not yet written. Exceeded if the writer waits for another array.
+        tied: bytes that are kept after they are written under one name, because other names of the array follow. What
+            exceeds this is read once for each name. None: those of the largest array.
     """
 
     slice: int = _SLICE_BYTES
     item: int = _ITEM_BYTES
     buffered: int = 3 * _SLICE_BYTES  # one is read, one waits, one is written
+    tied: int | None = dataclasses.field(default=None, compare=False)  # follows from the others and the limit
 
     @classmethod
     def of(cls, context: Context) -> StreamSizes:
@@ -52,7 +55,8 @@ class StreamSizes:
         if limit is None:
             return usual
         slice_bytes = min(usual.slice, max(limit // 3, _MIN_SLICE_BYTES))
-        return cls(slice_bytes, min(usual.item, limit), min(usual.buffered, limit))
+        buffered = min(usual.buffered, limit)
+        return cls(slice_bytes, min(usual.item, limit), buffered, limit - buffered)
 
 
 def reading_context(context: Context) -> Context:
@@ -179,7 +183,8 @@ class StreamedSnapshot:
     """A `ckptcore.protocols.Snapshot` of stored arrays that are read ahead of the writer. Thread-safe.
 
     The caller must close it. A separate thread reads the items in the order of the plan. Items that the writer waits
-    for are read first. Small arrays are read in batches. The thread starts with the first call of `take`.
+    for are read first. Small arrays are read in batches. The thread starts with the first call of `take`. The elements
+    of a tied array that is written under several names are read once, as far as they can be kept.
     """
 
     def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
@@ -198,7 +203,11 @@ class StreamedSnapshot:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._arrays: dict[int, Sequence[HostArray]] = {}
-        self._unread = set(range(len(plan.items)))
+        self._first_of = _tied_items(plan, sources, sizes)
+        self._others_of: dict[int, list[int]] = {}
+        for other, first in self._first_of.items():
+            self._others_of.setdefault(first, []).append(other)
+        self._unread = set(range(len(plan.items))).difference(self._first_of)
         self._released: set[int] = set()
         self._position = 0
         self._requested: deque[int] = deque()
@@ -222,7 +231,7 @@ class StreamedSnapshot:
                     "release. A layout must release an array only when it no longer needs it"
                 )
             if item not in self._arrays:
-                self._requested.append(item)
+                self._requested.append(self._first_of.get(item, item))
                 self._changed.notify_all()
             while item not in self._arrays:
                 if self._error is not None:
@@ -235,7 +244,7 @@ class StreamedSnapshot:
         with self._changed:
             if self._arrays.pop(item, None) is not None:
                 self._released.add(item)
-                self._buffered -= self.plan.items[item].nbytes
+                self._buffered -= 0 if item in self._first_of else self.plan.items[item].nbytes
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -252,10 +261,15 @@ class StreamedSnapshot:
         try:
             while batch := self._next_batch():
                 self._read(batch)
+        except ObjectNotFoundError as error:
+            self._fail(missing_file(self._opened, error))
         except BaseException as error:  # noqa: BLE001  # `take` raises it
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _next_batch(self) -> Sequence[int]:
         """Wait for room in the buffer and return items to read together. Empty after the last item, or when closed."""
@@ -308,7 +322,8 @@ class StreamedSnapshot:
             left[position] -= 1
             if not left[position]:
                 with self._changed:
-                    self._arrays[batch[position]] = arrays[position]
+                    for each in (batch[position], *self._others_of.get(batch[position], ())):
+                        self._arrays[each] = arrays[position]
                     self._changed.notify_all()
         missing = next((item.leaf for item, count in zip(items, left, strict=True) if count), None)
         if missing is not None:
@@ -316,3 +331,19 @@ class StreamedSnapshot:
                 f"{format_path(self.plan.tree.paths[missing])}: the layout {self._opened.layout.name} did not read it. "
                 "A layout must yield the number of every box that is requested"
             )
+
+
+def _tied_items(plan: WritePlan, sources: Sequence[int], sizes: StreamSizes) -> Mapping[int, int]:
+    """Return, for each item whose elements are those of an earlier one and can be kept, the number of that item."""
+    budget = sizes.tied if sizes.tied is not None else max([item.spec.nbytes for item in plan.items], default=0)
+    first: dict[tuple[int, Sequence[Box]], int] = {}
+    found: dict[int, int] = {}
+    kept: set[int] = set()
+    for number, item in enumerate(plan.items):
+        earlier = first.setdefault((sources[item.leaf], item.boxes), number)
+        if earlier == number or (earlier not in kept and item.nbytes > budget):
+            continue
+        budget -= 0 if earlier in kept else item.nbytes
+        kept.add(earlier)
+        found[number] = earlier
+    return found
