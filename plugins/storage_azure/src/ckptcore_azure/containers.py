@@ -19,7 +19,7 @@ from ckptcore.protocols import PutCondition
 from ckptcore_azure.listing import list_blobs
 from ckptcore_azure.requests import AzureRequests
 from ckptcore_azure.service import AzureService
-from ckptcore_azure.uploads import BlockUpload, discard_blocks
+from ckptcore_azure.uploads import BlockUpload
 
 __all__ = ["AzureContainer"]
 
@@ -87,7 +87,7 @@ class AzureContainer(Bucket):
         found = {key for page in list_blobs(self, prefix, uncommitted=True) for key in page.keys}
         committed = {key for page in list_blobs(self, prefix) for key in page.keys}
         for key in found - committed:
-            discard_blocks(self, key)
+            BlockUpload(self, key).abort()
         temporary = sorted([key for key in committed if self.is_temporary(key)])
         self.delete(temporary)
         return len(found - committed) + len(temporary)

@@ -9,13 +9,12 @@ import base64
 import uuid
 from collections.abc import Mapping
 
-from ckptcore_obstore.bucket_requests import PUT_ID_KEY
-from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 
-__all__ = ["BlockUpload", "discard_blocks"]
+__all__ = ["BlockUpload"]
 
 
 class BlockUpload:
@@ -24,7 +23,7 @@ class BlockUpload:
     The first block begins it. Azure removes blocks that were not committed after a week.
     """
 
-    def __init__(self, bucket: Bucket, key: str) -> None:
+    def __init__(self, bucket: BucketRequests, key: str) -> None:
         """Initialise without sending a request."""
         self._bucket = bucket
         self._key = key
@@ -61,19 +60,16 @@ class BlockUpload:
                 raise
 
     def abort(self) -> None:
-        """See `PendingUpload`."""
-        discard_blocks(self._bucket, self._key)
+        """See `PendingUpload`: discard all uncommitted blocks of the key.
 
-
-def discard_blocks(bucket: Bucket, key: str) -> None:
-    """Discard the uncommitted blocks of a key, so that their upload cannot be completed.
-
-    No request does only that. An empty blob replaces the blocks, and is deleted. If a blob exists at the key, nothing
-    happens: its blocks cannot be told from those of a replacement that is allowed.
-    """
-    try:
-        tag = bucket.put(key, b"", IF_ABSENT)
-        bucket.run(lambda: bucket.plain.send("DELETE", key, headers={"if-match": tag}))
-    except RequestFailed as error:
-        if error.failure.kind not in (FailureKind.CONDITION, FailureKind.MISSING):
-            raise
+        No request does only that. An empty blob is committed, without these blocks, and deleted. If a blob exists at
+        the key, nothing happens: the blocks may be those of a writer that is allowed to replace it.
+        """
+        eraser = BlockUpload(self._bucket, self._key)
+        try:
+            eraser.complete({}, if_absent=True)
+            if (tag := self._bucket.tag_if_put_by(self._key, eraser._put_id)) is not None:
+                self._bucket.run(lambda: self._bucket.plain.send("DELETE", self._key, headers={"if-match": tag}))
+        except RequestFailed as error:
+            if error.failure.kind not in (FailureKind.CONDITION, FailureKind.MISSING):
+                raise
