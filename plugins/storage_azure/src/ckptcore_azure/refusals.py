@@ -77,7 +77,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         403, _K.PERMISSION, "the signature does not allow to replace a blob", "Add the permission w to it"
     ),
     "LeaseIdMissing": Refusal(412, _K.PERMISSION, "another program has a lease of the blob", _LEASE),
-    "BlobImmutableDueToPolicy": Refusal(409, _K.RETAINED, "an immutability policy protects the blob"),
+    "BlobImmutableDueToPolicy": Refusal(409, _K.RETAINED, "a retention policy protects the blob"),
     "BlobImmutableDueToLegalHold": Refusal(409, _K.RETAINED, "a legal hold protects the blob"),
     # archives and encryption
     "BlobArchived": Refusal(409, _K.ARCHIVED, "the blob is in the archive tier"),
