@@ -1,4 +1,4 @@
-"""Refusals that S3, GCS and Azure document for our calls, by a server behind a proxy: the class, what refused, a remedy."""
+"""Refusals that the services document for our calls, by a server behind a proxy: the class, what refused, a remedy."""
 
 from __future__ import annotations
 

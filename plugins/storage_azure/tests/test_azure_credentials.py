@@ -115,7 +115,9 @@ def test_without_a_token(kind: str, identity: _Identity) -> None:
     identity.tokens = [error] * 2
     expected = StorageCredentialsError if kind == "none" else StorageError
     for call in (lambda: _open("http://127.0.0.1:9").get("a"), lambda: list(_open("http://127.0.0.1:9").list())):
-        with pytest.raises(expected, match=r"az://box/run.*cannot get a token: DefaultAzureCredential failed") as caught:
+        with pytest.raises(
+            expected, match=r"az://box/run.*cannot get a token: DefaultAzureCredential failed"
+        ) as caught:
             call()
         assert "hidden" not in str(caught.value) and "\n" not in str(caught.value)
         assert isinstance(caught.value, StorageCredentialsError) is (kind == "none")

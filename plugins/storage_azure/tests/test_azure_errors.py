@@ -48,7 +48,11 @@ def _echo(request: Request) -> Reply:
     """An answer that repeats the credential, as proxies and services do."""
     url = f"{request.path}?{'&'.join(f'{name}={value}' for name, value in request.query.items())}"
     words = f"cannot do {request.method} http://team.example{url}"
-    return Reply(400, f"<html>{words}</html>".encode()) if "tab" in url else error_reply(400, "OddRequest", words.replace("&", "&amp;"))
+    return (
+        Reply(400, f"<html>{words}</html>".encode())
+        if "tab" in url
+        else error_reply(400, "OddRequest", words.replace("&", "&amp;"))
+    )
 
 
 @pytest.mark.parametrize("kind", CREDENTIALS)
@@ -99,7 +103,9 @@ class _Copies:
             self.put_id = request.headers["x-ms-meta-ckptcoreput"]
             return Reply(0) if self.lose else Reply(202, b"", {**DATE, "x-ms-copy-status": self.states.pop(0)})
         if request.method == "HEAD":
-            return Reply(200, b"", {**DATE, "x-ms-copy-status": self.states.pop(0), "x-ms-meta-ckptcoreput": self.put_id})
+            return Reply(
+                200, b"", {**DATE, "x-ms-copy-status": self.states.pop(0), "x-ms-meta-ckptcoreput": self.put_id}
+            )
         return Reply(202 if request.method == "DELETE" else 201, b"", DATE)
 
 
@@ -114,7 +120,7 @@ def test_a_copy_is_done_before_an_upload_ends(lose: bool) -> None:
         assert not copies.states
         [source] = {one.headers["x-ms-copy-source"] for one in stub.asked if "x-ms-copy-source" in one.headers}
         assert source.startswith(f"{stub.url}/box/run/a.ckptcore-upload-") and source.endswith("Signature%3D")
-        assert [one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers][0] == "*"
+        assert next(one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers) == "*"
 
 
 def test_a_copy_that_fails_is_no_object() -> None:
@@ -145,7 +151,9 @@ def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:
 def test_directories_of_a_hierarchical_namespace_are_no_objects() -> None:
     blob = "<Blob><Name{}>run/{}</Name><Properties><Content-Length>{}</Content-Length>{}</Properties></Blob>"
     kind = "<ResourceType>directory</ResourceType>"
-    blobs = blob.format("", "a", 0, kind) + blob.format("", "a/b", 7, "") + blob.format(' Encoded="true"', "c%0Bd", 1, "")
+    blobs = (
+        blob.format("", "a", 0, kind) + blob.format("", "a/b", 7, "") + blob.format(' Encoded="true"', "c%0Bd", 1, "")
+    )
     body = f"\ufeff<?xml version='1.0'?><EnumerationResults><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>"
     with stub_server(lambda request: Reply(200, body.encode())) as stub:
         assert _open(stub.url, **CREDENTIALS["key"]).list_sizes() == {"a/b": 7, "c\vd": 1}
@@ -159,3 +167,24 @@ def test_a_replaced_blob_is_no_success() -> None:
         for condition in (IF_ABSENT, IfTag('"0x0"')):
             with pytest.raises(ConditionFailedError, match="az://box/run/a.*ConditionNotMet"):
                 storage.put("a", b"1", condition=condition)
+
+
+def test_the_environment_does_not_change_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore reads these variables, too."""
+    for name, value in {
+        "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:9",
+        "AZURE_STORAGE_USE_EMULATOR": "true",
+        "AZURE_STORAGE_SAS_TOKEN": "sig=other",
+        "AZURE_STORAGE_TOKEN": "other",
+        "AZURE_CREDENTIAL_TYPE": "azure_cli",
+        "AZURE_SKIP_SIGNATURE": "true",
+        "AZURE_CONTAINER_NAME": "other",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with stub_server(lambda request: Reply(201, b"", DATE)) as stub:
+        _open(stub.url, **CREDENTIALS["token"]).put("a", b"1")
+        [request] = stub.asked
+        assert (request.path, request.headers["authorization"]) == ("/box/run/a", "Bearer secret-token")
+        monkeypatch.setenv("AZURE_ENCRYPTION_KEY", "hidden")
+        with pytest.raises(StorageCredentialsError, match="AZURE_ENCRYPTION_KEY is set.*unset AZURE_ENCRYPTION_KEY"):
+            _open(stub.url, **CREDENTIALS["token"]).put("a", b"1")

@@ -34,7 +34,9 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "team")
     opened = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
     assert isinstance(opened, ObjectStoreDirectory)
-    assert repr(opened) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", "errors name the URL as it was given"
+    assert repr(opened) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
+        "errors name the URL as it was given"
+    )
     assert opened.bucket.service.bucket_url == f"{TEAM}/box"
 
 
@@ -46,7 +48,8 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"connection_string": CONNECTION}, {}, "", ("team", TEAM, ("key", KEY))),
         ({"account_name": "team", "sas_token": "?sv=1&sig=a%2Fb"}, {}, "", ("team", TEAM, ("sas", "sv=1&sig=a%2Fb"))),
         ({"account_name": "team", "access_token": "t"}, {}, "", ("team", TEAM, ("token", "t"))),
-        ({"account_name": "team", "anonymous": True}, {"AZURE_STORAGE_KEY": KEY}, "", ("team", TEAM, ("anonymous", ""))),
+        ({"account_name": "team", "anonymous": True}, {"AZURE_STORAGE_KEY": KEY}, "",
+         ("team", TEAM, ("anonymous", ""))),
         ({"endpoint": "https://team.blob.core.chinacloudapi.cn/"}, {}, "",
          ("team", "https://team.blob.core.chinacloudapi.cn", None)),
         ({}, {}, "team.dfs.core.chinacloudapi.cn", ("team", "https://team.blob.core.chinacloudapi.cn", None)),
@@ -88,7 +91,11 @@ def test_account_endpoint_and_credential(
         ("az:///run", {}, "invalid container or account"),
         ("az://Box/run", {"account_name": "team"}, "invalid container or account"),
         ("https://team.blob.core.windows.net/box", {}, "cannot open"),
-        ("az://box/run?sv=1&sig=hidden", {"account_name": "team"}, "the URL contains a shared access signature; set it"),
+        (
+            "az://box/run?sv=1&sig=hidden",
+            {"account_name": "team"},
+            "the URL contains a shared access signature; set it",
+        ),
         ("az://box/run", {"endpoint": f"{TEAM}?sig=hidden"}, "the endpoint contains credentials"),
         ("az://box/run", {"endpoint": "https://me:hidden@team.example"}, "the endpoint contains credentials"),
         ("az://box/run", {"endpoint": "team.blob.core.windows.net"}, "not a service URL"),
@@ -99,9 +106,7 @@ def test_account_endpoint_and_credential(
         ("az://box@team.dfs.core.windows.net/run", {"account_name": "other"}, "but the URL names 'team'"),
     ],
 )
-def test_what_is_refused(
-    url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises((InvalidLocationError, ValueError), match=message) as caught:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from ckptcore_azure.plugin import AzurePlugin
 from ckptcore_azure.testing import Azurite

@@ -13,7 +13,9 @@ from ckptcore_obstore.listing import ListPage, parse_response, text_of
 __all__ = ["list_blobs"]
 
 
-def list_blobs(bucket: BucketRequests, prefix: str, delimiter: str = "", *, uncommitted: bool = False) -> Iterator[ListPage]:
+def list_blobs(
+    bucket: BucketRequests, prefix: str, delimiter: str = "", *, uncommitted: bool = False
+) -> Iterator[ListPage]:
     """List the blobs whose keys have a prefix.
 
     Args:
@@ -34,7 +36,9 @@ def list_blobs(bucket: BucketRequests, prefix: str, delimiter: str = "", *, unco
         response = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_response(response.body)
         # Accounts with a hierarchical namespace list directories, too.
-        blobs = [one for one in root.iterfind(".//{*}Blob") if one.findtext("{*}Properties/{*}ResourceType") != "directory"]
+        blobs = [
+            one for one in root.iterfind(".//{*}Blob") if one.findtext("{*}Properties/{*}ResourceType") != "directory"
+        ]
         sizes = [one.findtext("{*}Properties/{*}Content-Length") or "" for one in blobs]
         yield ListPage(
             tuple([_name(one) for one in blobs]),

@@ -21,7 +21,7 @@ __all__ = ["AzureContainers"]
 _CONTAINER: Final = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}|\$root|\$web")
 """https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata"""
 
-_HOST: Final = re.compile(r"[a-z0-9]{3,24}(-secondary)?(\.[a-z0-9-]+)+")
+_HOST: Final = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)+")
 _EXAMPLES: Final = "az://container/directory or abfss://container@account.dfs.core.windows.net/directory"
 _SIGNATURE: Final = re.compile(r"[?&]sig=", re.IGNORECASE)
 
@@ -52,7 +52,8 @@ class AzureContainers:
         name, at, host = address.partition("@")
         if not _CONTAINER.fullmatch(name) or (at and not _HOST.fullmatch(host)):
             raise InvalidLocationError(
-                f"cannot open {redacted_location(url)!r}: invalid container or account; expected a URL such as {_EXAMPLES}"
+                f"cannot open {redacted_location(url)!r}: invalid container or account; "
+                f"expected a URL such as {_EXAMPLES}"
             )
         if _SIGNATURE.search(url):
             raise InvalidLocationError(

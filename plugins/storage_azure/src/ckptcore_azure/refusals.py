@@ -1,8 +1,8 @@
 """Refusals of Azure Blob Storage: the errors of the calls that this plugin makes, with what refused and what to do.
 
 The codes are those of https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and
-https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes. Those of calls that the plugin does not
-make, such as those about leases, tags, page blobs or new containers, are left out. A refusal without an own text has
+https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes. Those of calls that the plugin does
+not make, such as those about leases, tags, page blobs or new containers, are left out. A refusal without an own text has
 that of its kind.
 """
 
@@ -41,9 +41,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "InvalidBlobOrBlock": Refusal(400, _K.NO_UPLOAD, "the upload is invalid"),
     "InvalidBlobType": Refusal(409, _K.NAME, "the name is that of an append or page blob", "Use another name"),
     "BlockCountExceedsLimit": Refusal(409, _K.SIZE, "too many blocks are uncommitted", "Raise the option 'part_bytes'"),
-    "RequestBodyTooLarge": Refusal(
-        413, _K.SIZE, "", "Lower the option 'part_bytes', or save with smaller shards"
-    ),
+    "RequestBodyTooLarge": Refusal(413, _K.SIZE, "", "Lower the option 'part_bytes', or save with smaller shards"),
     "PendingCopyOperation": Refusal(409, _K.SERVER, "the blob is being copied"),
     "SnapshotsPresent": Refusal(409, _K.OTHER, "the blob has snapshots", "Delete its snapshots"),
     "DirectoryIsNotEmpty": Refusal(409, _K.OTHER, "a directory of this name exists", "Use another name"),
@@ -57,7 +55,9 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     ),
     # permissions
     "AuthorizationFailure": Refusal(
-        403, _K.PERMISSION, "the credential or the network does not allow it",
+        403,
+        _K.PERMISSION,
+        "the credential or the network does not allow it",
         "Give the identity the role Storage Blob Data Contributor, and allow this network in the firewall of the "
         "storage account",
     ),

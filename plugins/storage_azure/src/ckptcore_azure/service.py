@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, quote
 
-from ckptcore_obstore.failures import Failure, FailureKind
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.services import Tuning, client_options
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
@@ -28,7 +29,7 @@ _REMEDIES: Final = {
     FailureKind.CREDENTIALS: "Check AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or "
     "AZURE_STORAGE_CONNECTION_STRING, or run `az login`, and check the clock of this machine; for a public container "
     "set the option 'anonymous'",
-    FailureKind.SETTINGS: "Check the option 'ca_bundle'",
+    FailureKind.SETTINGS: "Check the option 'ca_bundle', and unset AZURE_ENCRYPTION_KEY",
     FailureKind.PERMISSION: "Give the identity the role Storage Blob Data Contributor on the container, or the shared "
     "access signature the permissions racwdl",
     FailureKind.FULL: "Delete data, or raise the quota",
@@ -85,10 +86,18 @@ class AzureService:
         return self._settings.tuning
 
     def open_store(self) -> ObjectStore:
-        """Return the container as an obstore store. The environment does not affect it."""
+        """Return the container as an obstore store. The environment does not affect it.
+
+        Raises:
+            RequestFailed: with kind SETTINGS, if the environment has an encryption key.
+        """
         from obstore.store import AzureStore
 
         settings = self._settings
+        if os.environ.get("AZURE_ENCRYPTION_KEY"):
+            # obstore reads it, without a way to prevent that. Uploads in blocks would lack it.
+            message = "AZURE_ENCRYPTION_KEY is set, but customer-provided encryption keys are not supported"
+            raise RequestFailed(Failure(FailureKind.SETTINGS, None, "", message))
         anonymous = settings.credential is not None and settings.credential.kind == "anonymous"
         config: dict[str, Any] = {
             "account_name": settings.account,
@@ -96,6 +105,7 @@ class AzureService:
             "use_emulator": False,
             "use_fabric_endpoint": False,
             "skip_signature": anonymous,
+            "credential_type": "auto",
         }
         return AzureStore(
             settings.container,

@@ -106,7 +106,8 @@ def settings_of(
     emulates = given.get("use_emulator", found.emulates and not (account or given.get("endpoint")))
     if emulates or connection.get("usedevelopmentstorage", "").lower() == "true":
         account = account or EMULATOR_ACCOUNT
-        connection = {"accountkey": EMULATOR_KEY, "blobendpoint": _EMULATOR_URL, **connection}
+        place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
+        connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
     account = account or connection.get("accountname", "")
     endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
     credential = _given_credential(given, connection, named)
@@ -167,7 +168,7 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     suffix, protocol = found.get("endpointsuffix", _SUFFIX), found.get("defaultendpointsprotocol", "https")
     place = found.get("blobendpoint") or (f"{protocol}://{name}.blob.{suffix}" if name else "")
     credential = _given_credential({}, found, "AZURE_STORAGE_CONNECTION_STRING")
-    return _Environment(account or name, endpoint or place, credential, emulates)
+    return _Environment(name or account, endpoint or place, credential, emulates)
 
 
 def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str], named: str) -> Credential | None:

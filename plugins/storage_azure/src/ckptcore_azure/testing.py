@@ -96,7 +96,18 @@ def azurite(directory: Path) -> Iterator[Azurite]:
 
     def command(port: int) -> ServerCommand:
         arguments = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(directory / f"blobs-{port}")]
-        return ServerCommand([program, *arguments, "--blobKeepAliveTimeout", "60", "--silent", "--disableTelemetry", "--skipApiVersionCheck"], {})
+        return ServerCommand(
+            [
+                program,
+                *arguments,
+                "--blobKeepAliveTimeout",
+                "60",
+                "--silent",
+                "--disableTelemetry",
+                "--skipApiVersionCheck",
+            ],
+            {},
+        )
 
     with serve(command, directory) as server:
         yield Azurite(server)

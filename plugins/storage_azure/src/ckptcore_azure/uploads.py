@@ -49,9 +49,7 @@ class BlockUpload:
             headers |= service.condition_headers(IF_ABSENT)
         query = {"comp": "blocklist"}
         try:
-            self._bucket.run(
-                lambda: self._bucket.plain.send("PUT", self._key, query=query, headers=headers, body=body)
-            )
+            self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, headers=headers, body=body))
         except RequestFailed as error:
             # An earlier try may have committed the blocks although its response was lost.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION):

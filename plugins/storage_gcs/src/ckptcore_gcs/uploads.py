@@ -14,6 +14,7 @@ from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
 __all__ = ["CompositeUpload"]
 
+
 class CompositeUpload:
     """An object composed of temporary objects by the JSON API. Thread-safe.
 
