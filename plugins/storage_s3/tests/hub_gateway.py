@@ -27,7 +27,8 @@ class HubGateway:
         objects: data by key.
         uploads: parts of unfinished uploads, by key and id.
         checks: False to ignore conditions, as other gateways do.
-        lost: number of the next puts and completions whose answers are lost.
+        lost: number of the next puts whose answers are lost.
+        lost_completions: number of the next completions of uploads whose answers are lost.
         redirected: reads that were redirected.
     """
 
@@ -35,7 +36,7 @@ class HubGateway:
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.checks = checks
-        self.lost = 0
+        self.lost = self.lost_completions = 0
         self.redirected = 0
 
     def __call__(self, request: Request) -> Reply:
@@ -63,7 +64,10 @@ class HubGateway:
         if self.checks and wanted is not None and wanted != _tag(there):
             return error_reply(412 if there is not None else 404, "PreconditionFailed" if there else "NoSuchKey")
         self.objects[key] = request.body
-        return self._answered(Reply(200, b"", {"etag": _tag(request.body)}))
+        if self.lost:
+            self.lost -= 1
+            return Reply(0)
+        return Reply(200, b"", {"etag": _tag(request.body)})
 
     def _read(self, key: str, request: Request) -> Reply:
         data = self.objects.get(key)
@@ -121,13 +125,10 @@ class HubGateway:
         if request.method == "DELETE":
             return Reply(204)
         self.objects[key] = b"".join(parts[number] for number in sorted(parts))  # conditions are not documented here
-        return self._answered(_xml("CompleteMultipartUploadResult", []))
-
-    def _answered(self, reply: Reply) -> Reply:
-        if not self.lost:
-            return reply
-        self.lost -= 1
-        return Reply(0)
+        if self.lost_completions:
+            self.lost_completions -= 1
+            return Reply(0)
+        return _xml("CompleteMultipartUploadResult", [])
 
 
 def _tag(data: bytes | None) -> str:

@@ -18,7 +18,7 @@ from ckptcore.runtime import runtime_of
 from plugins.storage_s3.tests.hub_gateway import HubGateway
 from plugins.storage_s3.tests.stub_server import Reply, Request, StubServer, stub_server
 
-LARGE = {"w": np.arange(1_500_000.0), "step": 1}  # more than one part
+LARGE = {"w": np.arange(700_000.0), "step": 1}  # more than one part
 LOCATION = "s3://box/runs/1"
 
 
@@ -44,6 +44,12 @@ def context_of(stub: StubServer, io: IOOptions | None = None) -> ckptcore.Contex
     return ckptcore.Context(storage={"s3": config}, io=io or IOOptions())
 
 
+@pytest.mark.lives(
+    "Hugging Face storage buckets",
+    "a server that answers as the S3 gateway is documented; the service was not tried",
+    "saves, loads, runs; one commit for each save",
+    "an upload is completed without a condition, right after a check; no atomic replacement",
+)
 def test_a_run_is_fenced(stub: StubServer, gateway: HubGateway) -> None:
     context = context_of(stub)
     with ckptcore.Checkpointer("s3://box/runs", context=context) as run:
@@ -71,6 +77,13 @@ def test_lost_answers_without_metadata(lost: int, stub: StubServer, gateway: Hub
     storage.put("checkpoint.json", b"{}", condition=IfTag(tag))
     with pytest.raises(ConditionFailedError):
         storage.put("checkpoint.json", b"late", condition=IfTag(tag))
+
+
+def test_a_lost_answer_to_a_completion(stub: StubServer, gateway: HubGateway) -> None:
+    gateway.lost_completions = 1
+    ckptcore.save(LOCATION, LARGE, context=context_of(stub))
+    assert not gateway.lost_completions
+    assert ckptcore.verify(LOCATION, context=context_of(stub)).ok
 
 
 def test_one_of_two_savers_commits(stub: StubServer) -> None:

@@ -2,8 +2,8 @@
 
 The codes are those of https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and
 https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes. Those of calls that the plugin does
-not make, such as those about leases, tags, page blobs or new containers, are left out. A refusal without an own text has
-that of its kind.
+not make, such as those about leases, tags, page blobs or new containers, are left out. A refusal without an own text
+has that of its kind.
 """
 
 from __future__ import annotations

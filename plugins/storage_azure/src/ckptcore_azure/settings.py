@@ -141,7 +141,7 @@ def settings_of(
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """What the environment says of one storage account. See `Settings`."""
+    """Settings of one storage account in the environment. See `Settings`."""
 
     account: str = ""
     endpoint: str = ""

@@ -26,7 +26,7 @@ __all__ = ["DIALECT", "SAMPLE", "Azurite", "azurite"]
 
 _PROGRAM: Final = "azurite-blob"
 _INSTALLED: Final = Path(sys.prefix, "azurite", "node_modules", ".bin")
-"""Where `make azurite` installs it."""
+"""The directory that `make azurite` installs it in."""
 
 DIALECT: Final = StoreDialect(
     is_list=lambda request: request.method == "GET" and request.query.get("comp") == "list",
