@@ -1,4 +1,4 @@
-"""Lists of blobs, one page at a time: https://learn.microsoft.com/rest/api/storageservices/list-blobs"""
+"""Lists of blobs, one page at a time: see https://learn.microsoft.com/rest/api/storageservices/list-blobs."""
 
 from __future__ import annotations
 
