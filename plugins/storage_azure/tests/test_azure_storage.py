@@ -34,7 +34,8 @@ class OnAzurite:
 class TestAzurite(OnAzurite, StorageBackendTests):
     """Conformance tests."""
 
-    examples = 3
+    examples = 1
+    threads = 4
 
 
 class TestNewObjects(OnAzurite, NewObjectTests):
