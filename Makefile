@@ -13,6 +13,9 @@ PYTHONS ?=
 # More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
 PYTEST_ARGS ?=
 
+# The tests of other environments find Azurite, too.
+export PATH := $(CURDIR)/.venv/azurite/node_modules/.bin:$(PATH)
+
 # Compiled modules are kept: otherwise each process of the tests would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -159,6 +159,23 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects() -> None:
         assert _open(stub.url, **CREDENTIALS["key"]).list_sizes() == {"a/b": 7, "c\vd": 1}
 
 
+@pytest.mark.parametrize("code", ["InvalidQueryParameterValue", "AuthorizationPermissionMismatch"])
+def test_without_lists_of_blocks_temporary_blobs_are_deleted(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Accounts with a hierarchical namespace may not list uncommitted blobs."""
+    key = f"run/a.ckptcore-upload-{'0' * 32}"
+    names = f"<Blob><Name>{key}</Name></Blob><Blob><Name>run/b</Name></Blob>"
+
+    def answer(request: Request) -> Reply:
+        if "include" in request.query:
+            return error_reply(403 if "Mismatch" in code else 400, code)
+        return Reply(202 if request.method == "DELETE" else 200, f"<R><Blobs>{names}</Blobs></R>".encode())
+
+    with stub_server(answer) as stub:
+        assert _open(stub.url, **CREDENTIALS["key"]).abort_uploads() == 1
+        assert [request.path for request in stub.asked if request.method == "DELETE"] == [f"/box/{key}"]
+    assert "unfinished uploads of failed saves cannot be aborted" in caplog.text
+
+
 def test_a_replaced_blob_is_no_success() -> None:
     answer = error_reply(412, "ConditionNotMet", "The condition specified using HTTP conditional header(s) is not met.")
     reply = {"PUT": answer, "HEAD": Reply(200, b"", {**DATE, "x-ms-meta-ckptcoreput": "another's"})}

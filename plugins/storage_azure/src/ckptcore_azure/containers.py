@@ -83,15 +83,23 @@ class AzureContainer(Bucket):
         """List the blobs whose keys have a prefix."""
         return list_blobs(self, prefix, delimiter)
 
+    def abort_uploads(self, prefix: str) -> int:
+        """Discard the blocks of all uploads to keys with a prefix, and delete their temporary blobs.
+
+        Return the number of uploads.
+        """
+        count = super().abort_uploads(prefix)
+        temporary = [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
+        self.delete(temporary)
+        return count + len(temporary)
+
     def _abort_uploads(self, prefix: str) -> int:
         # In this order: a blob that is committed meanwhile must not look uncommitted.
         found = {key for page in list_blobs(self, prefix, uncommitted=True) for key in page.keys}
         committed = {key for page in list_blobs(self, prefix) for key in page.keys}
         for key in found - committed:
             BlockUpload(self, key).abort()
-        temporary = sorted([key for key in committed if self.is_temporary(key)])
-        self.delete(temporary)
-        return len(found - committed) + len(temporary)
+        return len(found - committed)
 
     def is_temporary(self, key: str) -> bool:
         """Return True for the temporary blobs of an unfinished upload."""

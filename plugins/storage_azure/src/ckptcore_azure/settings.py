@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from ckptcore_obstore.options import Option, check_options, flag, text, tuning_of, tuning_options
 from ckptcore_obstore.services import Tuning
@@ -90,7 +90,7 @@ def settings_of(
     Raises:
         InvalidLocationError: for an invalid endpoint, or without a storage account.
         ValueError: for an unknown option or a wrong type, for several kinds of credentials, for an invalid key or
-            connection string, or if the option ``account_name`` and the URL contradict each other.
+            signature or connection string, or if the option ``account_name`` and the URL contradict each other.
     """
     given: Mapping[str, Any] = check_options(scheme, config, OPTIONS)
     named = f"Context(storage={{{scheme!r}: ...}})"
@@ -110,7 +110,7 @@ def settings_of(
         connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
     account = account or connection.get("accountname", "")
     endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
-    credential = _given_credential(given, connection, named)
+    credential = _given_credential(given, connection)
     if not account and not endpoint:
         account, endpoint = found.account, found.endpoint
     account = account or _account_of(endpoint)
@@ -121,6 +121,8 @@ def settings_of(
             f"cannot open {scheme}://{container}: no storage account is named; set the option 'account_name' or "
             f"AZURE_STORAGE_ACCOUNT_NAME, or use a URL such as abfss://{container}@ACCOUNT.dfs.{_SUFFIX}/directory"
         )
+    if credential is not None and (wrong := _wrong(credential)):
+        raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
     if not endpoint and host:
         endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not endpoint and found.account == account:
@@ -155,9 +157,9 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     emulates = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
     key = next((environment[name] for name in _KEY if environment.get(name)), "")
     if key:
-        return _Environment(account, endpoint, Credential("key", _checked_key(key, "the environment")), emulates)
+        return _Environment(account, endpoint, Credential("key", key), emulates)
     if signature := environment.get("AZURE_STORAGE_SAS_TOKEN"):
-        return _Environment(account, endpoint, Credential("sas", signature.removeprefix("?")), emulates)
+        return _Environment(account, endpoint, _signature(signature), emulates)
     text_of_all = environment.get("AZURE_STORAGE_CONNECTION_STRING")
     if not text_of_all:
         return _Environment(account, endpoint, None, emulates)
@@ -167,20 +169,20 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
     suffix, protocol = found.get("endpointsuffix", _SUFFIX), found.get("defaultendpointsprotocol", "https")
     place = found.get("blobendpoint") or (f"{protocol}://{name}.blob.{suffix}" if name else "")
-    credential = _given_credential({}, found, "AZURE_STORAGE_CONNECTION_STRING")
+    credential = _given_credential({}, found)
     return _Environment(name or account, endpoint or place, credential, emulates)
 
 
-def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str], named: str) -> Credential | None:
+def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -> Credential | None:
     """Return the credential of the options or of a connection string."""
     if given.get("anonymous"):
         return ANONYMOUS
     if given.get("access_token"):
         return Credential("token", given["access_token"])
     if signature := given.get("sas_token") or connection.get("sharedaccesssignature"):
-        return Credential("sas", signature.removeprefix("?"))
+        return _signature(signature)
     if key := given.get("account_key") or connection.get("accountkey"):
-        return Credential("key", _checked_key(key, named))
+        return Credential("key", key)
     return None
 
 
@@ -196,12 +198,20 @@ def _connection(connection: str, named: str) -> dict[str, str]:
     return found
 
 
-def _checked_key(key: str, named: str) -> str:
+def _signature(text: str) -> Credential:
+    """Return a shared access signature. The portal shows it also as the query of a URL."""
+    return Credential("sas", text.rpartition("?")[2])
+
+
+def _wrong(credential: Credential) -> str | None:
+    """Return what is wrong with a credential, without showing it, or None."""
+    if credential.kind == "sas" and not dict(parse_qsl(credential.secret)).get("sig"):
+        return "the shared access signature has no part sig=...; expected one such as sv=...&sig=..."
     try:
-        base64.b64decode(key, validate=True)
+        base64.b64decode(credential.secret if credential.kind == "key" else "", validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(f"{named}: the key of the storage account is not in Base64") from None
-    return key
+        return "the key is not in Base64"
+    return None
 
 
 def _account_of(endpoint: str) -> str:
