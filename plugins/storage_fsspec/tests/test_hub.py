@@ -87,6 +87,15 @@ def test_saving_is_refused(context: ckptcore.Context, repository: Path) -> None:
     assert sorted(repository.rglob("*")) == before
 
 
+@needs_newer_hub
+def test_a_checkpoint_in_a_bucket_loads(context: ckptcore.Context, repository: Path) -> None:
+    ckptcore.save(repository / "step_1", {"w": np.arange(10), "step": 1})
+    loaded = ckptcore.load("hf://buckets/team/box/step_1", context=context)
+    assert loaded["step"] == 1
+    np.testing.assert_array_equal(loaded["w"], np.arange(10))
+    assert ckptcore.load("hf://buckets/team/box", context=context).keys() == WEIGHTS.keys()
+
+
 @pytest.mark.parametrize("scheme", ["hf", "fsspec+hf"])
 def test_the_way_to_write_to_a_bucket_is_named(scheme: str, context: ckptcore.Context) -> None:
     storage = installed_plugins().storage(scheme)(f"{scheme}://buckets/team/box/run", StorageOptions(config={}))
