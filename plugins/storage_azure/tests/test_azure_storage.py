@@ -6,11 +6,17 @@ import pytest
 from ckptcore_azure.plugin import AzurePlugin
 from ckptcore_azure.testing import Azurite
 from ckptcore_obstore.storage import ObjectStoreDirectory
-from ckptcore_testing import NewObjectTests, StorageBackendTests, UploadsTests
+from ckptcore_testing import NewObjectTests, PluginTests, StorageBackendTests, UploadsTests
 
 from ckptcore.protocols import StorageOptions
 
 pytestmark = pytest.mark.system
+
+
+class TestPlugin(PluginTests):
+    """The plugin as a whole."""
+
+    entry_point = "azure"
 
 
 class OnAzurite:
