@@ -13,6 +13,9 @@ PYTHONS ?=
 # More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
 PYTEST_ARGS ?=
 
+# The tests of other environments find Azurite, too.
+export PATH := $(CURDIR)/.venv/azurite/node_modules/.bin:$(PATH)
+
 # Compiled modules are kept: otherwise each process of the tests would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,6 +27,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRAINERS := .venv-trainers
 VLLM := .venv-vllm
+AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
@@ -31,7 +35,7 @@ TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions test-vllm
+.PHONY: help setup azurite demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions test-vllm
 .PHONY: test-oldest test-newest fuzz check lint types bench docs clean
 
 help:  ## list the targets
@@ -51,6 +55,14 @@ $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@echo "3 of 3: install ckptcore, its plugins and what the tests need, with the versions of constraints.txt"
 	@$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
 	@touch $@
+
+# An emulator of Azure, which needs Node.js and npm. Without it the tests of Azure skip and say so.
+azurite: $(AZURITE)/.installed  ## install Azurite 3.35 with npm, for the tests of Azure
+
+$(AZURITE)/.installed:
+	mkdir -p $(AZURITE)
+	npm install --prefix $(AZURITE) --no-audit --no-fund --loglevel error azurite@3.35.0
+	touch $@
 
 demo: $(STAMP)  ## a run is killed in PyTorch and resumes in JAX; one checkpoint in NumPy, PyTorch, JAX and Orbax
 	@$(BIN)/python -m examples.demo

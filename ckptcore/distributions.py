@@ -72,6 +72,7 @@ DISTRIBUTIONS: Final = (
     Distribution("torch", "ckptcore_torch", types=("torch",)),
     Distribution("s3", "ckptcore_s3", schemes=("s3",)),
     Distribution("gcs", "ckptcore_gcs", schemes=("gcs", "gs")),
+    Distribution("azure", "ckptcore_azure", schemes=("abfs", "abfss", "az", "azure")),
     Distribution(
         "dcp",
         "ckptcore_dcp",
@@ -87,7 +88,7 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "fsspec",
         "ckptcore_fsspec",
-        schemes=("abfs", "az", "ftp", "hdfs", "hf", "http", "https", "sftp", "webhdfs"),
+        schemes=("ftp", "hdfs", "hf", "http", "https", "sftp", "webhdfs"),
     ),
     Distribution(
         "formats",

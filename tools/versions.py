@@ -160,6 +160,7 @@ _COLOCATED: Final = [
 
 _FRAMEWORKS: Final = Part(
     [
+        "ckptcore-azure[test]",
         "ckptcore-dcp",
         "ckptcore-formats[hdf5]",
         "ckptcore-fsspec[test]",

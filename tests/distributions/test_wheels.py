@@ -145,7 +145,7 @@ def test_all_wheels_install_together(wheels: Mapping[str, Wheel], tmp_path: Path
     environment.run("-c", "".join(f"import {package}\n" for package in packages))
     described = environment.run("-m", "ckptcore", "plugins")
     assert "failed" not in described
-    assert all(name in described for name in ("dcp", "fsspec", "gcs", "jax", "orbax", "ray", "s3", "torch"))
+    assert all(name in described for name in ("azure", "dcp", "fsspec", "gcs", "jax", "orbax", "ray", "s3", "torch"))
 
 
 @pytest.mark.parametrize(("page", "runs"), [("README.md", 2), ("PACKAGE.md", 1)])

@@ -130,6 +130,37 @@ def _gs(directory: Path) -> Iterator[ObjectStore]:
         yield _store("gs", server.server.url, bucket, DIALECT, server.options, _unsigned)
 
 
+@contextmanager
+def _az(directory: Path) -> Iterator[ObjectStore]:
+    from ckptcore_azure.containers import AzureContainer
+    from ckptcore_azure.listing import list_blobs
+    from ckptcore_azure.service import AzureService
+    from ckptcore_azure.settings import settings_of
+    from ckptcore_azure.testing import DIALECT, azurite
+
+    with azurite(directory) as server:
+        name = server.create_bucket()
+        container, place = AzureContainer(AzureService(settings_of(name, server.options))), f"az://{name}/"
+
+        def begin(url: str) -> None:
+            container.begin_upload(url.removeprefix(place), if_absent=False).put_part(1, b"of a dead save")
+
+        def uncommitted(url: str) -> Sequence[str]:
+            prefix = url.removeprefix(place)
+            found = {key for page in list_blobs(container, prefix, uncommitted=True) for key in page.keys}
+            return sorted(found.difference(*[page.keys for page in list_blobs(container, prefix)]))
+
+        yield ObjectStore(
+            scheme="az",
+            upstream=server.server.url,
+            bucket=f"az://{name}",
+            dialect=DIALECT,
+            config=lambda url: {**server.options, "endpoint": f"{url}/{server.options['account_name']}", **_TRIES},
+            begin_upload=begin,
+            list_uploads=uncommitted,
+        )
+
+
 def _store(
     scheme: str, upstream: str, bucket: str, dialect: StoreDialect, options: Mapping[str, JSON], headers: Headers
 ) -> ObjectStore:
@@ -145,7 +176,7 @@ def _store(
     )
 
 
-STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]]] = {"gs": _gs, "s3": _s3}
+STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]]] = {"az": _az, "gs": _gs, "s3": _s3}
 """By scheme: given a directory for what it needs, runs it for a while."""
 
 
@@ -156,4 +187,5 @@ def may_come_late(request: ProxiedRequest) -> bool:
     docs/design/commits-on-object-stores.md.
     """
     deletes = request.method == "DELETE" or "delete" in request.query or request.path.startswith("/batch/")
+    deletes = deletes or request.query.get("comp") == "batch"
     return not deletes

@@ -93,7 +93,7 @@ def test_loads_need_no_lists(
         lambda: ckptcore.save(f"{place}/new", STATE, context=context),
         lambda: ckptcore.load(f"{place}/missing", context=context),
     ):
-        with pytest.raises(StoragePermissionError, match="AccessDenied.*(s3:ListBucket|Storage Object User)"):
+        with pytest.raises(StoragePermissionError, match="AccessDenied.*(s3:ListBucket|Storage Object User|Blob Data)"):
             call()
 
 
@@ -105,10 +105,12 @@ def test_a_crashed_step_is_saved_again_without_lists_of_uploads(
     answer = DENIED if refusal == "denied" else refused(501, "NotImplemented", "not implemented")
 
     def closed(request: ProxiedRequest) -> HTTPAnswer | None:
-        return answer if request.method == "GET" and "uploads" in request.query else None
+        lists = "uploads" in request.query or request.query.get("include") == "uncommittedblobs"
+        return answer if request.method == "GET" and lists else None
 
     def crash(request: ProxiedRequest) -> HTTPAnswer | None:
         is_last = request.method == "POST" and "uploadId" in request.query  # the completion of the first upload
+        is_last = is_last or request.query.get("comp") == "blocklist"
         return DENIED if is_last or not may_come_late(request) else closed(request)  # deletes nothing: the claim stays
 
     proxy.plan = Refusing(crash)

@@ -1,4 +1,4 @@
-"""Refusals that S3 and GCS document for our calls, by a server behind a proxy: the class, what refused, a remedy."""
+"""Refusals that the services document for our calls, by a server behind a proxy: the class, what refused, a remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_azure.refusals import REFUSALS as AZURE_REFUSALS
+from ckptcore_azure.settings import EMULATOR_KEY
 from ckptcore_gcs.refusals import REFUSALS as GCS_REFUSALS
 from ckptcore_obstore.failures import FailureKind, Refusal, refusal_of
 from ckptcore_s3.refusals import REFUSALS as S3_REFUSALS
@@ -60,13 +63,12 @@ CLASSES = {
 @pytest.fixture(scope="module")
 def proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[ObjectStore, FaultProxy]]]:
     """The services, each behind a proxy."""
-    with (
-        STORES["s3"](tmp_path_factory.mktemp("s3")) as s3,
-        STORES["gs"](tmp_path_factory.mktemp("gs")) as gs,
-        FaultProxy(s3.upstream, dialect=s3.dialect) as before_s3,
-        FaultProxy(gs.upstream, dialect=gs.dialect) as before_gs,
-    ):
-        yield {"s3": (s3, before_s3), "gs": (gs, before_gs)}
+    with ExitStack() as stack:
+        found = {}
+        for scheme, serve in STORES.items():
+            store = stack.enter_context(serve(tmp_path_factory.mktemp(scheme)))
+            found[scheme] = store, stack.enter_context(FaultProxy(store.upstream, dialect=store.dialect))
+        yield found
 
 
 def open_store(store: ObjectStore, url: str) -> StorageBackend:
@@ -85,7 +87,8 @@ def _always(answer: HTTPAnswer, request: ProxiedRequest) -> HTTPAnswer:
     return answer
 
 
-CASES = [("s3", code.replace("*", "OtherException")) for code in S3_REFUSALS] + [("gs", code) for code in GCS_REFUSALS]
+TABLES = {"az": AZURE_REFUSALS, "gs": GCS_REFUSALS, "s3": S3_REFUSALS}
+CASES = [(scheme, code.replace("*", "OtherException")) for scheme, table in TABLES.items() for code in table]
 
 
 @pytest.mark.parametrize(("scheme", "code"), CASES)
@@ -93,7 +96,7 @@ def test_each_refusal_says_what_to_do(
     scheme: str, code: str, proxies: dict[str, tuple[ObjectStore, FaultProxy]]
 ) -> None:
     store, proxy = proxies[scheme]
-    refusal = refusal_of(code, S3_REFUSALS if scheme == "s3" else GCS_REFUSALS)
+    refusal = refusal_of(code, TABLES[scheme])
     assert refusal is not None
     proxy.plan = Refusing(lambda request: _answer(request, code, refusal))
     storage = open_store(store, proxy.url)
@@ -135,12 +138,15 @@ def test_messages_name_what_to_allow(proxies: dict[str, tuple[ObjectStore, Fault
             open_store(store, proxy.url).put("a", b"1")
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_bucket_that_retains_objects(scheme: str, proxies: dict[str, tuple[ObjectStore, FaultProxy]]) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("az", "BlobImmutableDueToPolicy"), ("gs", "RetentionPolicyNotMet"), ("s3", "ObjectLocked")]
+)
+def test_a_bucket_that_retains_objects(
+    scheme: str, name: str, proxies: dict[str, tuple[ObjectStore, FaultProxy]]
+) -> None:
     """A commit replaces the claim, which a retention policy does not allow. The error is about that."""
     store, proxy = proxies[scheme]
     place = store.new_place("retained")
-    name = "RetentionPolicyNotMet" if scheme == "gs" else "ObjectLocked"
 
     def retained(request: ProxiedRequest) -> HTTPAnswer | None:
         replaces = request.headers.get("if-match") or request.headers.get("x-goog-if-generation-match", "0") != "0"
@@ -210,11 +216,12 @@ PROGRAM = (
 def test_proxies_are_named(status: int, cause: str) -> None:
     """In a new process, because obstore reads the proxies once."""
     keys = {"access_key_id": "id", "secret_access_key": "secret", "region": "r"}
+    account = {"account_name": "team", "account_key": EMULATOR_KEY}
     hosts = ["https://service.invalid", *(["http://service.invalid"] if status == 407 else [])]
     options = [
         (scheme, {"endpoint": host, "retries": 0, **more})
         for host in hosts
-        for scheme, more in (("s3", keys), ("gs", {"anonymous": True}))
+        for scheme, more in (("s3", keys), ("gs", {"anonymous": True}), ("az", account))
     ]
     with _Proxy(status) as url:
         environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pytest
+from ckptcore_azure.testing import SAMPLE as AZURITE
 from ckptcore_gcs.testing import FAKE_GCS_SERVER
 from ckptcore_gcs.testing import SAMPLE as STRICT_GCS
 from ckptcore_s3.testing import MOTO
@@ -20,6 +21,7 @@ from ckptcore.protocols import StorageBackend, StorageOptions
 __all__ = ["SERVERS", "open_storage", "quick_sample"]
 
 SERVERS: Final[Mapping[str, StorageSample]] = {
+    "azurite": AZURITE,
     server_kind(): S3,  # MiniStack, or what CKPTCORE_S3_SERVER names: Ceph
     "moto": MOTO,
     "strict-gcs": STRICT_GCS,

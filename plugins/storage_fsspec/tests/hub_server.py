@@ -1,7 +1,7 @@
 """A local server of the Hugging Face Hub's API for reading a repository, from a directory of files.
 
 As huggingface_hub 0.24 to 2.4 ask for it: the repository, the tree of files, some paths of it, and
-the files.
+the files. The same directory is a storage bucket, as huggingface_hub 2.4 asks for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ __all__ = ["HubHandler"]
 
 REPOSITORY = "team/model"
 COMMIT = "a" * 40
+BUCKET = "team/box"
 
 
 class HubHandler(RangesHandler):
-    """Serves the directory as the repository ``team/model``."""
+    """Serves the directory as the repository ``team/model``, and as the bucket ``team/box``."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -33,7 +34,15 @@ class HubHandler(RangesHandler):
             self._send({"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "siblings": [], "private": False})
         elif matched is not None:
             self._tree(matched[3])
-        elif (resolved := re.fullmatch(rf"/{REPOSITORY}/resolve/[^/]+/(.+)", path)) is not None:
+        elif (bucket := re.fullmatch(rf"/api/buckets/{BUCKET}(?:/(tree)/?(.*))?", path)) is not None:
+            if bucket[1]:
+                self._tree(bucket[2])
+            else:
+                created = "2026-11-29T10:00:00.000Z"
+                self._send({"id": BUCKET, "private": False, "createdAt": created, "size": 0, "totalFiles": 0})
+        elif (
+            resolved := re.fullmatch(rf"/(?:buckets/{BUCKET}/resolve|{REPOSITORY}/resolve/[^/]+)/(.+)", path)
+        ) is not None:
             self.path = f"/{resolved[1]}"
             super().do_GET()
         else:
@@ -41,7 +50,7 @@ class HubHandler(RangesHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        if re.fullmatch(rf"/api/models/{REPOSITORY}/paths-info/[^/]+", self.path) is None:
+        if not re.fullmatch(rf"/api/(models/{REPOSITORY}/paths-info/[^/]+|buckets/{BUCKET}/paths-info)", self.path):
             self._answer(404, b"{}")
             return
         asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
@@ -61,7 +70,7 @@ class HubHandler(RangesHandler):
         oid = hashlib.sha1(relative.encode()).hexdigest()
         if path.is_dir():
             return {"type": "directory", "path": relative, "oid": oid, "size": 0}
-        return {"type": "file", "path": relative, "oid": oid, "size": path.stat().st_size}
+        return {"type": "file", "path": relative, "oid": oid, "size": path.stat().st_size, "xetHash": oid}
 
     def _send(self, document: object) -> None:
         self._answer(200, json.dumps(document).encode(), **{"Content-Type": "application/json"})

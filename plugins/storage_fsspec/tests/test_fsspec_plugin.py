@@ -29,7 +29,7 @@ class TestPluginConforms(PluginTests):
 
 
 def test_it_opens_what_nobody_names() -> None:
-    for scheme in ("az", "https", "hf", "sftp", "fsspec+s3", "fsspec+memory", "fsspec+file"):
+    for scheme in ("smb", "https", "hf", "sftp", "fsspec+s3", "fsspec+memory", "fsspec+file"):
         assert ckpt_storage_for(scheme) is not None, scheme
         assert installed_plugins().storage(scheme) is ckpt_storage_for(scheme)
     for scheme in ("file", "memory"):

@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, StoragePermissionError
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageOptions
 from plugins.storage_fsspec.tests.hub_server import HubHandler
 from plugins.storage_fsspec.tests.web_servers import serve_directory
 
@@ -83,3 +85,19 @@ def test_saving_is_refused(context: ckptcore.Context, repository: Path) -> None:
     with pytest.raises(StoragePermissionError, match="read-only"):
         ckptcore.save("hf://team/model/step_1", {"w": np.ones(3)}, context=context)
     assert sorted(repository.rglob("*")) == before
+
+
+@needs_newer_hub
+def test_a_checkpoint_in_a_bucket_loads(context: ckptcore.Context, repository: Path) -> None:
+    ckptcore.save(repository / "step_1", {"w": np.arange(10), "step": 1})
+    loaded = ckptcore.load("hf://buckets/team/box/step_1", context=context)
+    assert loaded["step"] == 1
+    np.testing.assert_array_equal(loaded["w"], np.arange(10))
+    assert ckptcore.load("hf://buckets/team/box", context=context).keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("scheme", ["hf", "fsspec+hf"])
+def test_the_way_to_write_to_a_bucket_is_named(scheme: str, context: ckptcore.Context) -> None:
+    storage = installed_plugins().storage(scheme)(f"{scheme}://buckets/team/box/run", StorageOptions(config={}))
+    with pytest.raises(StoragePermissionError, match=r"through the S3 gateway .* s3://box/\.\.\. .*s3\.hf\.co/team'"):
+        storage.put("a", b"1")

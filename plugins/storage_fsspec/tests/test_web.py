@@ -86,6 +86,12 @@ def test_nothing_is_there(server: tuple[str, Requests]) -> None:
         ckptcore.load(f"{server[0]}/nothing")
 
 
+def test_the_way_to_write_to_azure_is_named() -> None:
+    storage = open_url("https://team.blob.core.windows.net/box/run", StorageOptions(config={}))
+    with pytest.raises(StoragePermissionError, match=r"to abfss://box@team\.dfs\.core\.windows\.net/\.\.\. \(`pip"):
+        storage.put("a", b"1")
+
+
 def test_saving_is_refused_before_anything(server: tuple[str, Requests], tmp_path: Path) -> None:
     with pytest.raises(StoragePermissionError, match=r"read-only.*save to another storage"):
         ckptcore.save(f"{server[0]}/step_1", STATE)

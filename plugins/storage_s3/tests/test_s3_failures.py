@@ -270,7 +270,7 @@ class Objects:
             if self.held is None:
                 return error_reply(404, "NoSuchKey")
             data, tag, mark = self.held
-            headers = {"etag": f'"{tag}"', "last-modified": DATE, "x-amz-meta-ckptcore-put": mark}
+            headers = {"etag": f'"{tag}"', "last-modified": DATE, "x-amz-meta-ckptcoreput": mark}
             return Reply(200, data, headers)
         assert request.method == "PUT"
         wanted = request.headers.get("if-match")
@@ -278,7 +278,7 @@ class Objects:
         if ("if-none-match" in request.headers and found) or (wanted is not None and wanted != found):
             return error_reply(412, "PreconditionFailed")
         self.count += 1
-        self.held = request.body, f"tag-{self.count}", request.headers["x-amz-meta-ckptcore-put"]
+        self.held = request.body, f"tag-{self.count}", request.headers["x-amz-meta-ckptcoreput"]
         if self.lost:
             self.lost -= 1
             return Reply(0)
@@ -327,7 +327,7 @@ class Uploads:
     def answer(self, request: Request) -> Reply:
         query = request.query
         if "uploads" in query:
-            self.mark = request.headers["x-amz-meta-ckptcore-put"]
+            self.mark = request.headers["x-amz-meta-ckptcoreput"]
             return Reply(200, b"<R><UploadId>u&amp;1</UploadId></R>")
         if "partNumber" in query:
             assert query["uploadId"] == "u&1"
@@ -347,7 +347,7 @@ class Uploads:
             self.done = b"".join(self.parts[number] for number in sorted(self.parts))
             return Reply(0) if self.end == "lost" else Reply(200, b"<CompleteMultipartUploadResult/>")
         if request.method == "HEAD" and self.done:
-            return Reply(200, b"", {"etag": '"x"', "last-modified": DATE, "x-amz-meta-ckptcore-put": self.mark})
+            return Reply(200, b"", {"etag": '"x"', "last-modified": DATE, "x-amz-meta-ckptcoreput": self.mark})
         return error_reply(404, "NoSuchKey")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -213,8 +214,26 @@ class ReadOnlyStorage(FsspecStorage):
     def _read_only_error(self, key: str) -> StoragePermissionError:
         self._path(key)
         return StoragePermissionError(
-            f"cannot change {key!r} in {self._url}: {self._scheme}:// is read-only; save to another storage"
+            f"cannot change {key!r} in {self._url}: {self._scheme}:// is read-only; {_writable(self._url)}"
         )
+
+
+_HUB_BUCKET: Final = re.compile(r"(?:fsspec\+)?hf://buckets/([\w.-]+)/([\w.-]+)", re.IGNORECASE)
+_AZURE: Final = re.compile(r"(?:fsspec\+)?https://(\w+)\.blob\.(core\.[\w.]+)/([\w$-]+)", re.IGNORECASE)
+
+
+def _writable(url: str) -> str:
+    """Return how to write to a place that has a read-only URL, if there is a way."""
+    if (found := _HUB_BUCKET.match(url)) is not None:
+        namespace, bucket = found.groups()
+        return (
+            f"save through the S3 gateway of the Hub: s3://{bucket}/... with the options endpoint="
+            f"'https://s3.hf.co/{namespace}', region='us-east-1', addressing_style='path' and the bucket's S3 keys"
+        )
+    if (found := _AZURE.match(url)) is not None:
+        account, cloud, container = found.groups()
+        return f"save to abfss://{container}@{account}.dfs.{cloud}/... (`pip install 'ckptcore[azure]'`)"
+    return "save to another storage"
 
 
 def _tag(data: bytes) -> str:

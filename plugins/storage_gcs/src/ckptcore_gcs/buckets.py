@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.listing import list_objects
-from ckptcore_obstore.uploads import PendingUpload
+from ckptcore_obstore.copied_uploads import CopiedUpload, upload_id_of
+from ckptcore_obstore.uploads import PendingUpload, Upload
 
 from ckptcore.protocols import PutCondition
 from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
 from ckptcore_gcs.service import GcsService
-from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, upload_id_of
+from ckptcore_gcs.uploads import CompositeUpload
 
 __all__ = ["GcsBucket"]
 
@@ -31,11 +32,15 @@ class GcsBucket(Bucket):
         return self.json.put(key, data, condition, put_id)
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
-        """Begin an upload in parts, with the method of the option ``uploads``."""
+        """Begin an upload in parts, with the method of the option ``uploads``.
+
+        In the XML API, uploads in parts take no precondition ("Preconditions are not supported in the requests",
+        https://cloud.google.com/storage/docs/multipart-uploads#considerations), so new objects are copied.
+        """
         if self._gcs.settings.uploads == "composite":
             return CompositeUpload(self, self.json, key)
         if if_absent:
-            return NewObjectUpload(self, self.json, key)
+            return CopiedUpload(self, key, partial(Upload.begin, self), self.json.copy)
         return super().begin_upload(key, if_absent=False)
 
     def abort_uploads(self, prefix: str) -> int:
@@ -44,7 +49,7 @@ class GcsBucket(Bucket):
         Return the number of uploads.
         """
         count = super().abort_uploads(prefix)
-        pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]
+        pieces = [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
         self.delete(pieces)
         return count + len({upload_id_of(key) for key in pieces})
 

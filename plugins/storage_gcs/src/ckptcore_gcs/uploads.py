@@ -1,74 +1,18 @@
-"""Uploads of large objects, with a condition on the final object.
-
-In the XML API, uploads in parts take no precondition ("Preconditions are not supported in the
-requests", https://cloud.google.com/storage/docs/multipart-uploads#considerations). A new object is
-therefore uploaded under a temporary name and then copied inside the service, with a condition. The
-copy moves no data.
-"""
+"""Uploads of large objects as compositions of small ones, with a condition on the final object."""
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.copied_uploads import TEMPORARY_INFIX
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.uploads import Upload
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
-__all__ = ["CompositeUpload", "NewObjectUpload", "upload_id_of"]
-
-_INFIX: Final = ".ckptcore-upload-"
-_TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
-
-
-def upload_id_of(key: str) -> str | None:
-    """Return the upload id in the key of a temporary object, or None for any other key."""
-    found = _TEMPORARY.search(key)
-    return None if found is None else found[1]
-
-
-class NewObjectUpload:
-    """A conditional upload by the XML API. Thread-safe.
-
-    Parts become a temporary object, which is then copied.
-    """
-
-    def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
-        """Begin the upload."""
-        self._bucket = bucket
-        self._json = json
-        self._key = key
-        self._put_id = uuid.uuid4().hex
-        self._temporary = f"{key}{_INFIX}{self._put_id}"
-        self._upload = Upload.begin(bucket, self._temporary)
-        self._is_whole = False
-
-    def put_part(self, number: int, data: Buffer) -> str:
-        """Upload a part, counted from 1. Return its tag."""
-        return self._upload.put_part(number, data)
-
-    def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Create the object.
-
-        If the object exists, it stays, the failure has kind CONDITION, and this can be called
-        again.
-        """
-        if not self._is_whole:
-            self._upload.complete(tags, if_absent=False)
-            self._is_whole = True
-        self._json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
-        self._bucket.delete([self._temporary])
-
-    def abort(self) -> None:
-        """Abort the upload and delete the temporary object."""
-        if not self._is_whole:
-            self._upload.abort()
-        self._bucket.delete([self._temporary])
+__all__ = ["CompositeUpload"]
 
 
 class CompositeUpload:
@@ -127,6 +71,6 @@ class CompositeUpload:
         return True
 
     def _named(self, suffix: str) -> str:
-        name = f"{self._key}{_INFIX}{self._put_id}-{suffix}"
+        name = f"{self._key}{TEMPORARY_INFIX}{self._put_id}-{suffix}"
         self._pieces.add(name)
         return name

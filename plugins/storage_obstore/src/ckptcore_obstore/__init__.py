@@ -1,4 +1,4 @@
-"""Shared code of the object store plugins ckptcore-s3 and ckptcore-gcs. Not a plugin itself.
+"""Shared code of the plugins ckptcore-s3, ckptcore-gcs and ckptcore-azure. Not a plugin itself.
 
 ::
 
@@ -8,6 +8,7 @@
     open_buckets    a cache of buckets
     part_sizes      the division of an object into parts
     uploads         uploads in parts
+    copied_uploads  uploads under a temporary name, and their copies
     listing         lists of keys
     plain_requests  HTTP requests that obstore lacks
     retrying        retries, with backoff and jitter

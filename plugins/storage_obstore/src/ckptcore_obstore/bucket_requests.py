@@ -18,8 +18,8 @@ __all__ = ["PUT_ID_KEY", "BucketRequests", "ObjectState"]
 
 T = TypeVar("T")
 
-PUT_ID_KEY: Final = "ckptcore-put"
-"""Metadata key with the id of the put that wrote an object.
+PUT_ID_KEY: Final = "ckptcoreput"
+"""Metadata key with the id of the put that wrote an object. Azure allows only letters, digits and underscores.
 
 If a response was lost, the id shows whether the put succeeded.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +14,7 @@ from ckptcore.events import logger_named
 from ckptcore.protocols import IfTag, PutCondition
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
+from ckptcore_obstore.listing import ListPage, list_objects
 from ckptcore_obstore.services import Service
 from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads
 
@@ -160,11 +161,8 @@ class Bucket(BucketRequests):
         Return the number of uploads. If the service does not list or abort them, they remain, which a warning says
         once: new objects do not replace others, and no root names an object of another save.
         """
-        count = 0
         try:
-            for upload in list(list_uploads(self, prefix)):
-                upload.abort()
-                count += 1
+            return self._abort_uploads(prefix)
         except RequestFailed as error:
             if error.failure.kind not in (FailureKind.PERMISSION, FailureKind.UNSUPPORTED):
                 raise
@@ -175,7 +173,17 @@ class Bucket(BucketRequests):
                     "them: %s. %s. Or set a lifecycle rule of the bucket that aborts incomplete uploads",
                     self.service.url, error, self.service.remedy(error.failure),
                 )  # fmt: skip
-        return count
+            return 0
+
+    def _abort_uploads(self, prefix: str) -> int:
+        uploads = list(list_uploads(self, prefix))
+        for upload in uploads:
+            upload.abort()
+        return len(uploads)
+
+    def list_pages(self, prefix: str, delimiter: str = "") -> Iterator[ListPage]:
+        """List the objects whose keys have a prefix; see `list_objects`."""
+        return list_objects(self, prefix, delimiter)
 
     def is_temporary(self, key: str) -> bool:
         """Return True for the temporary objects of an unfinished upload, which lists omit."""

@@ -269,7 +269,9 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
     if (one := _DELETE_FAILURE.search(cleaned)) is not None:
         return Failure(_kind(200, one[2], refusals), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
-    if "TunnelUnsuccessful" in text or "ProxyAuthRequired" in text:
+    if "Wanted range starting at" in cleaned:  # object_store's text for an answer without the first byte
+        kind = FailureKind.RANGE
+    elif "TunnelUnsuccessful" in text or "ProxyAuthRequired" in text:
         kind = FailureKind.PROXY
     elif "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
         kind = FailureKind.TIMEOUT

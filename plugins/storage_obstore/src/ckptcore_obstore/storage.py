@@ -11,7 +11,6 @@ from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import PutCondition, StorageAddress, StorageBackend, StorageCapabilities
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
-from ckptcore_obstore.listing import list_objects
 from ckptcore_obstore.storage_errors import converted_errors, error_of
 from ckptcore_obstore.writer import PartWriter
 
@@ -162,7 +161,7 @@ class ObjectStoreDirectory(StorageBackend):
         below = self._below(prefix)
         sizes: dict[str, int] = {}
         with converted_errors(self._service, f"list {self._service.url}/{below}"):
-            for page in list_objects(self._bucket, below):
+            for page in self._bucket.list_pages(below):
                 keys = [key[len(self._prefix) :] for key in page.keys]
                 sizes.update(zip(keys, page.sizes, strict=True))
         return {key: size for key, size in sizes.items() if self._is_listed(key)}
@@ -172,7 +171,7 @@ class ObjectStoreDirectory(StorageBackend):
         below = self._below(prefix)
         names: set[str] = set()
         with converted_errors(self._service, f"list {self._service.url}/{below}"):
-            for page in list_objects(self._bucket, below, "/"):
+            for page in self._bucket.list_pages(below, "/"):
                 names.update([key[len(below) :] for key in page.keys])
                 names.update([key[len(below) :] for key in page.prefixes])
         return sorted([name for name in names if self._is_listed(name.removesuffix("/"))])

@@ -31,6 +31,10 @@ __all__ = ["S3Service"]
 _ACTION: Final = re.compile(r"not authorized to perform: (\w+:\w+)")
 """The message of AccessDenied in the same account."""
 
+_USER_AGENT: Final = "ckptcore botocore"
+"""The gateway of Hugging Face answers reads of most clients by a redirection to other servers, whose tags need not be
+those of the gateway. It sends data itself to clients that name botocore, which finds our endpoint and credentials."""
+
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
@@ -142,7 +146,7 @@ class S3Service:
         return S3Store(
             settings.bucket,
             config=config,  # type: ignore[arg-type]  # obstore's TypedDict cannot be built step by step
-            client_options=client_options(self),  # type: ignore[arg-type]
+            client_options={**client_options(self), "user_agent": _USER_AGENT},  # type: ignore[arg-type]
             retry_config={"max_retries": 0},
             credential_provider=provider,  # type: ignore[arg-type]
         )
@@ -164,9 +168,10 @@ class S3Service:
         sent = dict(headers)
         if self._settings.requester_pays:
             sent["x-amz-request-payer"] = "requester"
-        if self._settings.anonymous:
-            return sent
-        return signed_headers(method, url, sent, self._source.get(), self.place().region)
+        if not self._settings.anonymous:
+            sent = signed_headers(method, url, sent, self._source.get(), self.place().region)
+        sent["user-agent"] = _USER_AGENT  # not signed: proxies may change it
+        return sent
 
     def prepare(self) -> object:
         """Return the credentials."""

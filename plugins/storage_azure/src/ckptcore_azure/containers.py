@@ -1,0 +1,126 @@
+"""A container of Azure Blob Storage: the operations that differ from other object stores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+from urllib.parse import quote, urlencode
+
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY
+from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.copied_uploads import CopiedUpload, upload_id_of
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.listing import ListPage
+from ckptcore_obstore.uploads import PendingUpload
+
+from ckptcore.protocols import PutCondition
+from ckptcore_azure.listing import list_blobs
+from ckptcore_azure.requests import AzureRequests
+from ckptcore_azure.service import AzureService
+from ckptcore_azure.uploads import BlockUpload
+
+__all__ = ["AzureContainer"]
+
+_MAX_BATCH_SIZE: Final = 256
+"""https://learn.microsoft.com/rest/api/storageservices/blob-batch"""
+
+_COPY_STATUS: Final = "x-ms-copy-status"
+_FIRST_COPY_SECONDS: Final = 0.05
+_MAX_COPY_SECONDS: Final = 2.0
+_ALL_COPY_SECONDS: Final = 3600.0
+"""Time between two looks at a running copy, and in total. A copy in one account is usually done with its request."""
+
+
+class AzureContainer(Bucket):
+    """A container. Thread-safe. Methods raise `RequestFailed` if a request fails."""
+
+    def __init__(self, service: AzureService) -> None:
+        """Initialise without sending a request."""
+        super().__init__(service)
+        self._azure = service
+        self.plain = AzureRequests(service)
+
+    def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
+        """Begin an upload of blocks.
+
+        A put of another process to the same key would discard them. New blobs are therefore uploaded under another
+        name, and copied.
+        """
+        return CopiedUpload(self, key, partial(BlockUpload, self), self._copy) if if_absent else BlockUpload(self, key)
+
+    def _copy(self, source: str, key: str, condition: PutCondition | None, put_id: str) -> None:
+        """Copy a blob inside the service, and wait until that is done. The source is kept."""
+        service = self._azure
+        url = f"{service.bucket_url}/{quote(source, safe='/-_.~')}"
+        signature = service.signature()
+        headers = {"x-ms-copy-source": f"{url}?{urlencode(signature)}" if signature else url}
+        headers[service.metadata_prefix + PUT_ID_KEY] = put_id
+        if condition is not None:
+            headers |= service.condition_headers(condition)
+        try:
+            status = self.run(lambda: self.plain.send("PUT", key, headers=headers)).headers.get(_COPY_STATUS)
+        except RequestFailed as error:
+            # An earlier try may have succeeded although its response was lost.
+            if error.failure.kind is not FailureKind.CONDITION or self.tag_if_put_by(key, put_id) is None:
+                raise
+            status = self._copy_status(key)
+        wait, started = _FIRST_COPY_SECONDS, time.monotonic()
+        while status == "pending" and time.monotonic() - started < _ALL_COPY_SECONDS:
+            time.sleep(wait)
+            wait = min(2 * wait, _MAX_COPY_SECONDS)
+            status = self._copy_status(key)
+        if status not in (None, "success"):
+            message = f"the copy of {source} inside the service is {status}"
+            raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
+
+    def _copy_status(self, key: str) -> str | None:
+        return self.run_head(key, lambda: self.plain.send("HEAD", key)).headers.get(_COPY_STATUS)
+
+    def list_pages(self, prefix: str, delimiter: str = "") -> Iterator[ListPage]:
+        """List the blobs whose keys have a prefix."""
+        return list_blobs(self, prefix, delimiter)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Discard the blocks of all uploads to keys with a prefix, and delete their temporary blobs.
+
+        Return the number of uploads.
+        """
+        count = super().abort_uploads(prefix)
+        temporary = [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
+        self.delete(temporary)
+        return count + len(temporary)
+
+    def _abort_uploads(self, prefix: str) -> int:
+        # In this order: a blob that is committed meanwhile must not look uncommitted.
+        found = {key for page in list_blobs(self, prefix, uncommitted=True) for key in page.keys}
+        committed = {key for page in list_blobs(self, prefix) for key in page.keys}
+        for key in found - committed:
+            BlockUpload(self, key).abort()
+        return len(found - committed)
+
+    def is_temporary(self, key: str) -> bool:
+        """Return True for the temporary blobs of an unfinished upload."""
+        return upload_id_of(key) is not None
+
+    def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Delete blobs in batches. A missing blob is not an error.
+
+        `check` is called before each try.
+        """
+        for start in range(0, len(keys), _MAX_BATCH_SIZE):
+            super().delete(keys[start : start + _MAX_BATCH_SIZE], check)
+
+    def _delete(self, keys: list[str]) -> None:
+        import obstore
+
+        # The service may refuse a batch with a shared access signature that allows each deletion, and Azurite fails.
+        if len(keys) > 1 and not self._azure.signature():
+            # obstore raises the first failure of a batch. After a missing blob others may have failed.
+            with suppress(FileNotFoundError):
+                obstore.delete(self._obstore(), keys)
+                return
+        for key in keys:
+            self._delete_plain(key)

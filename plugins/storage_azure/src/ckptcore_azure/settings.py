@@ -1,0 +1,234 @@
+"""Settings of a container, from its URL, the Context and the environment variables of Azure's tools."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+from ckptcore_obstore.options import Option, check_options, flag, text, tuning_of, tuning_options
+from ckptcore_obstore.services import Tuning
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore.model import JSON
+from ckptcore_azure.credentials import ANONYMOUS, Credential
+
+__all__ = ["EMULATOR_ACCOUNT", "EMULATOR_KEY", "OPTIONS", "Settings", "settings_of"]
+
+EMULATOR_ACCOUNT: Final = "devstoreaccount1"
+EMULATOR_KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_EMULATOR_URL: Final = f"http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"
+"""The account of every emulator: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite"""
+
+_SUFFIX: Final = "core.windows.net"
+_OF_AZURE: Final = ("AZURE_", "IDENTITY_", "IMDS_", "MSI_", "HOME")
+_ACCOUNT: Final = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+_KEY: Final = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
+_KINDS: Final = ("account_key", "sas_token", "access_token", "connection_string", "anonymous")
+
+OPTIONS: Final[Mapping[str, Option]] = {
+    "account_name": text("name of the storage account"),
+    "account_key": text("key of the storage account"),
+    "sas_token": text("shared access signature; it is not renewed"),
+    "access_token": text("an OAuth 2.0 token; it is not renewed"),
+    "connection_string": text("connection string of the storage account"),
+    "anonymous": flag("make requests without credentials, for public containers"),
+    "endpoint": text("URL of the account's blob service; plain HTTP needs http:// here"),
+    "use_emulator": flag("use the emulator Azurite, at `endpoint` or http://127.0.0.1:10000/devstoreaccount1"),
+    **tuning_options(),
+}
+"""The options of ``Context(storage={"az": {...}})`` by name. ``azure``, ``abfs`` and ``abfss`` have the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of a container.
+
+    Attributes:
+        container: name of the container.
+        url: URL of the container, for messages.
+        account: name of the storage account.
+        endpoint: URL of the account's blob service, without ``/`` at the end.
+        credential: the credential; None for tokens that azure-identity finds.
+        tuning: tuning of requests.
+        environment: the variables that azure-identity reads. Containers with other variables are others.
+    """
+
+    container: str
+    url: str
+    account: str
+    endpoint: str
+    credential: Credential | None
+    tuning: Tuning
+    environment: frozenset[tuple[str, str]] = field(repr=False)
+
+
+def settings_of(
+    container: str,
+    config: Mapping[str, JSON],
+    *,
+    scheme: str = "az",
+    host: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Return the settings of a container. Makes no request and reads no file.
+
+    The URL takes precedence over options, and these over the environment. Credentials of the environment are used
+    only for the account that it names, or if it names none.
+
+    Args:
+        container: name of the container.
+        config: options of the scheme.
+        scheme: scheme of the URL, for messages.
+        host: host in the URL, such as ``account.dfs.core.windows.net``; empty if the URL has none.
+        environment: environment variables.
+
+    Raises:
+        InvalidLocationError: for an invalid endpoint, or without a storage account.
+        ValueError: for an unknown option or a wrong type, for several kinds of credentials, for an invalid key or
+            signature or connection string, or if the option ``account_name`` and the URL contradict each other.
+    """
+    given: Mapping[str, Any] = check_options(scheme, config, OPTIONS)
+    named = f"Context(storage={{{scheme!r}: ...}})"
+    kinds = [name for name in _KINDS if given.get(name)]
+    if len(kinds) > 1:
+        raise ValueError(f"{named}: set only one of {', '.join(kinds)}")
+    account = host.partition(".")[0]
+    if account and given.get("account_name") not in (None, "", account):
+        raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
+    account = account or given.get("account_name", "")
+    connection = _connection(given["connection_string"], named) if given.get("connection_string") else {}
+    found = _of_environment(environment)
+    emulates = given.get("use_emulator", found.emulates and not (account or given.get("endpoint")))
+    if emulates or connection.get("usedevelopmentstorage", "").lower() == "true":
+        account = account or EMULATOR_ACCOUNT
+        place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
+        connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
+    account = account or connection.get("accountname", "")
+    endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
+    credential = _given_credential(given, connection)
+    if not account and not endpoint:
+        account, endpoint = found.account, found.endpoint
+    account = account or _account_of(endpoint)
+    if credential is None and not kinds and found.account in ("", account):
+        credential = found.credential
+    if not account:
+        raise InvalidLocationError(
+            f"cannot open {scheme}://{container}: no storage account is named; set the option 'account_name' or "
+            f"AZURE_STORAGE_ACCOUNT_NAME, or use a URL such as abfss://{container}@ACCOUNT.dfs.{_SUFFIX}/directory"
+        )
+    if credential is not None and (wrong := _wrong(credential)):
+        raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
+    if not endpoint and host:
+        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
+    if not endpoint and found.account == account:
+        endpoint = found.endpoint
+    if not endpoint:
+        protocol = connection.get("defaultendpointsprotocol", "https")
+        endpoint = f"{protocol}://{account}.blob.{connection.get('endpointsuffix', _SUFFIX)}"
+    return Settings(
+        container=container,
+        url=f"{scheme}://{container}@{host}" if host else f"{scheme}://{container}",
+        account=account,
+        endpoint=_checked_endpoint(endpoint),
+        credential=credential,
+        tuning=tuning_of(given),
+        environment=frozenset([(name, value) for name, value in environment.items() if name.startswith(_OF_AZURE)]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """Settings of one storage account in the environment. See `Settings`."""
+
+    account: str = ""
+    endpoint: str = ""
+    credential: Credential | None = None
+    emulates: bool = False
+
+
+def _of_environment(environment: Mapping[str, str]) -> _Environment:
+    account = next((environment[name] for name in _ACCOUNT if environment.get(name)), "")
+    endpoint = environment.get("AZURE_STORAGE_ENDPOINT", "")
+    emulates = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
+    key = next((environment[name] for name in _KEY if environment.get(name)), "")
+    if key:
+        return _Environment(account, endpoint, Credential("key", key), emulates)
+    if signature := environment.get("AZURE_STORAGE_SAS_TOKEN"):
+        return _Environment(account, endpoint, _signature(signature), emulates)
+    text_of_all = environment.get("AZURE_STORAGE_CONNECTION_STRING")
+    if not text_of_all:
+        return _Environment(account, endpoint, None, emulates)
+    found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
+    if found.get("usedevelopmentstorage", "").lower() == "true":
+        return _Environment(account, endpoint, None, True)
+    name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
+    suffix, protocol = found.get("endpointsuffix", _SUFFIX), found.get("defaultendpointsprotocol", "https")
+    place = found.get("blobendpoint") or (f"{protocol}://{name}.blob.{suffix}" if name else "")
+    credential = _given_credential({}, found)
+    return _Environment(name or account, endpoint or place, credential, emulates)
+
+
+def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -> Credential | None:
+    """Return the credential of the options or of a connection string."""
+    if given.get("anonymous"):
+        return ANONYMOUS
+    if given.get("access_token"):
+        return Credential("token", given["access_token"])
+    if signature := given.get("sas_token") or connection.get("sharedaccesssignature"):
+        return _signature(signature)
+    if key := given.get("account_key") or connection.get("accountkey"):
+        return Credential("key", key)
+    return None
+
+
+def _connection(connection: str, named: str) -> dict[str, str]:
+    """Parse a connection string. Names are in lower case."""
+    found: dict[str, str] = {}
+    for part in connection.strip().strip('"').split(";"):
+        name, equals, value = part.partition("=")
+        if part.strip() and not equals:
+            raise ValueError(f"{named}: the connection string is invalid; expected NAME=VALUE;... of the Azure portal")
+        if value:
+            found[name.strip().lower()] = value.strip()
+    return found
+
+
+def _signature(text: str) -> Credential:
+    """Return a shared access signature. The portal shows it also as the query of a URL."""
+    return Credential("sas", text.rpartition("?")[2])
+
+
+def _wrong(credential: Credential) -> str | None:
+    """Return what is wrong with a credential, without showing it, or None."""
+    if credential.kind == "sas" and not dict(parse_qsl(credential.secret)).get("sig"):
+        return "the shared access signature has no part sig=...; expected one such as sv=...&sig=..."
+    try:
+        base64.b64decode(credential.secret if credential.kind == "key" else "", validate=True)
+    except (binascii.Error, ValueError):
+        return "the key is not in Base64"
+    return None
+
+
+def _account_of(endpoint: str) -> str:
+    """Return the account in the URL of a blob service: its first path part at an IP address, else its first label."""
+    parts = urlsplit(endpoint)
+    host, path = parts.hostname or "", parts.path.strip("/")
+    return path.partition("/")[0] or ("" if host.replace(".", "").isdigit() else host.partition(".")[0])
+
+
+def _checked_endpoint(endpoint: str) -> str:
+    endpoint = endpoint.rstrip("/")
+    parts = urlsplit(endpoint)
+    if "@" in parts.netloc or parts.query:
+        # Refuse it, because errors and addresses show the endpoint. This message does not.
+        raise InvalidLocationError("the endpoint contains credentials; set them with their own options")
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.fragment:
+        raise InvalidLocationError(
+            f"the endpoint {endpoint!r} is not a service URL; expected one such as https://account.blob.{_SUFFIX}"
+        )
+    return endpoint

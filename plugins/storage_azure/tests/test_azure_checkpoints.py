@@ -1,0 +1,180 @@
+"""Checkpoints in Azure: saved, loaded, replaced, deleted, in steps, with each credential and with lost answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from ckptcore_azure.settings import EMULATOR_KEY
+from ckptcore_azure.testing import DIALECT, Azurite
+from ckptcore_testing import FaultProxy, LoseAnswer, ProxiedRequest, RequestFault, StoreDialect
+
+import ckptcore
+from ckptcore import policies
+from ckptcore.commit.location import open_directory
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, ConditionFailedError, StoragePermissionError
+from ckptcore.model import JSON
+from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
+from ckptcore.runtime import runtime_of
+from plugins.storage_azure.tests.signatures import account_signature
+
+pytestmark = pytest.mark.system
+
+LARGE = bytes(range(256)) * (48 << 10)  # two parts and a piece
+STATE = {"w": np.arange(4_000_000, dtype=np.float32).reshape(2000, 2000), "b": np.ones(3), "step": 7}
+
+
+def context_of(server: Azurite, **options: JSON) -> ckptcore.Context:
+    """Options of the server, with other ones on top."""
+    config = {**server.options, "part_bytes": 5 << 20, **options}
+    return ckptcore.Context(storage={"az": {name: value for name, value in config.items() if value is not None}})
+
+
+def storage_of(location: str, context: ckptcore.Context) -> StorageBackend:
+    """The storage of a location."""
+    return open_directory(location, runtime_of(context).storages, to_write=True)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["safetensors", "dcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ocdbt", "zarr3", "zarr"))],
+)
+def test_a_checkpoint_comes_back(emulator: Azurite, layout: str) -> None:
+    location, context = f"az://{emulator.create_bucket()}/run/step_1", context_of(emulator)
+    ckptcore.save(location, STATE, layout=layout, context=context)
+    loaded = ckptcore.load(location, context=context)
+    np.testing.assert_array_equal(loaded["w"], STATE["w"])
+    assert loaded["step"] == 7
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.save(location, STATE, layout=layout, context=context)
+    ckptcore.delete(location, context=context)
+    assert list(storage_of(location, context).list()) == []
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(location, context=context)
+
+
+@pytest.mark.lives(
+    "Azure",
+    "Azurite 3.35",
+    "saves, loads, runs; one commit for each save, also with lost answers",
+    "no atomic replacement: `overwrite=True` is refused. Accounts with a hierarchical namespace were not tried",
+)
+def test_steps_of_a_run(emulator: Azurite) -> None:
+    place, context = f"az://{emulator.create_bucket()}/run", context_of(emulator)
+    with ckptcore.Checkpointer(place, preservation_policy=policies.LatestN(2), context=context) as steps:
+        for number in range(4):
+            steps.save(number, {"w": np.full(10, number)})
+        steps.wait()
+        np.testing.assert_array_equal(steps.load()["w"], np.full(10, 3))
+    with ckptcore.CheckpointReader(place, context=context) as reader:
+        assert list(reader.steps) == [2, 3]
+
+
+@pytest.mark.parametrize("kind", ["signature", "environment", "another spelling"])
+def test_other_credentials(kind: str, emulator: Azurite, monkeypatch: pytest.MonkeyPatch) -> None:
+    location = f"{'azure' if kind == 'another spelling' else 'az'}://{emulator.create_bucket()}/run"
+    if kind == "signature":
+        context = context_of(emulator, account_key=None, sas_token=account_signature())
+    else:
+        for name, value in emulator.environment.items():
+            monkeypatch.setenv(name, value)
+        context = ckptcore.Context()
+    ckptcore.save(location, STATE, layout="dcp", context=context)
+    ckptcore.save(location, STATE, layout="dcp", overwrite="non-atomic", context=context)
+    np.testing.assert_array_equal(ckptcore.load(location, context=context)["w"], STATE["w"])
+    ckptcore.delete(location, context=context)
+
+
+def test_a_signature_that_does_not_allow_to_write(emulator: Azurite) -> None:
+    signature = account_signature("rl")
+    context = context_of(emulator, account_key=None, sas_token=signature)
+    with pytest.raises(StoragePermissionError, match=r"az://.*signature the permissions racwdl") as caught:
+        ckptcore.save(f"az://{emulator.create_bucket()}/run", {"w": np.ones(3)}, context=context)
+    assert signature.rpartition("sig=")[2] not in str(caught.value)
+
+
+class _LosesFirstAnswers:
+    """Loses the answer to the first request of each kind that changes something."""
+
+    def __init__(self) -> None:
+        self.lost: set[str] = set()
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        kind = f"{request.method} {request.query.get('comp')} {'x-ms-copy-source' in request.headers}"
+        if not request.changes or kind in self.lost:
+            return ()
+        self.lost.add(kind)
+        return (LoseAnswer(),)
+
+
+def test_lost_answers_change_nothing(emulator: Azurite) -> None:
+    container = emulator.create_bucket()
+    with FaultProxy(emulator.server.url, plan := _LosesFirstAnswers(), dialect=DIALECT) as proxy:
+        endpoint = emulator.endpoint.replace(emulator.server.url, proxy.url)
+        storage = storage_of(f"az://{container}/run", context_of(emulator, endpoint=endpoint, first_wait=0.001))
+        tag = storage.put("root", b"claim", condition=IF_ABSENT)
+        assert storage.get_with_tag("root") == (b"claim", tag)
+        plan.lost.clear()
+        commit = storage.put("root", b"commit", condition=IfTag(tag))
+        assert storage.get_with_tag("root") == (b"commit", commit)
+        with pytest.raises(ConditionFailedError):
+            storage.put("root", b"late", condition=IfTag(tag))
+        for name, open_writer in (("new", storage.open_new), ("any", storage.open_writer)):
+            plan.lost.clear()
+            writer = open_writer(name, len(LARGE))
+            writer.write_at(0, LARGE)
+            writer.finish()
+            assert storage.get(name) == LARGE
+            assert {"PUT block False", "PUT blocklist False"} <= plan.lost
+        assert list(storage.list()) == ["any", "new", "root"]
+        assert storage.abort_uploads() == 0, "the temporary blob of the copy is deleted"
+        plan.lost.clear()
+        storage.delete(["any", "missing", "new", "root"])
+        assert list(storage.list()) == []
+
+
+def test_only_the_blocks_of_one_upload_are_committed(emulator: Azurite) -> None:
+    """Two uploads to one name at the same time."""
+    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
+    first, second = storage.open_writer("a", len(LARGE)), storage.open_writer("a", len(LARGE))
+    first.write_at(0, LARGE)
+    second.write_at(0, LARGE[::-1])
+    second.finish()
+    assert storage.get("a") == LARGE[::-1]
+
+
+def test_blobs_of_others_stay(emulator: Azurite) -> None:
+    """What `abort_uploads` discards blocks with takes the place of no blob."""
+    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
+    writer = storage.open_writer("a", len(LARGE))
+    writer.write_at(0, LARGE[: 6 << 20])
+    tag = storage.put("a", b"another's")
+    assert storage.abort_uploads() == 0
+    writer.abort()
+    assert storage.get_with_tag("a") == (b"another's", tag)
+
+
+def test_a_child_by_fork_can_read(emulator: Azurite) -> None:
+    location, context = f"az://{emulator.create_bucket()}/run", context_of(emulator)
+    storage = storage_of(location, context)
+    storage.put("a", b"1")
+    storage.get("a")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, storage_of(location, context).get("a"))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    assert os.read(reading, 10) == b"1"
+    os.close(reading)
+
+
+def test_the_key_is_in_no_address(emulator: Azurite) -> None:
+    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
+    assert storage.address is not None and EMULATOR_KEY not in repr(storage.address) + repr(storage)

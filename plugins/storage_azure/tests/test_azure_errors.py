@@ -1,0 +1,207 @@
+"""Errors of a service that a test defines: the class, one line, and never a secret."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import traceback
+from collections.abc import Callable
+
+import pytest
+from ckptcore_azure.plugin import AzurePlugin
+from ckptcore_azure.settings import EMULATOR_KEY
+
+from ckptcore.errors import BucketNotFoundError, ConditionFailedError, StorageCredentialsError, StorageError
+from ckptcore.model import JSON
+from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, StorageOptions
+from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply, stub_server
+
+SIGNATURE = "sv=2023-11-03&sp=racwdl&sig=TopSecret%2FSignature%3D"
+SECRETS = ("TopSecret", EMULATOR_KEY, "secret-token")
+CREDENTIALS: dict[str, dict[str, JSON]] = {
+    "key": {"account_key": EMULATOR_KEY},
+    "sas": {"sas_token": SIGNATURE},
+    "token": {"access_token": "secret-token"},
+}
+DATE = {"last-modified": "Sun, 29 Nov 2026 10:00:00 GMT", "etag": '"0x1"'}
+
+
+def _open(endpoint: str, **options: JSON) -> StorageBackend:
+    config = {"account_name": "team", "endpoint": endpoint, "retries": 0, "part_bytes": 5 << 20, **options}
+    return AzurePlugin().open("az://box/run", StorageOptions(config=config))
+
+
+def _calls(storage: StorageBackend) -> list[Callable[[], object]]:
+    return [
+        lambda: storage.get("a"),
+        lambda: storage.get("tab\tname"),
+        lambda: storage.put("a", b"1"),
+        lambda: storage.put("a", b"1", condition=IF_ABSENT),
+        lambda: storage.put("a", b"1", condition=IfTag('"0x1"')),
+        lambda: storage.open_new("a", 20 << 20).write_at(0, bytes(10 << 20)),
+        lambda: list(storage.list()),
+        lambda: storage.delete(["a", "b"]),
+    ]
+
+
+def _echo(request: Request) -> Reply:
+    """An answer that repeats the credential, as proxies and services do."""
+    url = f"{request.path}?{'&'.join(f'{name}={value}' for name, value in request.query.items())}"
+    words = f"cannot do {request.method} http://team.example{url}"
+    return (
+        Reply(400, f"<html>{words}</html>".encode())
+        if "tab" in url
+        else error_reply(400, "OddRequest", words.replace("&", "&amp;"))
+    )
+
+
+@pytest.mark.parametrize("kind", CREDENTIALS)
+@pytest.mark.parametrize("service", ["echoes", "drops", "is not there"])
+def test_no_error_shows_a_secret(kind: str, service: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "ckptcore")
+    with stub_server(_echo if service == "echoes" else lambda request: Reply(0)) as stub, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}" if service == "is not there" else stub.url
+        for call in _calls(_open(url, **CREDENTIALS[kind])):
+            with pytest.raises(StorageError, match="az://box/run/") as caught:
+                call()
+            shown = "".join(traceback.format_exception(caught.value)) + caplog.text
+            assert not [secret for secret in SECRETS if secret in shown], shown
+            assert "\n" not in str(caught.value)
+        if kind == "sas" and stub.asked:
+            assert all(request.query["sig"] == "TopSecret/Signature=" for request in stub.asked)
+
+
+def test_a_missing_container() -> None:
+    answer = error_reply(404, "ContainerNotFound", "The specified container does not exist.")
+    with stub_server(lambda request: answer) as stub:
+        for call in _calls(_open(stub.url, **CREDENTIALS["key"])):
+            with pytest.raises(BucketNotFoundError, match="az://box/run.*ContainerNotFound.*or create it"):
+                call()
+
+
+def test_credentials_that_are_refused() -> None:
+    answer = error_reply(403, "AuthenticationFailed", "Server failed to authenticate the request.")
+    with stub_server(lambda request: answer) as stub:
+        for call in _calls(_open(stub.url, **CREDENTIALS["sas"])):
+            with pytest.raises(StorageCredentialsError, match="AuthenticationFailed.*AZURE_STORAGE_SAS_TOKEN"):
+                call()
+
+
+class _Copies:
+    """A service whose copies take a while, and which counts what was asked."""
+
+    def __init__(self, *states: str, lose: bool = False) -> None:
+        self.states = list(states)
+        self.lose = lose
+        self.put_id = ""
+
+    def __call__(self, request: Request) -> Reply:
+        if "x-ms-copy-source" in request.headers:
+            if self.put_id:
+                return error_reply(409, "BlobAlreadyExists", "The specified blob already exists.")
+            self.put_id = request.headers["x-ms-meta-ckptcoreput"]
+            return Reply(0) if self.lose else Reply(202, b"", {**DATE, "x-ms-copy-status": self.states.pop(0)})
+        if request.method == "HEAD":
+            return Reply(
+                200, b"", {**DATE, "x-ms-copy-status": self.states.pop(0), "x-ms-meta-ckptcoreput": self.put_id}
+            )
+        return Reply(202 if request.method == "DELETE" else 201, b"", DATE)
+
+
+@pytest.mark.parametrize("lose", [False, True])
+def test_a_copy_is_done_before_an_upload_ends(lose: bool) -> None:
+    states = ["pending", "pending", "success"] if not lose else ["pending", "pending", "pending", "success"]
+    copies = _Copies(*states, lose=lose)
+    with stub_server(copies) as stub:
+        writer = _open(stub.url, retries=1, first_wait=0.001, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
+        writer.write_at(0, bytes(6 << 20))
+        writer.finish()
+        assert not copies.states
+        [source] = {one.headers["x-ms-copy-source"] for one in stub.asked if "x-ms-copy-source" in one.headers}
+        assert source.startswith(f"{stub.url}/box/run/a.ckptcore-upload-") and source.endswith("Signature%3D")
+        assert next(one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers) == "*"
+
+
+def test_a_copy_that_fails_is_no_object() -> None:
+    with stub_server(_Copies("pending", "failed")) as stub:
+        writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
+        writer.write_at(0, bytes(6 << 20))
+        with pytest.raises(StorageError, match="az://box/run/a: .*the copy of run/a.*is failed"):
+            writer.finish()
+
+
+def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:
+    """A batch reports each blob, and obstore raises the first failure only."""
+    left = {"run/a", "run/b", "run/c"}
+
+    def answer(request: Request) -> Reply:
+        if request.query.get("comp") == "batch":
+            head = "--m\r\nContent-Type: application/http\r\nContent-ID: {}\r\n\r\nHTTP/1.1 {}\r\n\r\n"
+            body = "".join(head.format(number, "404 Not Found") for number in range(3)) + "--m--\r\n"
+            return Reply(202, body.encode(), {"content-type": "multipart/mixed; boundary=m"})
+        left.discard(request.path.removeprefix("/box/"))
+        return Reply(202)
+
+    with stub_server(answer) as stub:
+        _open(stub.url, **CREDENTIALS["key"]).delete(["a", "b", "c"])
+    assert not left
+
+
+def test_directories_of_a_hierarchical_namespace_are_no_objects() -> None:
+    blob = "<Blob><Name{}>run/{}</Name><Properties><Content-Length>{}</Content-Length>{}</Properties></Blob>"
+    kind = "<ResourceType>directory</ResourceType>"
+    blobs = (
+        blob.format("", "a", 0, kind) + blob.format("", "a/b", 7, "") + blob.format(' Encoded="true"', "c%0Bd", 1, "")
+    )
+    body = f"\ufeff<?xml version='1.0'?><EnumerationResults><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>"
+    with stub_server(lambda request: Reply(200, body.encode())) as stub:
+        assert _open(stub.url, **CREDENTIALS["key"]).list_sizes() == {"a/b": 7, "c\vd": 1}
+
+
+@pytest.mark.parametrize("code", ["InvalidQueryParameterValue", "AuthorizationPermissionMismatch"])
+def test_without_lists_of_blocks_temporary_blobs_are_deleted(code: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Accounts with a hierarchical namespace may not list uncommitted blobs."""
+    key = f"run/a.ckptcore-upload-{'0' * 32}"
+    names = f"<Blob><Name>{key}</Name></Blob><Blob><Name>run/b</Name></Blob>"
+
+    def answer(request: Request) -> Reply:
+        if "include" in request.query:
+            return error_reply(403 if "Mismatch" in code else 400, code)
+        return Reply(202 if request.method == "DELETE" else 200, f"<R><Blobs>{names}</Blobs></R>".encode())
+
+    with stub_server(answer) as stub:
+        assert _open(stub.url, **CREDENTIALS["key"]).abort_uploads() == 1
+        assert [request.path for request in stub.asked if request.method == "DELETE"] == [f"/box/{key}"]
+    assert "unfinished uploads of failed saves cannot be aborted" in caplog.text
+
+
+def test_a_replaced_blob_is_no_success() -> None:
+    answer = error_reply(412, "ConditionNotMet", "The condition specified using HTTP conditional header(s) is not met.")
+    reply = {"PUT": answer, "HEAD": Reply(200, b"", {**DATE, "x-ms-meta-ckptcoreput": "another's"})}
+    with stub_server(lambda request: reply[request.method]) as stub:
+        storage = _open(stub.url, **CREDENTIALS["key"])
+        for condition in (IF_ABSENT, IfTag('"0x0"')):
+            with pytest.raises(ConditionFailedError, match="az://box/run/a.*ConditionNotMet"):
+                storage.put("a", b"1", condition=condition)
+
+
+def test_the_environment_does_not_change_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore reads these variables, too."""
+    for name, value in {
+        "AZURE_STORAGE_ENDPOINT": "http://127.0.0.1:9",
+        "AZURE_STORAGE_USE_EMULATOR": "true",
+        "AZURE_STORAGE_SAS_TOKEN": "sig=other",
+        "AZURE_STORAGE_TOKEN": "other",
+        "AZURE_CREDENTIAL_TYPE": "azure_cli",
+        "AZURE_SKIP_SIGNATURE": "true",
+        "AZURE_CONTAINER_NAME": "other",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with stub_server(lambda request: Reply(201, b"", DATE)) as stub:
+        _open(stub.url, **CREDENTIALS["token"]).put("a", b"1")
+        [request] = stub.asked
+        assert (request.path, request.headers["authorization"]) == ("/box/run/a", "Bearer secret-token")
+        monkeypatch.setenv("AZURE_ENCRYPTION_KEY", "hidden")
+        with pytest.raises(StorageCredentialsError, match="AZURE_ENCRYPTION_KEY is set.*unset AZURE_ENCRYPTION_KEY"):
+            _open(stub.url, **CREDENTIALS["token"]).put("a", b"1")

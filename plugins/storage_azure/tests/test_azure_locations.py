@@ -1,0 +1,123 @@
+"""URLs, options and variables: which account, endpoint and credential they mean, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from ckptcore_azure.plugin import AzurePlugin
+from ckptcore_azure.settings import EMULATOR_KEY, Settings, settings_of
+from ckptcore_obstore.storage import ObjectStoreDirectory
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore.model import JSON
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageOptions
+
+KEY = EMULATOR_KEY
+EMULATOR = "http://127.0.0.1:10000/devstoreaccount1"
+TEAM = "https://team.blob.core.windows.net"
+CONNECTION = f"DefaultEndpointsProtocol=https;AccountName=team;AccountKey={KEY};EndpointSuffix=core.windows.net"
+
+
+def _settings(
+    options: Mapping[str, JSON], environment: Mapping[str, str], host: str = ""
+) -> tuple[str, str, tuple[str, str] | None]:
+    found: Settings = settings_of("box", options, host=host, environment=environment)
+    credential = found.credential
+    return found.account, found.endpoint, None if credential is None else (credential.kind, credential.secret)
+
+
+@pytest.mark.parametrize("scheme", ["abfs", "abfss", "az", "azure"])
+@pytest.mark.parametrize("host", ["", "@team.dfs.core.windows.net", "@team.blob.core.windows.net"])
+def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "team")
+    opened = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
+    assert isinstance(opened, ObjectStoreDirectory)
+    assert repr(opened) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
+        "errors name the URL as it was given"
+    )
+    assert opened.bucket.service.bucket_url == f"{TEAM}/box"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "host", "expected"),
+    [
+        ({"account_name": "team"}, {}, "", ("team", TEAM, None)),
+        ({"account_key": KEY}, {}, "team.dfs.core.windows.net", ("team", TEAM, ("key", KEY))),
+        ({"connection_string": CONNECTION}, {}, "", ("team", TEAM, ("key", KEY))),
+        ({"account_name": "team", "sas_token": "?sv=1&sig=a%2Fb"}, {}, "", ("team", TEAM, ("sas", "sv=1&sig=a%2Fb"))),
+        ({"account_name": "team", "sas_token": f"{TEAM}/box?sv=1&sig=x"}, {"AZURE_STORAGE_KEY": "not Base64"}, "",
+         ("team", TEAM, ("sas", "sv=1&sig=x"))),
+        ({"account_name": "team", "access_token": "t"}, {}, "", ("team", TEAM, ("token", "t"))),
+        ({"account_name": "team", "anonymous": True}, {"AZURE_STORAGE_KEY": KEY}, "",
+         ("team", TEAM, ("anonymous", ""))),
+        ({"endpoint": "https://team.blob.core.chinacloudapi.cn/"}, {}, "",
+         ("team", "https://team.blob.core.chinacloudapi.cn", None)),
+        ({}, {}, "team.dfs.core.chinacloudapi.cn", ("team", "https://team.blob.core.chinacloudapi.cn", None)),
+        ({"use_emulator": True}, {}, "", ("devstoreaccount1", EMULATOR, ("key", KEY))),
+        ({"connection_string": "UseDevelopmentStorage=true"}, {}, "", ("devstoreaccount1", EMULATOR, ("key", KEY))),
+        ({"use_emulator": True, "endpoint": "http://127.0.0.1:9/devstoreaccount1"}, {}, "",
+         ("devstoreaccount1", "http://127.0.0.1:9/devstoreaccount1", ("key", KEY))),
+        ({}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "", ("devstoreaccount1", EMULATOR, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "", ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": "UseDevelopmentStorage=true"}, "",
+         ("devstoreaccount1", EMULATOR, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": f"BlobEndpoint={TEAM}/;SharedAccessSignature=sv=1&sig=x"}, "",
+         ("team", TEAM, ("sas", "sv=1&sig=x"))),
+        ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "", ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_ACCOUNT_NAME": "team", "AZURE_STORAGE_SAS_TOKEN": "sig=x"}, "",
+         ("team", TEAM, ("sas", "sig=x"))),
+        ({"account_name": "team"}, {"AZURE_STORAGE_ACCOUNT_KEY": KEY}, "", ("team", TEAM, ("key", KEY))),
+        # The key of one account is not sent to another.
+        ({"account_name": "team"}, {"AZURE_STORAGE_ACCOUNT": "other", "AZURE_STORAGE_KEY": KEY}, "",
+         ("team", TEAM, None)),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "other.dfs.core.windows.net",
+         ("other", "https://other.blob.core.windows.net", None)),
+    ],
+)  # fmt: skip
+def test_account_endpoint_and_credential(
+    options: Mapping[str, JSON],
+    environment: Mapping[str, str],
+    host: str,
+    expected: tuple[str, str, tuple[str, str] | None],
+) -> None:
+    assert _settings(options, environment, host) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("az://box/run", {}, r"az://box: no storage account is named; set the option 'account_name'"),
+        ("az://box@team/run", {}, "invalid container or account; expected a URL such as az://container/directory"),
+        ("az:///run", {}, "invalid container or account"),
+        ("az://Box/run", {"account_name": "team"}, "invalid container or account"),
+        ("https://team.blob.core.windows.net/box", {}, "cannot open"),
+        (
+            "az://box/run?sv=1&sig=hidden",
+            {"account_name": "team"},
+            "the URL contains a shared access signature; set it",
+        ),
+        ("az://box/run", {"endpoint": f"{TEAM}?sig=hidden"}, "the endpoint contains credentials"),
+        ("az://box/run", {"endpoint": "https://me:hidden@team.example"}, "the endpoint contains credentials"),
+        ("az://box/run", {"endpoint": "team.blob.core.windows.net"}, "not a service URL"),
+        ("az://box/run", {"acount_name": "team"}, "unknown option 'acount_name'; did you mean 'account_name'?"),
+        ("az://box/run", {"account_name": "team", "account_key": "hidden"}, "'team': the key is not in Base64"),
+        ("az://box/run", {"account_name": "team", "sas_token": "hidden"}, "'team': the .* signature has no part sig="),
+        ("az://box/run", {"connection_string": "hidden"}, "the connection string is invalid"),
+        ("az://box/run", {"account_key": KEY, "sas_token": "sig=hidden"}, "set only one of account_key, sas_token"),
+        ("az://box@team.dfs.core.windows.net/run", {"account_name": "other"}, "but the URL names 'team'"),
+    ],
+)
+def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises((InvalidLocationError, ValueError), match=message) as caught:
+        AzurePlugin().open(url, StorageOptions(config=options))
+    assert "hidden" not in str(caught.value) and KEY not in str(caught.value)
+
+
+def test_settings_show_no_secret() -> None:
+    for options in ({"account_key": KEY}, {"sas_token": "sig=hidden"}, {"access_token": "hidden"}):
+        shown = repr(settings_of("box", {"account_name": "team", **options}, environment={"AZURE_X": "hidden"}))
+        assert KEY not in shown and "hidden" not in shown

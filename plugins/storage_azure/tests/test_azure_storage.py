@@ -1,0 +1,54 @@
+"""The storage conformance tests on Azure, with Azurite."""
+
+from __future__ import annotations
+
+import pytest
+from ckptcore_azure.plugin import AzurePlugin
+from ckptcore_azure.testing import Azurite
+from ckptcore_obstore.storage import ObjectStoreDirectory
+from ckptcore_testing import NewObjectTests, PluginTests, StorageBackendTests, UploadsTests
+
+from ckptcore.protocols import StorageOptions
+
+pytestmark = pytest.mark.system
+
+
+class TestPlugin(PluginTests):
+    """The plugin as a whole."""
+
+    entry_point = "azure"
+
+
+class OnAzurite:
+    """A new container for each test."""
+
+    @pytest.fixture(autouse=True)
+    def use_server(self, emulator: Azurite) -> None:
+        """Create the container."""
+        self.plugin = AzurePlugin()
+        self.server = emulator
+        self.container = emulator.create_bucket()
+
+    def open(self, directory: str) -> ObjectStoreDirectory:
+        """The same directory for the same name."""
+        config = {**self.server.options, "part_bytes": 5 << 20}
+        opened = self.plugin.open(f"az://{self.container}/{directory}", StorageOptions(config=config))
+        assert isinstance(opened, ObjectStoreDirectory)
+        return opened
+
+
+class TestAzurite(OnAzurite, StorageBackendTests):
+    """Conformance tests."""
+
+    examples = 1
+    threads = 4
+
+
+class TestNewObjects(OnAzurite, NewObjectTests):
+    """New objects."""
+
+
+class TestUploads(OnAzurite, UploadsTests):
+    """Unfinished uploads."""
+
+    upload_bytes = 11 << 20
