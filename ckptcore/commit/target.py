@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root, SaveOrder
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, CompositeRoot, Root, SaveOrder
 from ckptcore.commit.root_json import (
     HEAD_BYTES,
     RootHead,
@@ -63,14 +63,12 @@ __all__ = [
     "read_version",
     "refuse_inside",
     "refuse_to_replace",
-    "remove_unneeded",
     "replaced_by",
     "root_bytes",
     "root_version",
     "save_of_hidden",
     "saved_to",
     "unknown_overwrite",
-    "unneeded_keys",
 ]
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
@@ -334,24 +332,6 @@ def refuse_inside(location: Location) -> None:
         f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
         "checkpoint owns its directory: save outside it. Nothing was written"
     )
-
-
-def unneeded_keys(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
-    """Return the keys of objects that can be removed from a location. Objects of nested checkpoints are excluded.
-
-    Args:
-        keys: all existing keys, including keys that a listing may miss.
-        kept: the keys of objects that must stay.
-    """
-    below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
-    return sorted([key for key in keys if key not in kept and not key.startswith(below)])
-
-
-def remove_unneeded(store: StorageBackend, kept: Collection[str]) -> None:
-    """Remove the objects of a partial save except `kept`, its root and its session table. Only its owner calls this."""
-    keys = unneeded_keys(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
-    if keys:
-        store.delete(keys)
 
 
 class LocationVersion(NamedTuple):
