@@ -1,4 +1,4 @@
-"""Objects that write their own files, and the layout of these files."""
+"""Objects that write their own files."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ from ckptcore.errors import (
     PluginError,
     UnsupportedLeafError,
 )
-from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.model.metadata import check_key
 from ckptcore.model.tree import JSON
-from ckptcore.planning import ChunkTable
 from ckptcore.protocols import (
-    ChunkIndex,
     Continuation,
     FilesHandler,
-    Layout,
     Priority,
-    Snapshot,
-    WriteStore,
 )
 
 __all__ = [
-    "FilesLayout",
     "SavesToDirectoryAsyncHandler",
     "SavesToDirectoryHandler",
     "empty_directories",
@@ -43,39 +36,6 @@ _MAX_PARTS: Final = 1 << 17
 """Most directories on the paths of all empty directories. A small hostile root could otherwise create many of them."""
 
 _MAX_DEPTH: Final = 200
-
-
-class FilesLayout(Layout):
-    """Stores no tree. The core uses it for objects that write their own files. It has no public name.
-
-    Attributes:
-        requested: the layout of the trees of the save, which writes the metadata files of the checkpoint; None if
-            nothing is saved.
-    """
-
-    name = "files"
-
-    def __init__(self, requested: Layout | None = None) -> None:
-        self.requested = requested
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse every leaf."""
-        if tree.leaves:
-            raise UnsupportedLeafError(
-                "files of an object contain no arrays and no values of a tree; choose another layout"
-            )
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write nothing."""
-        return None
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Return the state of the one process that wrote, from `state_of_files`."""
-        return receipts[0].state
-
-    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return an empty index, because there are no arrays."""
-        return ChunkTable(tree, {"files": [], "leaf": [], "file": [], "offset": []})
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
@@ -103,7 +63,7 @@ def empty_directories(state: JSON) -> Sequence[str]:
         return ()
     found = state.get(_EMPTY, []) if isinstance(state, dict) else None
     if not isinstance(found, list):
-        raise CorruptCheckpointError(f"the state of the layout 'files' is {str(state)[:80]!r}; load another checkpoint")
+        raise CorruptCheckpointError(f"the table of files is {str(state)[:80]!r}; load another checkpoint")
     keys = []
     for key in found:
         if not isinstance(key, str):

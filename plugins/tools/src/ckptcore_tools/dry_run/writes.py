@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
@@ -189,7 +188,7 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
     exact: set[str] = set()
     buffer_bytes = 0
     for part, snapshot in zip(save.parts, snapshots, strict=True):
-        if part.layout.name == "files":
+        if part.is_files:
             continue
         inside = subdirectory(store, part.directory)
         receipt, forecast = _write(part, snapshot, inside, context)
@@ -295,7 +294,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         _write_metadata_files(parts[0].layout, info.checkpoint_info, claim, context)
         data, tables = encode_root(replace(whole, custom=info.custom))
     else:
-        layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
+        layouts = {part.layout.name: part.layout for part in save.parts}
         written = [_write_metadata_files(one, info.checkpoint_info, claim, context) for one in layouts.values()]
         composite = CompositeRoot(
             save_id=info.save_id,
