@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ckptcore.builtin.stateful import required_parameters
+from ckptcore.distributions import import_name
 from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
@@ -23,7 +24,6 @@ from ckptcore.protocols import (
 )
 
 __all__ = [
-    "SavesToDirectoryAsyncHandler",
     "SavesToDirectoryHandler",
     "empty_directories",
     "files_handler",
@@ -103,10 +103,12 @@ class SavesToDirectoryHandler:
         if inspect.isawaitable(rest):
             if inspect.iscoroutine(rest):
                 rest.close()
+            package = _async_handler("an object whose save returns an awaitable").__module__.partition(".")[0]
             raise PluginError(
                 f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that "
                 "does the rest. Write it as `async def save` and `async def load`, or pass "
-                "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))"
+                "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()})) with the handler of "
+                f"{package}"
             )
         return rest if callable(rest) else None
 
@@ -116,43 +118,7 @@ class SavesToDirectoryHandler:
         return like
 
 
-class SavesToDirectoryAsyncHandler:
-    """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
-
-    Orbax's ``StatefulCheckpointable`` has these methods. A `directory` to save to has ``await_creation()``, which
-    returns the path. A `directory` to load from is a path.
-    """
-
-    priority = Priority.PROTOCOL
-
-    def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Run the first phase on the thread of the caller. The continuation awaits its result.
-
-        Both run in one event loop, which is paused between them.
-
-        Raises:
-            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
-                for its remaining tasks.
-        """
-        from ckptcore.builtin.awaiting import AwaitableDirectory, path_for_object, run_first_phase  # imports asyncio
-
-        return run_first_phase(lambda: value.save(AwaitableDirectory(path_for_object(directory))))
-
-    def load(self, like: Any, directory: Path) -> object:
-        """Run both phases of the load, in place, and return the object."""
-        from ckptcore.builtin.awaiting import path_for_object, run  # imports asyncio
-
-        async def both() -> None:
-            rest = await like.load(path_for_object(directory))
-            if inspect.isawaitable(rest):
-                await rest
-
-        run(both)
-        return like
-
-
 _PLAIN: Final = SavesToDirectoryHandler()
-_ASYNC: Final = SavesToDirectoryAsyncHandler()
 
 
 def files_handler(value_type: type) -> FilesHandler | None:
@@ -160,6 +126,9 @@ def files_handler(value_type: type) -> FilesHandler | None:
 
     The name of the parameter distinguishes them from the many classes with other methods of these names. None also if
     only one of the two methods is asynchronous.
+
+    Raises:
+        MissingDistributionError: both are asynchronous, and the distribution for such objects is not installed.
     """
     for name in ("save", "load"):
         try:
@@ -170,4 +139,13 @@ def files_handler(value_type: type) -> FilesHandler | None:
     is_async = [inspect.iscoroutinefunction(inspect.unwrap(getattr(value_type, name))) for name in ("save", "load")]
     if is_async[0] is not is_async[1]:
         return None
-    return _ASYNC if is_async[0] else _PLAIN
+    return _async_handler(f"the asynchronous {value_type.__qualname__}.save")() if is_async[0] else _PLAIN
+
+
+def _async_handler(purpose: str) -> type[FilesHandler]:
+    """Return the type of the handler of objects whose `save` and `load` are coroutines.
+
+    Raises:
+        MissingDistributionError: its distribution is not installed.
+    """
+    return cast(type[FilesHandler], import_name("SavesToDirectoryAsyncHandler", purpose=purpose))
