@@ -12,15 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.conditional_stores import (
-    FencedStore,
-    creates_missing,
-    find_object,
-    refuse_storage,
-    save_lost,
-    try_conditional_puts,
-)
+from ckptcore.commit.fenced_store import FencedStore, save_lost
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.put_conditions import creates_missing, find_object, refuse_storage, try_conditional_puts
 from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import (
     HEAD_BYTES,

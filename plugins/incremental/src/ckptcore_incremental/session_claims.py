@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ckptcore.commit.conditional_put import ConditionalPutTransaction
-from ckptcore.commit.conditional_stores import FencedStore, find_object
+from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import find_partial
 from ckptcore.commit.places import naming_place
+from ckptcore.commit.put_conditions import find_object
 from ckptcore.commit.rename import RenameMethod, RenameTransaction
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, PartialSave, Session
 from ckptcore.commit.root_json import encode_partial, is_partial
