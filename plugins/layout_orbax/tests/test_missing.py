@@ -25,7 +25,8 @@ class Iterator:
 def test_a_save_of_an_asynchronous_object_names_the_distribution(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delitem(sys.modules, "ckptcore_orbax.orbax.asynchronous_objects", raising=False)
+    for imported in [name for name in sys.modules if name.startswith("ckptcore_orbax.")]:
+        monkeypatch.delitem(sys.modules, imported)
     monkeypatch.setitem(sys.modules, "ckptcore_orbax", None)
     expected = r"the asynchronous Iterator\.save needs .* pip install 'ckptcore\[orbax\]'"
     with pytest.raises(MissingDistributionError, match=expected):
