@@ -513,7 +513,11 @@ class RenameMethod(CommitMethod):
             return _HiddenLock(stack.pop_all(), leased.check)
 
     def lock_partial(self, location: Location) -> RenameTransaction:
-        """Take over the hidden directory of a partial save."""
+        """Lock the hidden directory of a partial save, and return its transaction. Creates the directory if necessary.
+
+        Raises:
+            SaveLostError: another process has locked it.
+        """
         hidden = name_of_partial(location.name)
         try:
             limits = self.directories.limits(location.name)
