@@ -45,7 +45,7 @@ class Distribution(NamedTuple):
         package: its import package.
         names: attributes of `ckptcore` that it defines, each with its module in `package`. An empty module means
             `package` itself.
-        internals: functions that the core calls if it is installed, each with its module in `package`.
+        internals: functions and types that the core uses if it is installed, each with its module in `package`.
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
         layouts: layouts that it adds.
@@ -82,6 +82,7 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "orbax",
         "ckptcore_orbax",
+        internals={"SavesToDirectoryAsyncHandler": "orbax.asynchronous_objects"},
         layouts=("ocdbt", "zarr", "zarr3"),
         suffixes=(".msgpack", ".zarray", "_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "zarr.json"),
     ),
@@ -171,7 +172,7 @@ def _is_installed(package: str) -> bool:
 
 
 def import_name(name: str, *, purpose: str = "") -> object:
-    """Import an attribute of `ckptcore`, or a function that the core calls, from another distribution.
+    """Import an attribute of `ckptcore`, or what the core uses itself, from another distribution.
 
     Args:
         name: its name in the table.

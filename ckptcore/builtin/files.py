@@ -1,36 +1,29 @@
-"""Objects that write their own files, and the layout of these files."""
+"""Objects that write their own files."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ckptcore.builtin.stateful import required_parameters
+from ckptcore.distributions import import_name
 from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     PluginError,
     UnsupportedLeafError,
 )
-from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.model.metadata import check_key
 from ckptcore.model.tree import JSON
-from ckptcore.planning import ChunkTable
 from ckptcore.protocols import (
-    ChunkIndex,
     Continuation,
     FilesHandler,
-    Layout,
     Priority,
-    Snapshot,
-    WriteStore,
 )
 
 __all__ = [
-    "FilesLayout",
-    "SavesToDirectoryAsyncHandler",
     "SavesToDirectoryHandler",
     "empty_directories",
     "files_handler",
@@ -43,39 +36,6 @@ _MAX_PARTS: Final = 1 << 17
 """Most directories on the paths of all empty directories. A small hostile root could otherwise create many of them."""
 
 _MAX_DEPTH: Final = 200
-
-
-class FilesLayout(Layout):
-    """Stores no tree. The core uses it for objects that write their own files. It has no public name.
-
-    Attributes:
-        requested: the layout of the trees of the save, which writes the metadata files of the checkpoint; None if
-            nothing is saved.
-    """
-
-    name = "files"
-
-    def __init__(self, requested: Layout | None = None) -> None:
-        self.requested = requested
-
-    def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse every leaf."""
-        if tree.leaves:
-            raise UnsupportedLeafError(
-                "files of an object contain no arrays and no values of a tree; choose another layout"
-            )
-
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write nothing."""
-        return None
-
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Return the state of the one process that wrote, from `state_of_files`."""
-        return receipts[0].state
-
-    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return an empty index, because there are no arrays."""
-        return ChunkTable(tree, {"files": [], "leaf": [], "file": [], "offset": []})
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
@@ -103,7 +63,7 @@ def empty_directories(state: JSON) -> Sequence[str]:
         return ()
     found = state.get(_EMPTY, []) if isinstance(state, dict) else None
     if not isinstance(found, list):
-        raise CorruptCheckpointError(f"the state of the layout 'files' is {str(state)[:80]!r}; load another checkpoint")
+        raise CorruptCheckpointError(f"the table of files is {str(state)[:80]!r}; load another checkpoint")
     keys = []
     for key in found:
         if not isinstance(key, str):
@@ -143,10 +103,12 @@ class SavesToDirectoryHandler:
         if inspect.isawaitable(rest):
             if inspect.iscoroutine(rest):
                 rest.close()
+            package = _async_handler("an object whose save returns an awaitable").__module__.partition(".")[0]
             raise PluginError(
                 f"{type(value).__qualname__}.save returned {type(rest).__name__}, expected None or a function that "
                 "does the rest. Write it as `async def save` and `async def load`, or pass "
-                "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()}))"
+                "Context(plugins=PluginOptions(handlers={type: SavesToDirectoryAsyncHandler()})) with the handler of "
+                f"{package}"
             )
         return rest if callable(rest) else None
 
@@ -156,43 +118,7 @@ class SavesToDirectoryHandler:
         return like
 
 
-class SavesToDirectoryAsyncHandler:
-    """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
-
-    Orbax's ``StatefulCheckpointable`` has these methods. A `directory` to save to has ``await_creation()``, which
-    returns the path. A `directory` to load from is a path.
-    """
-
-    priority = Priority.PROTOCOL
-
-    def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Run the first phase on the thread of the caller. The continuation awaits its result.
-
-        Both run in one event loop, which is paused between them.
-
-        Raises:
-            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
-                for its remaining tasks.
-        """
-        from ckptcore.builtin.awaiting import AwaitableDirectory, path_for_object, run_first_phase  # imports asyncio
-
-        return run_first_phase(lambda: value.save(AwaitableDirectory(path_for_object(directory))))
-
-    def load(self, like: Any, directory: Path) -> object:
-        """Run both phases of the load, in place, and return the object."""
-        from ckptcore.builtin.awaiting import path_for_object, run  # imports asyncio
-
-        async def both() -> None:
-            rest = await like.load(path_for_object(directory))
-            if inspect.isawaitable(rest):
-                await rest
-
-        run(both)
-        return like
-
-
 _PLAIN: Final = SavesToDirectoryHandler()
-_ASYNC: Final = SavesToDirectoryAsyncHandler()
 
 
 def files_handler(value_type: type) -> FilesHandler | None:
@@ -200,6 +126,9 @@ def files_handler(value_type: type) -> FilesHandler | None:
 
     The name of the parameter distinguishes them from the many classes with other methods of these names. None also if
     only one of the two methods is asynchronous.
+
+    Raises:
+        MissingDistributionError: both are asynchronous, and the distribution for such objects is not installed.
     """
     for name in ("save", "load"):
         try:
@@ -210,4 +139,13 @@ def files_handler(value_type: type) -> FilesHandler | None:
     is_async = [inspect.iscoroutinefunction(inspect.unwrap(getattr(value_type, name))) for name in ("save", "load")]
     if is_async[0] is not is_async[1]:
         return None
-    return _ASYNC if is_async[0] else _PLAIN
+    return _async_handler(f"the asynchronous {value_type.__qualname__}.save")() if is_async[0] else _PLAIN
+
+
+def _async_handler(purpose: str) -> type[FilesHandler]:
+    """Return the type of the handler of objects whose `save` and `load` are coroutines.
+
+    Raises:
+        MissingDistributionError: its distribution is not installed.
+    """
+    return cast(type[FilesHandler], import_name("SavesToDirectoryAsyncHandler", purpose=purpose))

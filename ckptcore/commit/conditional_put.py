@@ -8,27 +8,13 @@ lost.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.conditional_stores import (
-    FencedStore,
-    creates_missing,
-    find_object,
-    refuse_storage,
-    save_lost,
-    try_conditional_puts,
-)
-from ckptcore.commit.method import (
-    CommitMethod,
-    PlannedSession,
-    checkpoint_exists,
-    no_sessions,
-    parse_table,
-    read_unchanged,
-    sessions_changed,
-)
+from ckptcore.commit.fenced_store import FencedStore, save_lost
+from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.put_conditions import creates_missing, find_object, refuse_storage, try_conditional_puts
 from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import (
     HEAD_BYTES,
@@ -45,9 +31,6 @@ from ckptcore.commit.target import (
     find_existing,
     is_claimed_by,
     none_foreign,
-    parse_root,
-    remove_unneeded,
-    unneeded_keys,
 )
 from ckptcore.errors import (
     AtomicityError,
@@ -73,14 +56,16 @@ __all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
 
 logger = logger_named("ckptcore.commit")
 
-T = TypeVar("T")
-
 _ATTEMPTS: Final = 5
 """Maximum attempts to replace the claim if the storage refuses its tag, and to remove objects if listings are stale."""
 
 
 class ConditionalPutTransaction:
-    """A transaction whose claim is stored under the key of the root. See `Transaction`."""
+    """A transaction whose claim is stored under the key of the root. See `Transaction`.
+
+    Attributes:
+        ended: True if it has committed, left or aborted.
+    """
 
     def __init__(
         self,
@@ -100,7 +85,7 @@ class ConditionalPutTransaction:
             AtomicityError: the storage does not support conditional puts. Nothing was changed.
             StorageError: the claim may have been stored. If so, later saves treat it as the claim of a failed save.
         """
-        self._done = False
+        self.ended = False
         self._claim = claim
         self._claim_bytes = _encode(claim)
         self._location = location
@@ -180,12 +165,12 @@ class ConditionalPutTransaction:
             # A checkpoint in the format of other software has no root. It is complete once the claim is deleted. The
             # store checks the claim before it deletes it, but not atomically.
             self.store.delete([ROOT_KEY])
-            self._done = True
+            self.ended = True
             return
         self.replace(root)
 
     def replace(self, root: bytes) -> None:
-        """Replace the claim by a root or a session table, and release the claim. See `Transaction`.
+        """Replace the claim by a root or a session table, and release the claim.
 
         Raises:
             SaveLostError: another save took over the location, or the claim was removed.
@@ -205,7 +190,7 @@ class ConditionalPutTransaction:
                 f"cannot commit {self._location.display}: {_ATTEMPTS} times the storage refused to replace the root by "
                 "the tag that it had just returned. Check if other software writes there, and save again"
             )
-        self._done = True
+        self.ended = True
         if creates_missing(self._location):
             self._expect_objects(root)
 
@@ -255,7 +240,7 @@ class ConditionalPutTransaction:
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != self._claim_bytes:
-                self._done = True  # the objects belong to the other save now
+                self.ended = True  # the objects belong to the other save now
                 raise save_lost(self._location) from error
             self._tag = found[1]
             if isinstance(error, ConditionFailedError | ObjectNotFoundError):
@@ -264,7 +249,7 @@ class ConditionalPutTransaction:
             if not refused and self._arrived_before_another_claim(root):
                 return True
         except StorageError as failure:
-            self._done = True
+            self.ended = True
             raise CommitUnknownError(
                 f"{self._location.display}: the storage failed during the commit, and the root cannot be read, so the "
                 f"commit may have succeeded: {error}. Check the location before saving again"
@@ -291,28 +276,15 @@ class ConditionalPutTransaction:
 
     def abort(self) -> None:
         """See `Transaction`."""
-        if self._done:
+        if self.ended:
             return
-        self._done = True
+        self.ended = True
         with suppress(SaveLostError):  # the objects belong to another save now
             self.give_up()
 
     def leave(self) -> None:
         """See `Transaction`."""
-        self._done = True
-
-    def restore(self, table: bytes, kept: Collection[str]) -> None:
-        """See `Transaction`."""
-        if self._done:
-            return
-        self._done = True
-        with suppress(SaveLostError):  # the objects belong to another session now
-            self.store.expect_claim()  # without the claim, the uploads belong to another session
-            self.store.abort_uploads()
-            unneeded = unneeded_keys({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
-            if unneeded:
-                self.store.delete(unneeded)
-            self.replace(table)
+        self.ended = True
 
     def give_up(self) -> None:
         """Remove all objects, the claim last: without it, other objects could look like a checkpoint of other software.
@@ -412,52 +384,9 @@ class ConditionalPutMethod(CommitMethod):
         wait_for_saves_to(location.identity)
         return ObjectTransaction(location, replaces=replaces)
 
-    def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
+    def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
-        found = find_object(location.store, ROOT_KEY)
-        data = None if found is None else found[0]
-        before = parse_table(location, data) if data is not None and is_partial(data) else None
-        if before != planned.before:
-            raise sessions_changed(location)
-        left = "nothing" if before is not None else find_existing(location, data, True)
-        if left == "checkpoint":
-            raise checkpoint_exists(location)
-        transaction = ConditionalPutTransaction(location, planned.partial, found)
-        if left != "nothing":
-            transaction.clear()
-        elif planned.before is not None and planned.before.owner is not None:
-            transaction.store.abort_uploads()
-            remove_unneeded(transaction.store, planned.kept)
-        return transaction
-
-    def resume_sessions(
-        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
-    ) -> tuple[PartialSave, Transaction, T]:
-        """See `CommitMethod`."""
-        found = find_object(location.store, ROOT_KEY)
-        before = None if found is None else parse_root(location.store, found[0], location.display)
-        if not isinstance(before, PartialSave):
-            raise no_sessions(location)
-        with read_unchanged(location, before):
-            examined = examine(before, location.store)
-        owned = before.with_next_owner(1)
-        try:
-            transaction = ConditionalPutTransaction(location, owned, found)
-        except SaveLostError as error:
-            raise sessions_changed(location) from error
-        if before.owner is not None:
-            transaction.store.abort_uploads()
-        return owned, transaction, examined
-
-    def store_of(
-        self, location: Location, save_id: str, *, owner: int | None = None, is_new: bool = False
-    ) -> StorageBackend:
-        """See `CommitMethod`."""
-        return FencedStore(location, save_id, owner=owner)
-
-    def session_store(self, location: Location) -> StorageBackend:
-        """See `CommitMethod`."""
-        return location.store
+        return FencedStore(location, save_id)
 
     def read_table(self, location: Location) -> bytes | None:
         """See `CommitMethod`."""

@@ -104,7 +104,7 @@ class Storages(NamedTuple):
         storage = self.plugins.storage(scheme)(address, options)
         expect_inherits(type(storage), StorageBackend)
         if self.support.without == "marker" and not has_directories(type(storage)):
-            from ckptcore.commit.conditional_stores import EmulatedConditionalPuts  # few object stores need it
+            from ckptcore.commit.put_conditions import EmulatedConditionalPuts  # few object stores need it
 
             return EmulatedConditionalPuts(storage, address, self.support)
         return storage

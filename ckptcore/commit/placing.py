@@ -17,24 +17,29 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root import ROOT_KEY, CompositeRoot, Root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import fixed_names, is_save_of, own_files, root_bytes
+from ckptcore.commit.target import is_save_of, read_root, root_bytes
 from ckptcore.errors import (
+    CheckpointExistsError,
     ConditionFailedError,
+    CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
     SaveLostError,
+    UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
-__all__ = ["PlacedObjects"]
+__all__ = ["PlacedObjects", "fixed_names"]
 
 logger = logger_named("ckptcore.commit")
 
 _JOURNAL: Final = "checkpoint.journal.json"
+
+_SHOWN: Final = 5
 
 
 class _Journal(NamedTuple):
@@ -101,7 +106,7 @@ class PlacedObjects:
         if existing:
             raise fixed_names(display, existing)
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
-        owned = own_files(self._old)
+        owned = _own_files(self._old)
         # Also those of other software: what only its owner could read stays private.
         for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
@@ -203,7 +208,7 @@ class PlacedObjects:
 
     def _delete(self, stamps: Mapping[str, str]) -> None:
         """Delete the files that are unchanged, and that the root does not name."""
-        owned = own_files(self._old)
+        owned = _own_files(self._old)
         unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
         if unowned:
             self._directories.delete_unchanged(unowned)
@@ -228,3 +233,32 @@ def _decode(data: bytes) -> _Journal | None:
 
 def _digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def _own_files(store: StorageBackend) -> set[str]:
+    """Return the files of the checkpoint in a directory: only the root itself, if that cannot be read."""
+    try:
+        root = read_root(store)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        root = None
+    files = {ROOT_KEY}
+    if isinstance(root, Root | CompositeRoot):
+        files.update(root.parts)
+    if isinstance(root, CompositeRoot):
+        files.update(root.files or ())
+    if isinstance(root, Root):
+        files.update(root.objects, filter(None, [root.index]))
+    elif isinstance(root, CompositeRoot):
+        for entry in filter(root.has_directory, store.list_names()):
+            files.update([entry + key for key in _own_files(subdirectory(store, entry.removesuffix("/")))])
+    return files
+
+
+def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
+    """Return the error for files that a save cannot replace while other files stay."""
+    return CheckpointExistsError(
+        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
+        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
+        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or pass "
+        "overwrite='with-other-files' to delete the other files too. Nothing was changed"
+    )

@@ -10,19 +10,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from ckptcore.commit.method import (
-    CommitMethod,
-    PlannedSession,
-    expect_no_checkpoint,
-    find_partial,
-    no_sessions,
-    session_running,
-    sessions_changed,
-)
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, PartialSave, Root, new_save_id
-from ckptcore.commit.root_json import encode_claim, encode_partial
+from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.commit.target import (
     INTERNAL_DIRECTORY,
@@ -36,7 +28,6 @@ from ckptcore.commit.target import (
     partial_exists,
     read_root,
     refuse_to_replace,
-    remove_unneeded,
     root_bytes,
     save_of_hidden,
     saved_to,
@@ -70,8 +61,6 @@ __all__ = ["RenameMethod", "RenameTransaction"]
 
 logger = logger_named("ckptcore.commit")
 
-T = TypeVar("T")
-
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 _TWO_RENAMES: Final = (
@@ -100,7 +89,11 @@ class _HiddenLock(NamedTuple):
 
 
 class RenameTransaction:
-    """A transaction in a hidden sibling directory that this process has locked. See `Transaction`."""
+    """A transaction in a hidden sibling directory that this process has locked. See `Transaction`.
+
+    Attributes:
+        ended: True if it has committed, left or aborted.
+    """
 
     def __init__(
         self,
@@ -139,7 +132,7 @@ class RenameTransaction:
         self._overwrite = overwrite
         self._find_foreign = find_foreign
         self._claim = claim
-        self._done = False
+        self.ended = False
         if lock is None:
             raise SaveLostError(
                 f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
@@ -333,14 +326,9 @@ class RenameTransaction:
     def _objects(self) -> PlacedObjects:
         return self._method.placed_objects(self._location.name, self._hidden)
 
-    def replace(self, table: bytes) -> None:
-        """See `Transaction`. The lock excludes other sessions."""
-        self._directories.sync_directory(self._hidden)
-        self.store.put(PARTIAL_KEY, table)
-
     def abort(self) -> None:
         """See `Transaction`."""
-        if not self._done:
+        if not self.ended:
             try:
                 self.settle()
                 self._directories.delete_directory(self._hidden)
@@ -349,8 +337,8 @@ class RenameTransaction:
 
     def leave(self) -> None:
         """See `Transaction`."""
-        if not self._done:
-            self._done = True
+        if not self.ended:
+            self.ended = True
             try:
                 self._held.close()
             except StorageError as error:
@@ -364,15 +352,6 @@ class RenameTransaction:
                 self._directories.delete_directory(self._hidden)
         finally:
             self.leave()
-
-    def restore(self, table: bytes, kept: Collection[str]) -> None:
-        """See `Transaction`."""
-        if not self._done:
-            try:
-                remove_unneeded(self.store, kept)  # first, because the disk may be full
-                self.store.put(PARTIAL_KEY, table)
-            finally:
-                self.leave()
 
 
 def _make_directory(directories: AtomicDirectories, name: str) -> None:
@@ -481,47 +460,6 @@ class RenameMethod(CommitMethod):
             inner.abort()
             raise
 
-    def begin_session(self, location: Location, planned: PlannedSession) -> Transaction:
-        """See `CommitMethod`."""
-        from ckptcore.commit.places import naming_place  # loads do not need it
-
-        self.refuse_place(location)
-        self.restore(location.name)
-        with naming_place(location):
-            transaction = self._resume(location)
-        try:
-            self.directories.hide_from_others(location.name, name_of_partial(location.name))
-            expect_no_checkpoint(location)  # the lock excludes a concurrent `finalize`
-            if find_partial(location) != planned.before:
-                raise sessions_changed(location)
-            transaction.store.delete([ROOT_KEY])  # left by a process that was killed in `finalize`
-            if planned.before is None or planned.before.owner is not None:
-                remove_unneeded(transaction.store, planned.kept)  # first, because the disk may be full
-            transaction.store.put(PARTIAL_KEY, encode_partial(planned.partial))
-        except BaseException:
-            transaction.leave_if_empty()
-            raise
-        return transaction
-
-    def resume_sessions(
-        self, location: Location, examine: Callable[[PartialSave, StorageBackend], T]
-    ) -> tuple[PartialSave, Transaction, T]:
-        """See `CommitMethod`."""
-        if find_partial(location) is None:
-            raise no_sessions(location)
-        expect_no_checkpoint(location)
-        self._sweep_except(location, name_of_partial(location.name))
-        transaction = self._resume(location)
-        try:
-            partial = find_partial(location)  # again: the lock excludes changes
-            if partial is not None:
-                return partial, transaction, examine(partial, transaction.store)
-        except BaseException:
-            transaction.leave()
-            raise
-        transaction.abort()  # the lock has created the directory again
-        raise no_sessions(location)
-
     def features(self, hidden: str, limits: PlaceLimits) -> DirectoryFeatures:
         """Return what the file system can do. `hidden` is a directory that this process has locked."""
         return self._support.features(self._directory, hidden, limits.mount)
@@ -574,34 +512,33 @@ class RenameMethod(CommitMethod):
             stack.enter_context(leased)
             return _HiddenLock(stack.pop_all(), leased.check)
 
-    def _resume(self, location: Location) -> RenameTransaction:
-        """Take over the hidden directory of a partial save."""
+    def lock_partial(self, location: Location) -> RenameTransaction:
+        """Lock the hidden directory of a partial save, and return its transaction. Creates the directory if necessary.
+
+        Raises:
+            SaveLostError: another process has locked it.
+        """
         hidden = name_of_partial(location.name)
         try:
             limits = self.directories.limits(location.name)
             return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True), limits)
         except SaveLostError as error:
-            raise session_running(location) from error
+            raise SaveLostError(
+                f"{location.display}: another process is writing a session of this partial save, or finalizes or "
+                "deletes it. Only one session can run at a time: wait for it and call again. Nothing was changed"
+            ) from error
 
-    def store_of(
-        self, location: Location, save_id: str, *, owner: int | None = None, is_new: bool = False
-    ) -> StorageBackend:
+    def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
-        if owner is not None:
-            return self.session_store(location)
         hidden = name_of_save(location.name, save_id)
         return (
             NewDirectory(location.parent, hidden, location.display) if is_new else subdirectory(location.parent, hidden)
         )
 
-    def session_store(self, location: Location) -> StorageBackend:
-        """See `CommitMethod`."""
-        return subdirectory(location.parent, name_of_partial(location.name))
-
     def read_table(self, location: Location) -> bytes | None:
         """See `CommitMethod`."""
         try:
-            return self.session_store(location).get(PARTIAL_KEY)
+            return subdirectory(location.parent, name_of_partial(location.name)).get(PARTIAL_KEY)
         except ObjectNotFoundError:
             return None
 
@@ -630,7 +567,7 @@ class RenameMethod(CommitMethod):
 
     def remove_sessions(self, location: Location, save_id: str) -> bool:
         """See `CommitMethod`."""
-        transaction = self._resume(location)
+        transaction = self.lock_partial(location)
         try:
             transaction.store.size(PARTIAL_KEY)
             self.discard(location.name, name_of_partial(location.name), save_id)

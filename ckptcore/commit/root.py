@@ -14,11 +14,12 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, ValueRecord, check_key
-from ckptcore.model.tree import JSON
+from ckptcore.model.tree import JSON, Node
 
 __all__ = [
     "HOST_COPIES",
     "MAX_ORDER",
+    "NO_LEAVES",
     "PARTIAL_KEY",
     "ROOT_KEY",
     "AnyRoot",
@@ -40,6 +41,9 @@ __all__ = [
     "split_rank",
     "this_writer",
 ]
+
+NO_LEAVES: Final = TreeMetadata(Node("dict", (), ()), ())
+"""The tree of files that an object wrote."""
 
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
@@ -269,12 +273,12 @@ class CommittedRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root(CommittedRoot):
-    """The root of a committed checkpoint of one tree.
+    """The root of a committed checkpoint of one tree, or of files that an object wrote.
 
     Attributes:
-        layout: the name of its layout.
-        state: JSON that the layout owns.
-        tree: the tree.
+        layout: the name of its layout; empty for files.
+        state: JSON that the layout owns; for files, see `ckptcore.builtin.files.state_of_files`.
+        tree: the tree; `NO_LEAVES` for files.
         objects: every object but the root and its parts, by key.
         role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
         references: the arrays of the tree that are stored in other checkpoints.

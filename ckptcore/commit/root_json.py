@@ -19,6 +19,7 @@ import xxhash
 
 from ckptcore.commit.root import (
     MAX_ORDER,
+    NO_LEAVES,
     ROOT_KEY,
     AnyRoot,
     Base,
@@ -174,10 +175,15 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
             own["default"] = root.default
     else:
         role = root.role
-        own["layout"] = root.layout
+        if root.layout:
+            own["layout"] = root.layout
+            tables = {"tree": root.tree.to_json(), "layout": root.state}
+        else:
+            own["kind"] = "files"
+            tables = {"files": root.state}
         if root.index:
             own["index"] = root.index
-        tables = {"tree": root.tree.to_json(), "layout": root.state, "objects": _encode_objects(root.objects)}
+        tables["objects"] = _encode_objects(root.objects)
     tables["custom"] = root.custom
     if isinstance(root, Root) and root.references.leaf:
         references = root.references
@@ -283,10 +289,11 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             default = document.get("default")
             default = default if isinstance(default, str) and default in members else None
             return CompositeRoot(members=members, files=_decode_files(document), default=default, **common)
-        tree = TreeMetadata.from_json(tables["tree"])
+        layout = "" if document.get("kind") == "files" else _text(document["layout"])
+        tree = TreeMetadata.from_json(tables["tree"]) if layout else NO_LEAVES
         return Root(
-            layout=_text(document["layout"]),
-            state=tables["layout"],
+            layout=layout,
+            state=tables["layout" if layout else "files"],
             tree=tree,
             objects=_decode_objects(tables["objects"]),
             role=head.role,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, AnyRoot, CompositeRoot, Root, SaveOrder
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, SaveOrder
 from ckptcore.commit.root_json import (
     HEAD_BYTES,
     RootHead,
@@ -20,7 +20,6 @@ from ckptcore.commit.root_json import (
     read_head,
     summarize_root,
 )
-from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -45,7 +44,6 @@ __all__ = [
     "Overwrite",
     "deletion_mark",
     "find_existing",
-    "fixed_names",
     "has_members",
     "is_claimed_by",
     "is_hidden_name",
@@ -56,21 +54,18 @@ __all__ = [
     "name_of_save",
     "next_order",
     "none_foreign",
-    "own_files",
     "parse_root",
     "partial_exists",
     "read_root",
     "read_version",
     "refuse_inside",
     "refuse_to_replace",
-    "remove_unneeded",
     "replaced_by",
     "root_bytes",
     "root_version",
     "save_of_hidden",
     "saved_to",
     "unknown_overwrite",
-    "unneeded_keys",
 ]
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
@@ -86,8 +81,6 @@ ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 
 _MAX_MEMBERS: Final = 1000
 """Maximum number of subdirectories whose roots are read. Composites have few members."""
-
-_SHOWN: Final = 5
 
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
 _WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
@@ -182,40 +175,11 @@ def unknown_overwrite(overwrite: object) -> ValueError:
     )
 
 
-def own_files(store: StorageBackend) -> set[str]:
-    """Return the files of the checkpoint in a directory: only the root itself, if that cannot be read."""
-    try:
-        root = read_root(store)
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        root = None
-    files = {ROOT_KEY}
-    if isinstance(root, Root | CompositeRoot):
-        files.update(root.parts)
-    if isinstance(root, CompositeRoot):
-        files.update(root.files or ())
-    if isinstance(root, Root):
-        files.update(root.objects, filter(None, [root.index]))
-    elif isinstance(root, CompositeRoot):
-        for entry in filter(root.has_directory, store.list_names()):
-            files.update([entry + key for key in own_files(subdirectory(store, entry.removesuffix("/")))])
-    return files
-
-
 def partial_exists(location: Location) -> CheckpointExistsError:
     """Return the error for a save to the location of a partial save."""
     return CheckpointExistsError(
         f"{location.display} has a partial save that is not finalized: finalize it with "
         "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
-    )
-
-
-def fixed_names(display: str, names: Sequence[str]) -> CheckpointExistsError:
-    """Return the error for files that a save cannot replace while other files stay."""
-    return CheckpointExistsError(
-        f"{display} has files or directories with the names of the new checkpoint ({', '.join(names[:_SHOWN])}), which "
-        "overwrite='keep-other-files' cannot replace: other software reads them by these names, so no single rename "
-        "replaces all of them. Save one tree with the layout dcp or safetensors, save elsewhere, or pass "
-        "overwrite='with-other-files' to delete the other files too. Nothing was changed"
     )
 
 
@@ -334,24 +298,6 @@ def refuse_inside(location: Location) -> None:
         f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
         "checkpoint owns its directory: save outside it. Nothing was written"
     )
-
-
-def unneeded_keys(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
-    """Return the keys of objects that can be removed from a location. Objects of nested checkpoints are excluded.
-
-    Args:
-        keys: all existing keys, including keys that a listing may miss.
-        kept: the keys of objects that must stay.
-    """
-    below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
-    return sorted([key for key in keys if key not in kept and not key.startswith(below)])
-
-
-def remove_unneeded(store: StorageBackend, kept: Collection[str]) -> None:
-    """Remove the objects of a partial save except `kept`, its root and its session table. Only its owner calls this."""
-    keys = unneeded_keys(list(store.list()), {*kept, ROOT_KEY, PARTIAL_KEY})
-    if keys:
-        store.delete(keys)
 
 
 class LocationVersion(NamedTuple):

@@ -6,7 +6,7 @@ Choose one if an object has the methods of several handlers. Custom handlers can
 
 from __future__ import annotations
 
-from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
+from ckptcore.builtin.files import SavesToDirectoryHandler
 from ckptcore.builtin.host_values import ValueForm, ValueFormHandler
 from ckptcore.builtin.stateful import (
     GetStateHandler,
@@ -24,7 +24,6 @@ __all__ = [
     "NumpyGeneratorHandler",
     "NumpyRandomStateHandler",
     "PythonRandomHandler",
-    "SavesToDirectoryAsyncHandler",
     "SavesToDirectoryHandler",
     "StateDictHandler",
     "StateTreeHandler",

@@ -23,6 +23,7 @@ from ckptcore.model import (
     ReadItem,
     TreeMetadata,
 )
+from ckptcore.planning.chunk_table import ChunkTable
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 
 __all__ = ["StoredFormat", "native_reader", "read_boxes"]
@@ -42,6 +43,9 @@ _LEAST_STARTED: Final = 2
 _BATCH_CHUNKS: Final = 1 << 12
 """Chunks of a box that are read at a time: a few bytes of metadata may state millions."""
 
+_NO_CHUNKS: Final[JSON] = {"files": [], "leaf": [], "file": [], "offset": []}
+"""The state of a table of no chunks."""
+
 _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
 
@@ -59,11 +63,11 @@ class StoredFormat:
     Checkpoints that are opened with the same root share one `StoredFormat`, and thus the chunk index.
 
     Attributes:
-        layout: the layout.
-        state: the state that the layout stored with the tree.
+        layout: the layout; None for files, which have no arrays.
+        state: the state that the layout stored with the tree; for files, their empty directories.
     """
 
-    def __init__(self, layout: Layout, state: JSON) -> None:
+    def __init__(self, layout: Layout | None, state: JSON) -> None:
         """Create no index yet."""
         self.layout = layout
         self.state = state
@@ -77,7 +81,8 @@ class StoredFormat:
         """
         last = self._last
         if last is None or last[0] is not tree:
-            last = self._last = (tree, self.layout.index(tree, self.state))
+            index = ChunkTable(tree, _NO_CHUNKS) if self.layout is None else self.layout.index(tree, self.state)
+            last = self._last = (tree, index)
         return last[1]
 
 

@@ -7,7 +7,6 @@ import posixpath
 import re
 from typing import Final
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.references import stored_numbers, stored_tree
 from ckptcore.commit.root import Base, Root
@@ -122,7 +121,7 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> C
         UnsupportedVersionError: see `read_base`.
     """
     version, root = read_base(referring, at, save_id)
-    if root.layout == FilesLayout.name:
+    if not root.layout:
         raise CorruptCheckpointError(f"{referring} refers to {at.display}, which has no tree. Load another checkpoint")
     tree = stored_tree(root.tree, root.references)
     return dataclasses.replace(Checkpoint.of_root(at, version, root, context), tree=tree)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import xxhash
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import CompositeRoot, Member, Root
 from ckptcore.commit.target import LocationVersion
@@ -126,7 +125,8 @@ class Checkpoint:
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """Its layout, if it has a tree."""
+        assert self.stored.layout is not None, f"{self} has files, which no layout stores"
         return self.stored.layout
 
     @property
@@ -156,7 +156,7 @@ class Checkpoint:
     @property
     def is_files(self) -> bool:
         """True if the checkpoint has the files that an object wrote, instead of a tree."""
-        return self.stored.layout.name == FilesLayout.name
+        return self.stored.layout is None
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete."""
@@ -174,9 +174,7 @@ class Checkpoint:
 
 def stored_format(root: Root, context: Context) -> StoredFormat:
     """Return the layout of a checkpoint of ckptcore, with its state."""
-    is_files = root.layout == FilesLayout.name
-    layout = FilesLayout() if is_files else runtime_of(context).registry.layout(root.layout)
-    return StoredFormat(layout, root.state)
+    return StoredFormat(runtime_of(context).registry.layout(root.layout) if root.layout else None, root.state)
 
 
 def reader_of(storage: StorageBackend, objects: Mapping[str, ObjectRecord], context: Context) -> ObjectReader:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import SaveOrder
 from ckptcore.commit.root_json import with_order
@@ -59,6 +58,7 @@ class TreeContents:
     objects: Mapping[str, ObjectRecord]
     bases: tuple[str, ...] = ()
     unused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    is_files: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,8 +149,13 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def layout(self) -> str:
-        """Name of the layout. Raises CompositeCheckpointError for several objects."""
+        """Name of the layout, or "files". Raises CompositeCheckpointError for several objects."""
         return self._one("layout").layout
+
+    @property
+    def is_files(self) -> bool:
+        """True for files that an object wrote. Raises CompositeCheckpointError for several objects."""
+        return self._one("is_files").is_files
 
     @property
     def objects(self) -> Mapping[str, ObjectRecord]:
@@ -174,7 +179,7 @@ class CheckpointMetadata(ShownInNotebooks):
         """Bytes of all arrays and files. Counts tied arrays once. Of states saved per process, counts one."""
         if self.contents is None or self.is_composite:
             return sum([one.nbytes for one in self.checkpointables.values()])
-        if self.contents.layout == FilesLayout.name:
+        if self.contents.is_files:
             return sum([record.size for record in self.contents.objects.values()])
         return self.contents.tree.nbytes
 
@@ -236,10 +241,11 @@ def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
     contents = TreeContents(
         abstract=None if opened.is_files else abstract_tree(opened.tree, runtime_of(context).registry),
         tree=opened.tree,
-        layout=opened.layout.name,
+        layout="files" if opened.is_files else opened.layout.name,
         objects=opened.objects,
         bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
         unused=opened.origin.unused,
+        is_files=opened.is_files,
     )
     return _metadata(opened, contents, CheckpointablesMetadata())
 

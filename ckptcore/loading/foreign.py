@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import ROOT_KEY, Member, PartialSave
+from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
@@ -29,7 +28,6 @@ from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
-from ckptcore.model.tree import Node
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
@@ -255,9 +253,8 @@ def open_foreign_files(location: Location, version: LocationVersion, context: Co
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
         raise _nothing_at(location)
-    tree = TreeMetadata(Node("dict", (), ()), ())
     store = reader_of(location.store, objects, context)
-    return Checkpoint(location, version, None, StoredFormat(FilesLayout(), None), tree, store)
+    return Checkpoint(location, version, None, StoredFormat(None, None), NO_LEAVES, store)
 
 
 def find_composite(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint | None:

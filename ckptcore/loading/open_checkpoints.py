@@ -8,7 +8,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
@@ -252,7 +251,7 @@ class OpenCheckpoint(StoredTree):
         """Open a checkpoint; see `ckptcore.open`."""
         state = OpenState(location, context)
         opened = state.opened
-        if opened.layout.name == FilesLayout.name:
+        if opened.is_files:
             raise TreeMismatchError(
                 f"{opened.location.display} has files of an object instead of a tree: load() returns them as bytes",
                 ["files are stored, a tree is opened"],

@@ -553,7 +553,7 @@ def _expect_member(opened: Checkpoint, location: Location, composite: CompositeR
         raise _replaced_member(opened.location)
     if opened.is_files != (member.kind == "files"):
         raise CorruptCheckpointError(
-            f"{opened.location.display} has the layout {opened.layout.name!r}, but {location.display} lists "
+            f"{opened.location.display} has {'files' if opened.is_files else 'a tree'}, but {location.display} lists "
             f"it as {member.kind!r}: one of the two is damaged or forged. Load another checkpoint"
         )
 

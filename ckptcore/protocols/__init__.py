@@ -35,7 +35,6 @@ from ckptcore.protocols.layouts import (
     NativeReader,
     ReadStore,
     Snapshot,
-    WriteForecast,
     WriteStore,
 )
 from ckptcore.protocols.read_strategy import ReadBoxes, ReadStrategy, ReadThrough, StagedLoad
@@ -150,6 +149,5 @@ __all__ = [
     "Transforms",
     "WantedLeaf",
     "WorkerCapture",
-    "WriteForecast",
     "WriteStore",
 ]

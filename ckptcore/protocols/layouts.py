@@ -25,7 +25,6 @@ __all__ = [
     "NativeReader",
     "ReadStore",
     "Snapshot",
-    "WriteForecast",
     "WriteStore",
 ]
 
@@ -332,20 +331,6 @@ class LayoutCapabilities(NamedTuple):
     sessions: bool = False
 
 
-class WriteForecast(NamedTuple):
-    """The forecast of a write.
-
-    Attributes:
-        state: the result of `Layout.write`, with its largest possible size.
-        at_most: keys of objects that may be smaller than forecast, or may not be written.
-        buffer_bytes: the most host memory that the write takes besides the arrays of its snapshot, in bytes.
-    """
-
-    state: JSON
-    at_most: frozenset[str] = frozenset()
-    buffer_bytes: int = 0
-
-
 class Layout(Protocol):
     """Stores the arrays of a tree in objects. Knows no framework; keeps no state between calls; thread-safe.
 
@@ -535,21 +520,6 @@ class Layout(Protocol):
             KeyError, IndexError, TypeError, ValueError: the state is invalid.
         """
         raise PluginError(f"the layout {self.name} has the capability 'sessions' and does not implement renumbered()")
-
-    # --- plans
-
-    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast | None:
-        """Call the methods of `store` as `write` does, with the largest possible sizes, but without elements.
-
-        Return None, the default, if a dry run can call `write` with these arguments instead. That is possible because
-        segments have a length before they are opened. A layout that encodes elements before it passes objects to the
-        store implements this method.
-
-        Args:
-            snapshot: has a plan. Taking elements from it fails.
-            store: takes lengths. It opens segments, which fail because there are no elements, and closes them.
-        """
-        return None
 
 
 LayoutFactory: TypeAlias = Callable[[], Layout]

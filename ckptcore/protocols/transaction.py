@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ckptcore.protocols.storage import StorageBackend
@@ -11,10 +11,9 @@ __all__ = ["Transaction"]
 
 
 class Transaction(Protocol):
-    """The right to write one checkpoint at a location. It ends with `commit`, `leave`, `abort` or `restore`.
+    """The right to write one checkpoint at a location. It ends with `commit`, `leave` or `abort`.
 
-    Saves, copies, updates and partial saves are transactions. A session of a partial save resumes the transaction of
-    the session before it, replaces the session table, and leaves. Finalizing resumes it and commits.
+    Saves, copies, updates and partial saves are transactions.
     """
 
     @property
@@ -51,23 +50,10 @@ class Transaction(Protocol):
         """
         ...
 
-    def replace(self, table: bytes) -> None:
-        """Replace the session table by compare-and-swap, so that the objects of this session count.
-
-        Raises:
-            SaveLostError: another session or a deletion took over. The objects of this session do not count.
-            CommitUnknownError: the table may have been replaced.
-        """
-        ...
-
     def leave(self) -> None:
         """Release the claim and keep the objects, for a later transaction that resumes. Does nothing after the end."""
         ...
 
     def abort(self) -> None:
         """Remove all objects and release the claim. Does nothing after the end."""
-        ...
-
-    def restore(self, table: bytes, kept: Collection[str]) -> None:
-        """Remove all objects except `kept`, restore a session table and release the claim. No effect after the end."""
         ...

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from ckptcore.builtin.files import FilesLayout, state_of_files
-from ckptcore.commit.root import Member
+from ckptcore.builtin.files import state_of_files
+from ckptcore.commit.root import NO_LEAVES, Member
 from ckptcore.errors import (
     CheckpointError,
     NameCollisionError,
@@ -21,9 +21,8 @@ from ckptcore.errors import (
 )
 from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Receipt, Segment, WriteItem, WritePlan
-from ckptcore.model.tree import JSON, Node
+from ckptcore.model.tree import JSON
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
@@ -60,7 +59,7 @@ class SavePart:
 
     Attributes:
         directory: its directory within the checkpoint; empty if the part is the whole checkpoint.
-        layout: the layout that stores it.
+        layout: the layout that stores it. For files: the layout of the trees of the save.
         plan: the boxes that this process writes.
         own: True if every process writes its own part. Otherwise all processes write it together.
         worker_plans: the boxes that each worker of this controller writes; empty if workers write nothing of it.
@@ -68,6 +67,7 @@ class SavePart:
         captured: the captured content; None before the capture, and after `close`.
         receipts: the receipts of this process and its workers. On the leader, before the commit, those of all ranks.
         shared: the boxes that a part of another save captures for it; None if the part captures its own.
+        is_files: True for the files of an object, which need no layout.
     """
 
     directory: str
@@ -79,6 +79,7 @@ class SavePart:
     captured: Captured | None = None
     receipts: Sequence[Receipt] = ()
     shared: SharedItems | None = None
+    is_files: bool = False
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:
@@ -150,7 +151,7 @@ class FilesDescription(NamedTuple):
 
     Attributes:
         name: the name of the checkpointable.
-        layout: the layout of files.
+        layout: the layout of the trees of the save, which writes the metadata files of the checkpoint.
         value: the object.
         handler: saves the object.
     """
@@ -166,7 +167,7 @@ class FilesDescription(NamedTuple):
 
     def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
         """Return a plan without arrays."""
-        return (WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name),)
+        return (WritePlan(NO_LEAVES, (), 0, 1, save_id, self.name),)
 
     def capture(self) -> _FilesCaptured:
         """Run the first phase of the object's save, into a directory of the local disk."""
@@ -248,7 +249,7 @@ def describe_part(
         if name:
             handled = plugins.dispatch_named(value)
             if handled.files is not None:
-                return FilesDescription(name, FilesLayout(layout), value, handled.files)
+                return FilesDescription(name, layout, value, handled.files)
             own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
         return describe_tree(
             name,

@@ -12,7 +12,7 @@ import xxhash
 
 from ckptcore.commit.location import Location, resolve_location
 from ckptcore.commit.root import Member, Root, SaveOrder, check_name, new_save_id
-from ckptcore.commit.target import fixed_names, next_order, read_root, refuse_inside, refuse_to_replace
+from ckptcore.commit.target import next_order, read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, UnsupportedVersionError
 from ckptcore.events import Recording
@@ -157,6 +157,8 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
             root = read_root(location.store)
             taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
     if taken:
+        from ckptcore.commit.placing import fixed_names  # only errors need it
+
         raise fixed_names(location.display, taken)
 
 

@@ -265,7 +265,9 @@ class SaveDraft(NamedTuple):
             directory = "" if info.members is None else member.directory(description.name, rank)
             plan, *worker_plans = description.plans(rank, size, info.save_id)
             own = member.processes is not None
-            parts.append(SavePart(directory, description.layout, plan, own, tuple(worker_plans), description))
+            part = SavePart(directory, description.layout, plan, own, tuple(worker_plans), description)
+            part.is_files = member.kind == "files"
+            parts.append(part)
         return self.save._replace(parts=parts, strategy=strategy)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Protocol
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
@@ -347,8 +346,7 @@ def _write_composite_files(
     layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context
 ) -> tuple[str, ...]:
     """Write the metadata files of each layout of a composite into its directory. Return their keys."""
-    of_trees = [layout.requested if isinstance(layout, FilesLayout) else layout for layout in layouts]
-    by_name = {layout.name: layout for layout in of_trees if layout is not None}
+    by_name = {layout.name: layout for layout in layouts}
     taken: dict[str, object] = dict(info.members)
     for name, layout in by_name.items():
         recorder = recorder_of(store, context)
@@ -397,13 +395,14 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     """
     tree = part.plan.tree
     check_coverage(tree, part.receipts)
-    state = part.layout.finish(tree, part.receipts, recorder)
-    objects, index = merge_objects(part.layout.name, part.receipts, recorder.objects), part.layout.index_name
+    name, index = ("", None) if part.is_files else (part.layout.name, part.layout.index_name)
+    state = part.receipts[0].state if part.is_files else part.layout.finish(tree, part.receipts, recorder)
+    objects = merge_objects(name, part.receipts, recorder.objects)
     return Root(
         save_id=info.save_id,
         created=info.created,
         writer=this_writer(),
-        layout=part.layout.name,
+        layout=name,
         state=state,
         tree=tree,
         objects={key: record for key, record in objects.items() if key != index},

@@ -22,7 +22,7 @@ from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.requests import check_custom
 from ckptcore.step_names import StepNames
-from ckptcore.training.garbage import DeletionQueue, PendingDeletion, StepDeleter, policy_infos
+from ckptcore.training.deletion import DeletionQueue, PendingDeletion, StepDeleter, policy_infos
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 

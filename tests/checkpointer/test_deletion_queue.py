@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptcore.training.garbage import DeletionQueue
+from ckptcore.training.deletion import DeletionQueue
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_orbax import SavesToDirectoryAsyncHandler
 from ckptcore_testing import FilesExample, FilesHandlerTests
 
-from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
+from ckptcore.builtin.files import SavesToDirectoryHandler
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Continuation
 from tests.conformance.test_broken_plugins import suite_of

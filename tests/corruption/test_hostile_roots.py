@@ -291,6 +291,13 @@ def test_keys_outside_of_the_checkpoint_are_refused(key: str, tmp_path: Path) ->
     forgery.assert_refused()
 
 
+@pytest.mark.parametrize("changes", [{"layout": ""}, {"layout": None}, {"kind": "files"}], ids=repr)
+def test_a_root_of_neither_a_tree_nor_files_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    forgery.forge(forgery.changed(**changes))
+    forgery.assert_refused()
+
+
 def test_a_false_large_part_size_allocates_no_memory(tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     for size in (-1, 1 << 31, 1 << 40, 1 << 70, 1.5, "3", None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 from ckptcore.commit.conditional_put import ConditionalPutTransaction
-from ckptcore.commit.conditional_stores import FencedStore
+from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root import Claim, new_save_id
 from ckptcore.context import Context

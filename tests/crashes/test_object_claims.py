@@ -12,7 +12,7 @@ import pytest
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.conditional_stores import find_object
+from ckptcore.commit.put_conditions import find_object
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import is_claim
 from ckptcore.errors import (

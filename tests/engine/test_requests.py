@@ -14,7 +14,7 @@ from ckptcore_testing.simulated_storage import open_simulated
 from ckptcore_tiers.fallback_storage import FallbackStorage
 
 from ckptcore.builtin.local import open_local
-from ckptcore.commit.conditional_stores import FencedStore
+from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory, subdirectory
 from ckptcore.io.requests import requests_of
 from ckptcore.protocols import AtomicDirectories, StampedReader, StorageBackend, StorageCapabilities, StorageOptions

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_orbax import SavesToDirectoryAsyncHandler
 
 import ckptcore
 from ckptcore import PLACEHOLDER, Context
@@ -23,7 +24,6 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from ckptcore.handlers import SavesToDirectoryAsyncHandler
 from tests.errors.refusals import ONE, TWO, refused, same
 
 

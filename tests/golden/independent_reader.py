@@ -84,8 +84,8 @@ def _member(directory: Path, kind: str, save_id: str) -> Any:
     root, tables = _root_and_tables(directory)
     if root["role"] != "member" or root["save_id"] != save_id:
         raise ValueError(f"{directory} was replaced")
-    if (root["layout"] == "files") != (kind == "files"):
-        raise ValueError(f"{directory} has the layout {root['layout']!r} and is said to be a {kind!r}")
+    if root.get("kind", "tree") != kind:
+        raise ValueError(f"{directory} is a {root.get('kind', 'tree')!r} and is said to be a {kind!r}")
     if kind == "files":
         return _verified_objects(directory, tables["objects"])
     return _tree(directory, root, tables)

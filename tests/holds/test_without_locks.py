@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ckptcore_incremental.session_claims import PlannedSession, begin_session
 
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
-from ckptcore.commit.method import PlannedSession, find_partial
+from ckptcore.commit.method import find_partial
 from ckptcore.commit.root import Base, PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
 from ckptcore.commit.target import name_of_replaced
@@ -160,7 +161,7 @@ def session(location: Location) -> Transaction:
     before = find_partial(location)
     first = PartialSave(new_save_id(), "2026-01-01T00:00:00+00:00", "safetensors", "", 0, None)
     partial = (first if before is None else before).with_next_owner(1)
-    return location.commits.begin_session(location, PlannedSession(before, partial, frozenset()))
+    return begin_session(location, PlannedSession(before, partial, frozenset())).transaction
 
 
 def test_a_session_waits_until_the_lease_of_a_killed_one_has_expired(

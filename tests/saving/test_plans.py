@@ -257,5 +257,5 @@ def test_a_layout_that_needs_elements_says_so() -> None:
         def write(self, snapshot: Any, store: Any) -> Any:
             snapshot.take(0)
 
-    with pytest.raises(PluginError, match="Layout.forecast"):
+    with pytest.raises(PluginError, match=r"ForecastingLayout\.forecast"):
         ckptcore.plan({"w": np.ones(5)}, layout=Encoding())

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_orbax import SavesToDirectoryAsyncHandler
+from ckptcore_orbax.orbax.asynchronous_objects import AwaitableDirectory, run
 from etils import epath  # type: ignore[import-untyped]  # ships no types
 
-from ckptcore.builtin.awaiting import AwaitableDirectory, run
 from ckptcore.errors import PluginError
-from ckptcore.handlers import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler, StateDictHandler
+from ckptcore.handlers import SavesToDirectoryHandler, StateDictHandler
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StatefulCheckpointable
 

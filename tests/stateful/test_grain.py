@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_orbax import SavesToDirectoryAsyncHandler
 from ckptcore_testing import FilesExample, FilesHandlerTests
 
 import ckptcore
-from ckptcore.handlers import GetStateHandler, SavesToDirectoryAsyncHandler
+from ckptcore.handlers import GetStateHandler
 from ckptcore.plugins import installed_plugins
 
 grain = pytest.importorskip("grain")

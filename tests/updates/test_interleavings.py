@@ -23,7 +23,7 @@ from ckptcore.errors import (
     StepPinnedError,
 )
 from ckptcore.step_names import StepNames
-from ckptcore.training.garbage import StepDeleter
+from ckptcore.training.deletion import StepDeleter
 from ckptcore.training.steps import StepDirectory
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through

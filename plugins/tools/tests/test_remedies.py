@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_tools.copies.copying import copy_checkpoint
+from ckptcore_tools.dry_run import WriteForecast
 from ckptcore_tools.exports import Export, WithExports
 from ckptcore_tools.policy_text import format_preservation, parse_preservation
 
@@ -30,7 +31,7 @@ from ckptcore.errors import (
 from ckptcore.events import Event
 from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, CustomPreservation, LatestN
-from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
+from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore.step_names import StepNames
 from plugins.tools.tests.cli.conftest import Run, run  # noqa: F401  # a fixture
 
@@ -415,7 +416,7 @@ class Forecasting(Eager):
 def test_plans_of_layouts_that_take_elements() -> None:
     refused(
         lambda: ckptcore.plan({"w": VALUES}, layout=Eager()),
-        "Implement ckptcore.protocols.Layout.forecast()",
+        "Implement ckptcore_tools.dry_run.ForecastingLayout.forecast()",
         PluginError,
     )
     assert ckptcore.plan({"w": VALUES}, layout=Forecasting()).array_bytes == VALUES.nbytes

@@ -2,6 +2,7 @@
 
 partial_checkpoint  `ckptcore.partial`: a checkpoint that several sessions fill
 sessions            save strategy of a session
+session_claims      claims of sessions, one at a time, and of the finalization
 session_tables      stored receipts of the sessions, and their union
 finalizing          commit of all sessions as one checkpoint
 updates             `ckptcore.Update`: save strategy of an update

@@ -9,7 +9,7 @@ from typing import Final
 from ckptcore.commit.location import Location, LocationLike, resolve_location, shown_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import encode_root, summarize_root
-from ckptcore.commit.target import remove_unneeded, root_bytes
+from ckptcore.commit.target import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -30,6 +30,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
 from ckptcore.saving.writing import complete_tree, finish_part, recorder_of
+from ckptcore_incremental.session_claims import remove_unneeded, resume_sessions
 from ckptcore_incremental.session_tables import BEGIN_AGAIN, merge_sessions, read_sessions, session_key
 from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 
@@ -89,7 +90,7 @@ def _finalize(
     validate = functools.partial(_validate_sessions, location, layout, context)
     try:
         with recording.phase("claim"):
-            partial, claim, (layout, tree, receipts) = location.commits.resume_sessions(location, validate)
+            partial, claim, (layout, tree, receipts) = resume_sessions(location, validate)
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
             return  # another process committed the checkpoint, and was killed before it removed the tables

@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.method import (
-    PlannedSession,
-    expect_no_checkpoint,
-    find_partial,
-    read_unchanged,
-)
-from ckptcore.commit.root import PartialSave, Session
-from ckptcore.commit.root_json import encode_partial
+from ckptcore.commit.method import find_partial
+from ckptcore.commit.root import PartialSave
 from ckptcore.errors import CheckpointError, CommitUnknownError, UnsupportedLeafError
 from ckptcore.events import logger_named
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction
+from ckptcore.protocols import Layout, SaveCommit, StorageBackend
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore_incremental.session_claims import (
+    OpenSession,
+    PlannedSession,
+    begin_session,
+    expect_no_checkpoint,
+    read_unchanged,
+    session_store,
+    store_of_session,
+)
 from ckptcore_incremental.session_tables import (
     describe_session,
     encode_session,
@@ -95,7 +98,7 @@ class _SessionCommit:
         self._save = save
         self._location = save.target.location
         self._planned = planned
-        self._claim: _OpenSession | None = None
+        self._claim: OpenSession | None = None
 
     def claim(self) -> None:
         """Claim the location on the leader. The other ranks check that they can see the claim."""
@@ -103,13 +106,12 @@ class _SessionCommit:
         with seen_by_all(agreement, "claimed", self._location.absolute, self._sees_claim):
             if agreement.rank == 0:
                 with self._save.recording.phase("claim"):
-                    transaction = self._location.commits.begin_session(self._location, self._planned)
-                    self._claim = _OpenSession(self._location, self._planned, transaction)
-                    transaction.expect_distinct(self._keys)
+                    self._claim = begin_session(self._location, self._planned)
+                    self._claim.transaction.expect_distinct(self._keys)
 
     def _keys(self) -> Iterator[str]:
         """Yield the keys of the other sessions, and the names of this one."""
-        yield from self._location.commits.session_store(self._location).list()
+        yield from session_store(self._location).list()
         for part in self._save.parts:
             yield from part.layout.names_in_keys(part.plan)
 
@@ -121,9 +123,8 @@ class _SessionCommit:
     def store(self) -> StorageBackend:
         """The storage of the claim."""
         if self._claim is not None:
-            return self._claim.store
-        partial = self._planned.partial
-        return self._location.commits.store_of(self._location, partial.save_id, owner=partial.owner)
+            return self._claim.transaction.store
+        return store_of_session(self._location, self._planned.partial)
 
     def commit(self, payloads: Sequence[object]) -> None:
         """Write the table of the session, and add the session to the session table."""
@@ -137,7 +138,7 @@ class _SessionCommit:
             data = encode_session(part.plan.tree, part.receipts)
             if self._save.target.before_commit is not None:
                 self._save.target.before_commit()
-            self._claim.store.put(session_key(partial.save_id, part.receipts[0].rank), data)
+            self._claim.transaction.store.put(session_key(partial.save_id, part.receipts[0].rank), data)
             self._claim.complete(describe_session(partial, data, part.receipts, save_created()))
 
     def settle(self, error: Exception | None) -> None:
@@ -180,47 +181,6 @@ class _SessionCommit:
         """Remove the objects of the session. Earlier sessions stay."""
         if self._claim is not None:
             self._claim.abort()
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenSession:
-    """A session with a claim. It ends with `complete` or `abort`.
-
-    Attributes:
-        location: the location of the partial save.
-        planned: the planned session.
-        transaction: the transaction of the partial save, begun or resumed.
-    """
-
-    location: Location
-    planned: PlannedSession
-    transaction: Transaction
-
-    @property
-    def store(self) -> StorageBackend:
-        """Storage of the session's objects."""
-        return self.transaction.store
-
-    def complete(self, session: Session) -> None:
-        """Add the session to the session table. The change is durable if the storage was opened durable.
-
-        Raises:
-            CheckpointExistsError: if a save that is no session has committed a checkpoint at the
-                location meanwhile.
-            SaveLostError: if another session or a deletion took over. The session is not added.
-            CommitUnknownError: if the session may have been added.
-        """
-        expect_no_checkpoint(self.location, self.planned.partial)
-        self.transaction.replace(encode_partial(self.planned.partial.with_session(session)))
-        self.transaction.leave()
-
-    def abort(self) -> None:
-        """Remove the objects of the session, or the whole partial save if no other session is complete."""
-        partial = self.planned.partial
-        if partial.sessions:
-            self.transaction.restore(encode_partial(partial._replace(owner=None)), self.planned.kept)
-        else:
-            self.transaction.abort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +234,7 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
             expect_no_checkpoint(location, found)
             expect_same_layout(location, found, layout)
             with read_unchanged(location, found):
-                sessions = read_sessions(location.commits.session_store(location), found)
+                sessions = read_sessions(session_store(location), found)
             written = written_boxes(sessions, description.tree, layout)
             receipts = [receipt for session in sessions for receipt in session.receipts]
             kept = {record.key for receipt in receipts for record in receipt.objects}

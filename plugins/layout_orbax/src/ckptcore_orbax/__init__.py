@@ -1,4 +1,4 @@
-"""Layouts `ocdbt`, `zarr3` and `zarr`: checkpoints that Orbax reads, and checkpoints written by Orbax.
+"""Layouts `ocdbt`, `zarr3` and `zarr`: checkpoints that Orbax reads, and objects and checkpoints written for Orbax.
 
 Saving and loading need no import of this package: ckptcore finds `ckptcore_orbax.plugin` by its
 entry point, and ``layout="ocdbt"`` names a layout. To change options, pass a layout object:
@@ -7,6 +7,9 @@ entry point, and ``layout="ocdbt"`` names a layout. To change options, pass a la
     Zarr3Layout   zarr v3 arrays, a file for each shard
     ZarrLayout    zarr v2 arrays, a file for each chunk
     ArrayRule     other options for arrays selected by a pattern
+
+Objects with ``async save(directory)`` and ``async load(directory)``, as Orbax calls them, are handled by
+`SavesToDirectoryAsyncHandler`.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptcore_orbax.orbax.asynchronous_objects import SavesToDirectoryAsyncHandler
     from ckptcore_orbax.orbax.layouts import OcdbtLayout, Zarr3Layout, ZarrLayout
     from ckptcore_orbax.zarr.options import ArrayRule
 
-__all__ = ["ArrayRule", "OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
+__all__ = ["ArrayRule", "OcdbtLayout", "SavesToDirectoryAsyncHandler", "Zarr3Layout", "ZarrLayout"]
 
 
 def __getattr__(name: str) -> object:
@@ -26,6 +30,10 @@ def __getattr__(name: str) -> object:
         from ckptcore_orbax.zarr import options
 
         return options.ArrayRule
+    if name == "SavesToDirectoryAsyncHandler":
+        from ckptcore_orbax.orbax import asynchronous_objects
+
+        return asynchronous_objects.SavesToDirectoryAsyncHandler
     if name in __all__:
         from ckptcore_orbax.orbax import layouts
 

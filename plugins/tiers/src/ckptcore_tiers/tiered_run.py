@@ -15,7 +15,7 @@ from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.saving.writing import PlainSave
-from ckptcore.training.garbage import DeletionQueue, PendingDeletion
+from ckptcore.training.deletion import DeletionQueue, PendingDeletion
 from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, write_directory_metadata
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
 from ckptcore_tiers.deadlines import Deadline

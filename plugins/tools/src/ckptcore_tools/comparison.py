@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.loading.open_state import OpenState
@@ -319,9 +318,9 @@ class _CheckpointComparison:
         self._files: dict[str, FilesComparison] = {}
         for directory in a.keys() & b.keys():
             (location_a, found_a), (location_b, found_b) = a[directory], b[directory]
-            if found_a.layout == found_b.layout == FilesLayout.name:
+            if found_a.is_files and found_b.is_files:
                 self._files[directory] = FilesComparison(location_a, location_b, context)
-            elif FilesLayout.name not in (found_a.layout, found_b.layout):
+            elif not (found_a.is_files or found_b.is_files):
                 sides = Side(OpenState(location_a, context)), Side(OpenState(location_b, context))
                 self._trees[directory] = TreeComparison(*sides, tolerance)
 
@@ -385,7 +384,7 @@ def _kind_of_checkpoint(directories: Mapping[str, object]) -> str:
 
 
 def _kind(found: CheckpointMetadata) -> str:
-    return "files" if found.layout == FilesLayout.name else "tree"
+    return "files" if found.is_files else "tree"
 
 
 def _root_difference(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:

@@ -12,7 +12,7 @@ from ckptcore.context import Context
 from ckptcore.loading.foreign import format_names
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
-from ckptcore.training.garbage import policy_infos
+from ckptcore.training.deletion import policy_infos
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.run_steps import StepState, StepStatus, find_pinned, read_steps
 

@@ -18,7 +18,6 @@ from ckptcore.protocols import (
     LayoutCapabilities,
     ReadStore,
     Snapshot,
-    WriteForecast,
     WriteStore,
 )
 from ckptcore_orbax.orbax.finishing import finish_arrays
@@ -30,7 +29,7 @@ from ckptcore_orbax.zarr.names import orbax_files
 from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, LayoutOptions, check_chunk_bytes, parse_compression
 from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
-from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
+from ckptcore_orbax.zarr.writing import Forecast, forecast_arrays, write_arrays
 
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
@@ -133,7 +132,7 @@ class _OrbaxLayout(Layout):
         """
         return write_arrays(snapshot, self._layout_options(), store)
 
-    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> Forecast:
         """Return the objects that `write` would store. Compressed chunks count with their maximum size.
 
         Raises:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, Self, TypeAlias
 
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
-from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
+from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.ocdbt.paths import VALUES
 from ckptcore_orbax.zarr.chunk_encoding import (
@@ -33,7 +33,10 @@ from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, stored_format
 
-__all__ = ["forecast_arrays", "write_arrays"]
+__all__ = ["Forecast", "forecast_arrays", "write_arrays"]
+
+Forecast: TypeAlias = tuple[JSON, frozenset[str], int]
+"""The state of a receipt, the keys of objects that may be smaller, and the size of the largest buffer in bytes."""
 
 _THREADS: Final = 8
 """Threads that write encoded chunks as objects. They mostly wait for the storage."""
@@ -158,10 +161,10 @@ def write_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) 
     Raises:
         AtomicityError: this process has only a part of a chunk.
     """
-    return _write(snapshot, options, store, encode_chunks).state
+    return _write(snapshot, options, store, encode_chunks)[0]
 
 
-def forecast_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> WriteForecast:
+def forecast_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStore) -> Forecast:
     """Store the objects that `write_arrays` would store, but with encoded chunks of maximum size.
 
     Because of this size, a forecast can have more data files than the save.
@@ -172,7 +175,7 @@ def forecast_arrays(snapshot: Snapshot, options: LayoutOptions, store: WriteStor
     return _write(snapshot, options, store, bound_chunks)
 
 
-def _write(snapshot: Snapshot, options: LayoutOptions, store: WriteStore, encode: _Encode) -> WriteForecast:
+def _write(snapshot: Snapshot, options: LayoutOptions, store: WriteStore, encode: _Encode) -> Forecast:
     plan = snapshot.plan
     names = array_names(plan.tree, options)
     directory = "" if plan.name else options.item
@@ -208,7 +211,7 @@ def _write(snapshot: Snapshot, options: LayoutOptions, store: WriteStore, encode
         "files": files,
         **columns.to_json(),
     }
-    return WriteForecast(state, frozenset(bounded), encode_buffer_bytes(encoded))
+    return state, frozenset(bounded), encode_buffer_bytes(encoded)
 
 
 class _DataFiles:

@@ -11,7 +11,7 @@ import click
 from ckptcore.commit.locks import IfInUse
 from ckptcore.context import Context
 from ckptcore.policies import PreservationPolicy
-from ckptcore.training.garbage import StepDeleter
+from ckptcore.training.deletion import StepDeleter
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.cli.command import (
     NAMED_HELP,

@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 import click
 
 import ckptcore
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.events import Event
 from ckptcore.loading.left_out import in_directory_of
 from ckptcore.model import (
@@ -98,7 +97,7 @@ def command(
         raise click.BadParameter(str(error), param_hint="--filter") from error
     found, files = describe_and_check(location, command_context())
     directories = first_directories(location, command_context()) if found.is_composite else {}
-    trees = {name: one.tree for name, one in _parts(found).items() if one.layout != FilesLayout.name}
+    trees = {name: one.tree for name, one in _parts(found).items() if not one.is_files}
     locations = {name: child_location(location, directories.get(name, name)) if name else location for name in trees}
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
@@ -214,7 +213,7 @@ def _print_document(
     checkpointables = [
         {
             "name": name,
-            "kind": "files" if one.layout == FilesLayout.name else "tree",
+            "kind": "files" if one.is_files else "tree",
             "processes": found.checkpointables.processes.get(name),
             **contents[name],
         }
@@ -330,7 +329,7 @@ def _print_summary(location: str, found: CheckpointMetadata) -> None:
 
 def _content_text(found: CheckpointMetadata) -> str:
     totals = _totals(found)
-    if found.layout == FilesLayout.name:
+    if found.is_files:
         return f"{format_count(totals['objects'], 'file')} of {format_size(totals['object_bytes'])}"
     parts = []
     if totals["arrays"] or not totals["values"]:
@@ -349,8 +348,7 @@ def _layout_text(found: CheckpointMetadata) -> str:
 def _checkpointable_text(found: CheckpointMetadata, name: str, directory: str) -> str:
     """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
     one = found.checkpointables[name]
-    is_files = one.layout == FilesLayout.name
-    text = _content_text(one) if is_files else f"{printable(_layout_text(one))}, {_content_text(one)}"
+    text = _content_text(one) if one.is_files else f"{printable(_layout_text(one))}, {_content_text(one)}"
     processes = found.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return text

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.builtin import SingleProcess
-from ckptcore.builtin.files import FilesLayout, empty_directories, state_of_files
+from ckptcore.builtin.files import empty_directories, state_of_files
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
 from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_replace
@@ -174,7 +174,7 @@ class _Conversion:
         Raises:
             TransformError: if the checkpoint has no tree, or the transforms do not fit.
         """
-        if opened.layout.name == FilesLayout.name:
+        if opened.is_files:
             raise TransformError(
                 f"{opened.location.display} contains files of a checkpointable, and no tree to transform"
             )
@@ -221,10 +221,10 @@ class _Conversion:
 
     def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> SavePart:
         tree = opened.tree
-        if opened.layout.name == FilesLayout.name:
+        if opened.is_files:
             _refuse_own_names(opened)
             plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
-            return SavePart(directory, opened.layout, plan, own, captured=_StoredFiles(opened))
+            return SavePart(directory, self._layout, plan, own, captured=_StoredFiles(opened), is_files=True)
         self._layout.check(tree, 1)
         check_sizes(opened, range(len(tree.leaves)))
         sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)

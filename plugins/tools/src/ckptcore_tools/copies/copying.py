@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
+from ckptcore.commit.placing import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -22,7 +23,7 @@ from ckptcore.commit.root_json import (
     summarize_root,
     with_order,
 )
-from ckptcore.commit.target import Overwrite, fixed_names, is_claimed_by, read_root, root_bytes, root_version
+from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -12,9 +12,20 @@ from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
 from ckptcore_tools.dry_run.jobs import PlanRequest, plan_running_job, plan_simulated_job
 from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
+from ckptcore_tools.dry_run.writes import ForecastingLayout, WriteForecast
 from ckptcore_tools.exports import Export
 
-__all__ = ["ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan", "plan"]
+__all__ = [
+    "ExportPlan",
+    "ForecastingLayout",
+    "MemoryPlan",
+    "ObjectPlan",
+    "ProcessPlan",
+    "RequestCounts",
+    "SavePlan",
+    "WriteForecast",
+    "plan",
+]
 
 
 def plan(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
@@ -18,13 +17,15 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt, WriteItem
+from ckptcore.model.tree import JSON
 from ckptcore.protocols import (
     CheckpointInfo,
     HostBytes,
     Layout,
+    Snapshot,
     StorageBackend,
     Transaction,
-    WriteForecast,
+    WriteStore,
 )
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
@@ -40,12 +41,55 @@ from ckptcore_tools.dry_run.storages import (
     SizeRecorder,
 )
 
-__all__ = ["LeaderState", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "run_commit", "run_writes"]
+__all__ = [
+    "ForecastingLayout",
+    "LeaderState",
+    "StorageKind",
+    "WriteForecast",
+    "WrittenCheckpoint",
+    "WrittenProcess",
+    "run_commit",
+    "run_writes",
+]
 
 StorageKind: TypeAlias = Literal["directories", "objects"]
 """The kind of storage that is simulated: a file system, or an object store."""
 
 _NAME: Final = "checkpoint"
+
+
+class WriteForecast(NamedTuple):
+    """The forecast of a write.
+
+    Attributes:
+        state: the result of `Layout.write`, with its largest possible size.
+        at_most: keys of objects that may be smaller than forecast, or may not be written.
+        buffer_bytes: the most host memory that the write takes besides the arrays of its snapshot, in bytes.
+    """
+
+    state: JSON
+    at_most: frozenset[str] = frozenset()
+    buffer_bytes: int = 0
+
+
+@runtime_checkable
+class ForecastingLayout(Protocol):
+    """A layout that encodes elements before it passes objects to the store, so that `write` cannot run without them.
+
+    A dry run calls `write` of all other layouts: segments have a length before they are opened.
+    """
+
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> tuple[JSON, frozenset[str], int]:
+        """Call the methods of `store` as `write` does, with the largest possible sizes, but without elements.
+
+        Args:
+            snapshot: has a plan. Taking elements from it fails.
+            store: takes lengths. It opens segments, which fail because there are no elements, and closes them.
+
+        Returns:
+            The fields of `WriteForecast`.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +164,7 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
 
     Raises:
         UnsupportedLeafError: if arrays belong to workers of a single controller.
-        PluginError: if a layout needs elements and does not implement `forecast`.
+        PluginError: if a layout needs elements and is no `ForecastingLayout`.
     """
     if save.uses_workers:
         raise UnsupportedLeafError(
@@ -189,7 +233,7 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
     exact: set[str] = set()
     buffer_bytes = 0
     for part, snapshot in zip(save.parts, snapshots, strict=True):
-        if part.layout.name == "files":
+        if part.is_files:
             continue
         inside = subdirectory(store, part.directory)
         receipt, forecast = _write(part, snapshot, inside, context)
@@ -221,15 +265,17 @@ def _write(
     part: SavePart, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
     recorder = SizeRecorder(store, checksums=context.io.checksums)
-    forecast = part.layout.forecast(snapshot, recorder)
-    if forecast is None:
-        try:
-            forecast = WriteForecast(part.layout.write(snapshot, recorder))
-        except NoElementsError as error:
-            raise PluginError(
-                f"the layout {part.layout.name} cannot be planned: its write() takes elements before it passes "
-                "segments to the store. Implement ckptcore.protocols.Layout.forecast()"
-            ) from error
+    layout = part.layout
+    try:
+        if isinstance(layout, ForecastingLayout):
+            forecast = WriteForecast(*layout.forecast(snapshot, recorder))
+        else:
+            forecast = WriteForecast(layout.write(snapshot, recorder))
+    except NoElementsError as error:
+        raise PluginError(
+            f"the layout {layout.name} cannot be planned: it takes elements before it passes segments to the store. "
+            f"Implement {__package__}.ForecastingLayout.forecast()"
+        ) from error
     return Receipt(part.plan.rank, part.plan.items, forecast.state, recorder.objects), forecast
 
 
@@ -295,7 +341,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         _write_metadata_files(parts[0].layout, info.checkpoint_info, claim, context)
         data, tables = encode_root(replace(whole, custom=info.custom))
     else:
-        layouts = {part.layout.name: part.layout for part in save.parts if part.layout.name != FilesLayout.name}
+        layouts = {part.layout.name: part.layout for part in save.parts}
         written = [_write_metadata_files(one, info.checkpoint_info, claim, context) for one in layouts.values()]
         composite = CompositeRoot(
             save_id=info.save_id,

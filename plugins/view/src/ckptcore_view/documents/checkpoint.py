@@ -10,7 +10,6 @@ from typing import Any, Final
 from ckptcore_tools.formatting import format_layout, format_leaf_type
 from ckptcore_tools.locations import describe_and_check
 
-from ckptcore.builtin.files import FilesLayout
 from ckptcore.context import Context
 from ckptcore.events import Event, readable_events
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
@@ -57,9 +56,9 @@ def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
         "save_id": None if root is None else root.save_id,
         "digest": f"sha256:{hashlib.sha256(data).hexdigest()}" if root and isinstance(data, bytes) else None,
         "kind": "files" if checkpoint.is_files else "tree",
-        "layout": format_layout(
-            checkpoint.layout.name, checkpoint.tree, None if root is not None else checkpoint.origin.writer
-        ),
+        "layout": "files"
+        if checkpoint.is_files
+        else format_layout(checkpoint.layout.name, checkpoint.tree, None if root else checkpoint.origin.writer),
         "bases": [base.path for base in root.references.bases] if root else [],
         "totals": {
             "arrays": outline.arrays[0],
@@ -162,7 +161,7 @@ def _checkpointable(
         "name": name,
         "places": list(directories[:_MAX_PLACES]),
         "processes": processes,
-        "kind": "files" if found.layout == FilesLayout.name else "tree",
+        "kind": "files" if found.is_files else "tree",
         "layout": format_layout(found.layout, found.tree, found.writer if found.save_id is None else None),
         "arrays": len(arrays),
         "parameters": sum(record.spec.size for record in arrays),

@@ -1,4 +1,4 @@
-"""Run coroutines of objects that save themselves asynchronously, on threads without an event loop."""
+"""Objects that save themselves asynchronously, and their coroutines, run on threads without an event loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ckptcore.errors import PluginError
+from ckptcore.protocols import Continuation, Priority
 
-__all__ = ["AwaitableDirectory", "DeferredAwait", "path_for_object", "run", "run_first_phase"]
+__all__ = [
+    "AwaitableDirectory",
+    "DeferredAwait",
+    "SavesToDirectoryAsyncHandler",
+    "path_for_object",
+    "run",
+    "run_first_phase",
+]
 
 T = TypeVar("T")
 
@@ -22,6 +30,38 @@ _LAST_TURNS: Final = 10
 """Iterations of the event loop in which remaining tasks may end before they are reported and canceled."""
 
 _MAX_LISTED_TASKS: Final = 5
+
+
+class SavesToDirectoryAsyncHandler:
+    """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
+
+    Orbax's ``StatefulCheckpointable`` has these methods. A `directory` to save to has ``await_creation()``, which
+    returns the path. A `directory` to load from is a path.
+    """
+
+    priority = Priority.PROTOCOL
+
+    def save(self, value: Any, directory: Path) -> Continuation | None:
+        """Run the first phase on the thread of the caller. The continuation awaits its result.
+
+        Both run in one event loop, which is paused between them.
+
+        Raises:
+            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
+                for its remaining tasks.
+        """
+        return run_first_phase(lambda: value.save(AwaitableDirectory(path_for_object(directory))))
+
+    def load(self, like: Any, directory: Path) -> object:
+        """Run both phases of the load, in place, and return the object."""
+
+        async def both() -> None:
+            rest = await like.load(path_for_object(directory))
+            if inspect.isawaitable(rest):
+                await rest
+
+        run(both)
+        return like
 
 
 class AwaitableDirectory:
