@@ -1,4 +1,4 @@
-"""What the machine has built from the opcodes of a pickle that it has read."""
+"""The state of the machine: the values that the opcodes of a pickle have built so far."""
 
 from __future__ import annotations
 
