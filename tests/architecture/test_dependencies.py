@@ -236,7 +236,7 @@ CAPABILITIES = {
     "StatefulCheckpointable",
 }
 """The only protocols that `isinstance` may test for. Other capabilities are defaults or fields: see
-docs/design/capabilities.md."""
+docs/design/architecture.md."""
 
 
 def test_few_capabilities_are_tested_with_isinstance() -> None:
