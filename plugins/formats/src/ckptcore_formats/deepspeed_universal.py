@@ -45,7 +45,7 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
             values[name] = entry
         else:
             states.setdefault(name, {})[kind] = entry
-    optimizer: dict[Key, Entry] = {"state": {name: state for name, state in states.items()}}
+    optimizer: dict[Key, Entry] = {"state": dict(states)}
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
         found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
         groups = found.get("param_groups")

@@ -150,7 +150,7 @@ def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[st
 def _merge_ranks(parts: Sequence[Part]) -> Entry:
     """Merge the trees of all processes."""
     if not any(part.processes for part in parts):
-        return parts[0] if len(parts) == 1 else {rank: part for rank, part in enumerate(parts)}
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return merge_parts(parts)
 
 
