@@ -382,7 +382,7 @@ class Zero:
 
     def rest(self) -> Mapping[Key, Entry]:
         """Return the state of the optimizer besides its partitions, such as the scale of the loss."""
-        states: list[dict[Key, Part]] = [dict(state) for state in self._states]
+        states: list[dict[Key, Part]] = [{**state} for state in self._states]
         return _merged(states, PARTITIONS)
 
     def param_groups(self) -> Entry:
