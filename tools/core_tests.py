@@ -17,6 +17,8 @@ def needs(error: BaseException) -> str:
     """Return the package or the command that an error asks for; empty if it asks for none."""
     if isinstance(error, ModuleNotFoundError):
         return error.name or ""
+    if isinstance(error, BaseExceptionGroup):  # the errors of the ranks of a job
+        return next((name for each in error.exceptions if (name := needs(each))), "")
     hints = [distribution.hint for distribution in DISTRIBUTIONS if isinstance(error, CheckpointError)]
     return next((hint for hint in hints if hint in str(error)), "")
 

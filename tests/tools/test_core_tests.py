@@ -43,4 +43,5 @@ def test_only_missing_packages_skip(tmp_path: Path) -> None:
 def test_an_error_says_what_it_needs() -> None:
     assert needs(ModuleNotFoundError("No module named 'torch'", name="torch")) == "torch"
     assert needs(CheckpointError("run pip install 'ckptcore[s3]'")) == "pip install 'ckptcore[s3]'"
+    assert needs(ExceptionGroup("ranks failed", [ValueError(), ModuleNotFoundError(name="jax")])) == "jax"
     assert needs(CheckpointError("damaged")) == needs(ValueError("pip install 'ckptcore[s3]'")) == ""
