@@ -223,7 +223,9 @@ def _is_same(first: Leaf, second: Leaf) -> bool:
 def _checksums_differ(first: Piece, second: Piece) -> bool:
     """Return True if two pieces are whole storages, and their checksums differ."""
     storages = first.storage, second.storage
-    whole = all(storage.crc and piece.offset == storage.start for storage, piece in zip(storages, (first, second)))
+    whole = all(
+        storage.crc and piece.offset == storage.start for storage, piece in zip(storages, (first, second), strict=True)
+    )
     return whole and first.storage.size == second.storage.size and first.storage.crc != second.storage.crc
 
 
