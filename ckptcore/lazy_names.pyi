@@ -1,7 +1,5 @@
-"""The lazy names of `ckptcore` as type checkers see them, by the table of `ckptcore.distributions`.
-
-A stub without a module, so that no module of the core imports another distribution.
-"""
+# The lazy names of `ckptcore` as type checkers see them, by the table of `ckptcore.distributions`. A stub without a
+# module, so that no module of the core imports another distribution.
 
 import ckptcore_tiers as tiers
 import ckptcore_transforms as transforms
