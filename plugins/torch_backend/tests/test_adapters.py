@@ -336,7 +336,7 @@ def test_several_adapters_are_several_checkpoints(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-class _Kind(str, enum.Enum):
+class _Kind(str, enum.Enum):  # noqa: UP042  # PEFT's own is one
     LORA = "LORA"
 
 
