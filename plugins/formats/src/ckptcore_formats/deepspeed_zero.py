@@ -382,7 +382,10 @@ class Zero:
 
     def rest(self) -> Mapping[Key, Entry]:
         """Return the state of the optimizer besides its partitions, such as the scale of the loss."""
-        states: list[dict[Key, Part]] = [{**state} for state in self._states]
+        states: list[dict[Key, Part]] = [
+            {key: part for key, part in state.items()}  # noqa: C416  # keys of a wider type
+            for state in self._states
+        ]
         return _merged(states, PARTITIONS)
 
     def param_groups(self) -> Entry:
