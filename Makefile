@@ -25,17 +25,23 @@ SECONDS ?= 600
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CORE := .venv-core
 TRAINERS := .venv-trainers
 VLLM := .venv-vllm
 AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+# Distributions that need no framework and no store, and tests of these.
+CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
+CORE_TESTS := tests/composites tests/conformance tests/engine tests/events tests/holds tests/lazy tests/loading \
+	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/tools/tests
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 # Modules are compiled when they are imported: to compile all of them takes longer than their installation.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
-.PHONY: help setup azurite demo test test-system test-ci test-all test-ceph test-wheels test-integrations test-versions test-vllm
+.PHONY: help setup setup-core azurite demo test test-core test-system test-ci test-all test-ceph test-wheels test-integrations
+.PHONY: test-versions test-vllm
 .PHONY: test-oldest test-newest fuzz check lint types bench docs clean
 
 help:  ## list the targets
@@ -64,11 +70,22 @@ $(AZURITE)/.installed:
 	npm install --prefix $(AZURITE) --no-audit --no-fund --loglevel error azurite@3.35.0
 	touch $@
 
+setup-core: $(CORE)/.installed  ## create .venv-core for work on the core, without PyTorch and JAX
+
+$(CORE)/.installed: constraints.txt pyproject.toml $(CORE_PLUGINS:%=%/pyproject.toml)
+	test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
+	$(PIP:$(BIN)%=$(CORE)/bin%) pip
+	$(PIP:$(BIN)%=$(CORE)/bin%) --editable . $(CORE_PLUGINS:%=--editable %) --group core
+	touch $@
+
 demo: $(STAMP)  ## a run is killed in PyTorch and resumes in JAX; one checkpoint in NumPy, PyTorch, JAX and Orbax
 	@$(BIN)/python -m examples.demo
 
-test: $(STAMP)  ## run the other tests: in process, quick
+test: $(STAMP)  ## run the quick tests, inside the processes of pytest
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not system" $(PYTEST_ARGS)
+
+test-core: $(CORE)/.installed  ## run the tests that need neither PyTorch nor JAX
+	$(CORE)/bin/python -m pytest -n $(WORKERS) -p tools.core_tests -m "not system" $(CORE_TESTS) $(PYTEST_ARGS)
 
 test-system: $(STAMP)  ## run the tests with processes or servers, and sweeps through faults, damage and interleavings
 	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
@@ -148,4 +165,4 @@ docs: $(STAMP)  ## build the documentation into docs/_build/html
 
 clean:  ## remove what was built; .venv stays
 	rm -rf .venv-versions docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -name ".venv*" -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -91,20 +91,20 @@ if TYPE_CHECKING:
     from ckptcore.builtin.sharded_arrays import ArrayShard as ArrayShard
     from ckptcore.builtin.sharded_arrays import ShardedArray as ShardedArray
     from ckptcore.context import Context as Context
-    from ckptcore.distributions import Export as Export
-    from ckptcore.distributions import StepExport as StepExport
-    from ckptcore.distributions import StepExports as StepExports
-    from ckptcore.distributions import Update as Update
-    from ckptcore.distributions import WithExports as WithExports
-    from ckptcore.distributions import copy as copy
-    from ckptcore.distributions import copy_steps as copy_steps
-    from ckptcore.distributions import diff as diff
-    from ckptcore.distributions import partial as partial
-    from ckptcore.distributions import plan as plan
-    from ckptcore.distributions import tiers as tiers
-    from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError as CheckpointError
     from ckptcore.hookspecs import hookimpl as hookimpl
+    from ckptcore.lazy_names import Export as Export
+    from ckptcore.lazy_names import StepExport as StepExport
+    from ckptcore.lazy_names import StepExports as StepExports
+    from ckptcore.lazy_names import Update as Update
+    from ckptcore.lazy_names import WithExports as WithExports
+    from ckptcore.lazy_names import copy as copy
+    from ckptcore.lazy_names import copy_steps as copy_steps
+    from ckptcore.lazy_names import diff as diff
+    from ckptcore.lazy_names import partial as partial
+    from ckptcore.lazy_names import plan as plan
+    from ckptcore.lazy_names import tiers as tiers
+    from ckptcore.lazy_names import transforms as transforms
     from ckptcore.loading.load import LoadAs as LoadAs
     from ckptcore.loading.load_options import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray

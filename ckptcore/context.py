@@ -85,7 +85,7 @@ class MemoryOptions:
         for name in ("save_bytes", "load_bytes", "exchange_bytes"):
             value = getattr(self, name)
             is_bounded = name == "exchange_bytes"
-            if value is None and is_bounded or value is not None and value <= 0:
+            if (value is None and is_bounded) or (value is not None and value <= 0):
                 more = "" if is_bounded else ", or None for no bound"
                 raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0{more}")
 

@@ -9,30 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ckptcore.errors import MissingDistributionError
 
-if TYPE_CHECKING:
-    # Type checkers see the lazy names of `ckptcore` here.
-    import ckptcore_tiers as tiers  # noqa: TC004  # in `__all__` for type checkers only
-    import ckptcore_transforms as transforms  # noqa: TC004
-    from ckptcore_incremental.partial_checkpoint import partial as partial  # noqa: PLC0414
-    from ckptcore_incremental.updates import Update as Update  # noqa: PLC0414
-    from ckptcore_tools.comparison import diff as diff  # noqa: PLC0414
-    from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
-    from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
-    from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
-    from ckptcore_tools.exports import Export as Export  # noqa: PLC0414
-    from ckptcore_tools.exports import StepExport as StepExport  # noqa: PLC0414
-    from ckptcore_tools.exports import StepExports as StepExports  # noqa: PLC0414
-    from ckptcore_tools.exports import WithExports as WithExports  # noqa: PLC0414
-
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
-
-if TYPE_CHECKING:
-    __all__ += ["tiers", "transforms"]
-
 
 _EMPTY: Final[Mapping[str, str]] = {}
 

@@ -31,6 +31,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_inline_tabs",
+    "traces",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"

@@ -27,6 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -300,10 +301,8 @@ def _wait(child: int, timeout: float) -> int | None:
             status = code
             break
         time.sleep(0.02)
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if status is None:
         os.waitpid(child, 0)
     return status

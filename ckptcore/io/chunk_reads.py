@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -293,10 +294,8 @@ class _Located:
 
 
 def _settle(elements: Pending[HostArray]) -> None:
-    try:
+    with suppress(Exception):  # another error is being raised
         elements.result()
-    except Exception:  # noqa: BLE001, S110  # another error is being raised
-        pass
 
 
 def _copy(requested: _RequestedChunk, elements: HostArray) -> None:

@@ -168,7 +168,9 @@ def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:
 
 
 def _integer_of(entry: object, axis: int, extent: int) -> int:
-    if isinstance(entry, bool | np.bool_) or isinstance(entry, np.ndarray) and (entry.ndim or entry.dtype.kind == "b"):
+    if isinstance(entry, bool | np.bool_) or (
+        isinstance(entry, np.ndarray) and (entry.ndim or entry.dtype.kind == "b")
+    ):
         raise _not_basic(entry)
     try:
         number = operator.index(entry)  # type: ignore[arg-type]  # refused below if it is no index

@@ -13,7 +13,6 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 
 CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
 EXTRA_DEPENDENCIES = {
-    "ckptcore.distributions": {"ckptcore_tools"},
     "ckptcore.progress": {"rich", "tqdm"},  # for a bar, when one is requested
 }
 """Packages that only one part of the core may import, because they come with an extra."""
@@ -90,9 +89,6 @@ CHOICES = {
 }
 """Those that ask whether a storage is one: storages within another one, their tests, and the one place of choice."""
 
-LAZY = "ckptcore.distributions"
-"""The one module of the core that names distributions; type checkers see the lazy names of `ckptcore` there."""
-
 
 def foreign_imports(source: Source) -> list[str]:
     """Imports of the core that are neither the standard library's, nor ours, nor a dependency it declares."""
@@ -103,10 +99,7 @@ def foreign_imports(source: Source) -> list[str]:
     return [
         f"{source.path}:{line} imports {module}"
         for module, line in source.imported_modules()
-        if (top := module.partition(".")[0]) not in allowed
-        and top != "ckptcore"
-        and top not in sys.stdlib_module_names
-        and not (source.name == LAZY and top.startswith("ckptcore_"))
+        if (top := module.partition(".")[0]) not in allowed and top != "ckptcore" and top not in sys.stdlib_module_names
     ]
 
 
@@ -218,19 +211,6 @@ def test_an_undeclared_import_is_detected(tmp_path: Path) -> None:
     assert [line.split()[2] for line in undeclared_imports(Source(path, "guest"))] == ["ckptcore_other.b,"]
 
 
-def test_the_core_needs_no_extra_to_be_imported() -> None:
-    """Only the parts that come with an extra import it; nothing else imports those parts."""
-    parts = tuple(EXTRA_DEPENDENCIES.keys() - {"ckptcore.distributions", "ckptcore.progress"})
-    reached = {
-        (source.name, module)
-        for source in core_sources()
-        if not source.name.startswith(parts)
-        for module, _ in source.imported_modules()
-        if module.startswith(parts)
-    }
-    assert reached == set()
-
-
 def test_forbidden_imports_are_detected(tmp_path: Path) -> None:
     """The tests above can fail, also for an import inside a function."""
     path = tmp_path / "guest.py"
@@ -256,7 +236,7 @@ CAPABILITIES = {
     "StatefulCheckpointable",
 }
 """The only protocols that `isinstance` may test for. Other capabilities are defaults or fields: see
-docs/design/capabilities.md."""
+docs/design/architecture.md."""
 
 
 def test_few_capabilities_are_tested_with_isinstance() -> None:

@@ -56,11 +56,26 @@ def names_for_type_checkers(module: ModuleType) -> dict[str, str]:
 def test_type_checkers_see_the_exported_names() -> None:
     names = {name: f"{module}.{name}" for name, module in ckptcore._HOMES.items()}
     modules = {name: f"ckptcore.{name}" for name in ckptcore._MODULES}
-    lazy = {name: f"ckptcore.distributions.{name}" for name in lazy_names()}
+    lazy = {name: f"ckptcore.lazy_names.{name}" for name in lazy_names()}
     assert names_for_type_checkers(ckptcore) == names | modules | lazy
     results = {name: f"{module}.{name}" for name, module in ckptcore.results._HOMES.items()}
     assert names_for_type_checkers(ckptcore.results) == results
     assert {name for name in dir(ckptcore.results) if not name.startswith("_")} == results.keys()
+
+
+def test_type_checkers_see_the_lazy_names_in_their_distributions() -> None:
+    tree = ast.parse((Path(str(ckptcore.__file__)).parent / "lazy_names.pyi").read_text(encoding="utf-8"))
+    seen = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    expected = {}
+    for name, distribution in lazy_names().items():
+        module = distribution.names[name]
+        expected[name] = f"{distribution.package}.{module}.{name}" if module else distribution.package
+    assert seen == expected
 
 
 def test_the_number_of_exported_names_is_limited() -> None:

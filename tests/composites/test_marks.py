@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -257,10 +258,8 @@ def test_a_crashed_save_leaves_the_old_or_the_new_checkpoint(
     for location, plan in faults(scheme, tmp_path):
         if scheme == "file":
             save_both(location, 1, FaultPlan())
-        try:
+        with suppress(SimulatedCrash, CheckpointError):
             save_both(location, 2, plan)
-        except (SimulatedCrash, CheckpointError):
-            pass
         try:
             loaded = ckptcore.load_checkpointables(location, context=context)
         except CheckpointNotFoundError:

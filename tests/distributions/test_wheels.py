@@ -15,8 +15,9 @@ import pytest
 from ckptcore.distributions import DISTRIBUTIONS, Distribution
 from tests.architecture.sources import ROOT
 from tests.distributions import alone
-from tests.distributions.wheels import Environment, Wheel, build_wheels
+from tests.distributions.wheels import Environment
 from tests.docs.pages import code_blocks
+from tools.release import Wheel, build
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ OF_HOSTS = {"hosts"}
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Wheel]:
-    return build_wheels(tmp_path_factory.mktemp("wheels"))
+    return build(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")

@@ -1,88 +1,21 @@
-"""Wheels of all distributions, and environments in which some of them are installed, made without a network."""
+"""Environments in which wheels of some of our distributions are installed, without a network."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tomllib
 import venv
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from email.parser import HeaderParser
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.architecture.sources import ROOT
+from tools.release import Wheel
 
-__all__ = ["Environment", "Wheel", "build_wheels"]
-
-_IGNORED = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__", "tests")
-
-
-@dataclass(frozen=True, slots=True)
-class Wheel:
-    """A built wheel.
-
-    Attributes:
-        path: the file.
-        name: normalised name of the distribution.
-        requires: its requirements.
-        extras: names of its extras.
-        packages: top-level import packages.
-    """
-
-    path: Path
-    name: str
-    requires: Sequence[Requirement]
-    extras: Sequence[str]
-    packages: Sequence[str]
-
-
-def build_wheels(directory: Path) -> Mapping[str, Wheel]:
-    """Build the wheels of the core and of all plugins from copies of their sources; by name."""
-    sources = directory / "sources"
-    projects = [sources / "ckptcore"]
-    (sources / "ckptcore").mkdir(parents=True)
-    for name in ("pyproject.toml", "PACKAGE.md", "LICENSE"):
-        shutil.copy(ROOT / name, projects[0])
-    shutil.copytree(ROOT / "ckptcore", projects[0] / "ckptcore", ignore=_IGNORED)
-    for found in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
-        projects.append(sources / found.parent.name)
-        shutil.copytree(found.parent, projects[-1], ignore=_IGNORED)
-    _run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"],
-        ["--wheel-dir", str(directory / "wheels"), *map(str, projects)],
-    )
-    wheels = [_read(path) for path in sorted((directory / "wheels").glob("*.whl"))]
-    named = {canonicalize_name(_project_name(project)) for project in projects}
-    assert named == {wheel.name for wheel in wheels}
-    return {wheel.name: wheel for wheel in wheels}
-
-
-def _project_name(project: Path) -> str:
-    name: str = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
-    return name
-
-
-def _read(path: Path) -> Wheel:
-    with zipfile.ZipFile(path) as archive:
-        files = archive.namelist()
-        (metadata,) = [name for name in files if name.endswith(".dist-info/METADATA")]
-        fields = HeaderParser().parsestr(archive.read(metadata).decode("utf-8"))
-    packages = {name.partition("/")[0] for name in files} - {metadata.partition("/")[0]}
-    return Wheel(
-        path,
-        canonicalize_name(fields["Name"]),
-        [Requirement(text) for text in fields.get_all("Requires-Dist", [])],
-        fields.get_all("Provides-Extra", []),
-        sorted(packages),
-    )
+__all__ = ["Environment"]
 
 
 class Environment:

@@ -29,7 +29,7 @@ class CodeBlock:
 
 def documentation_pages() -> list[Path]:
     """Return every Markdown page of the repository, without those of tests."""
-    return [path for path in project_files(".md") if path.relative_to(ROOT).parts[0] not in {"tests"}]
+    return [path for path in project_files(".md") if path.relative_to(ROOT).parts[0] != "tests"]
 
 
 def code_blocks(text: str) -> list[CodeBlock]:

@@ -1,32 +1,40 @@
-"""The design note that lists the files of a plain save and a plain load, compared with traces of both."""
+"""The design note that begins with the spine of a plain save and load, compared with traces of both."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tools.trace import Trace, listing, trace_plain_load, trace_plain_save
-
-NOTE = Path(__file__).parents[2] / "docs" / "design" / "read-the-core.md"
-
-
-def listed(heading: str) -> Sequence[str]:
-    """Return the lines of the numbered list below a heading of the note."""
-    section = NOTE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return [line for line in section.splitlines() if re.match(r"\d+\. `", line)]
+from tools.trace import NOTE, SPINE, Trace, listing, spine_table, trace_plain_load, trace_plain_save
 
 
 @pytest.mark.parametrize(
-    ("heading", "traced", "most_files", "most_functions"),
-    [("A save", trace_plain_save, 56, 344), ("A load", trace_plain_load, 39, 221)],
+    ("traced", "most_files", "most_functions"), [(trace_plain_save, 56, 344), (trace_plain_load, 39, 221)]
 )
-def test_the_note_lists_the_files_in_the_order_in_which_they_run(
-    heading: str, traced: Callable[[Path], Trace], most_files: int, most_functions: int, tmp_path: Path
+def test_a_plain_save_and_load_stay_small(
+    traced: Callable[[Path], Trace], most_files: int, most_functions: int, tmp_path: Path
 ) -> None:
     files = traced(tmp_path)
-    assert listed(heading) == listing(files), "update the lists with python -m tools.trace --markdown"
     assert len(files) <= most_files
     assert sum(map(len, files.values())) <= most_functions
+    assert len(listing(files)) == len(files)
+
+
+def test_the_note_has_the_spine(tmp_path: Path) -> None:
+    traces = {"save": trace_plain_save(tmp_path), "load": trace_plain_load(tmp_path)}
+    assert spine_table(traces) in NOTE.read_text(encoding="utf-8"), "run python -m tools.trace --write"
+    assert sum(map(len, SPINE.values())) == 12
+
+
+def test_a_function_that_does_not_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="perform_save of SPINE ran in \\[\\]"):
+        spine_table({"save": {}, "load": {}})
+
+
+def test_design_notes_are_few_and_in_the_index() -> None:
+    notes = {path.stem for path in NOTE.parent.glob("*.md")} - {"index"}
+    index = (NOTE.parent / "index.md").read_text(encoding="utf-8").splitlines()
+    assert len(notes) <= 25
+    assert notes <= set(index)

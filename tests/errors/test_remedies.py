@@ -198,7 +198,7 @@ def test_a_target_with_a_mix_of_states(tmp_path: Path) -> None:
     """A damaged checkpoint never loads again, so the text names another one."""
     for name, factor in (("old", 1.0), ("damaged", 2.0)):
         ckptcore.save(tmp_path / name, {"w": np.full(2**19, factor), "v": np.full(2**19, factor)})
-    (file,) = [path for path in (tmp_path / "damaged").rglob("*.safetensors")]
+    (file,) = list((tmp_path / "damaged").rglob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-8:] = bytes(8)
     file.write_bytes(content)

@@ -122,7 +122,7 @@ def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: in
     for rank in range(size):
         first = 8 * (rank % shards)
         shard = Shard(Box((first, 0), (first + 8, 6)), rank // shards, replicas)
-        held.append({leaf: (shard,) for leaf in range(arrays)})
+        held.append(dict.fromkeys(range(arrays), (shard,)))
     receipts = _receipts(split, held, size)
     check_coverage(split.tree, receipts)
     assert {_bytes(receipt) for receipt in receipts} == {12 * 48}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, get_args
 
 import numpy as np
@@ -140,8 +141,6 @@ def test_a_deletion_whose_answers_are_lost_can_be_called_again() -> None:
         try:
             _delete(storages, Answers({number: mishap}))
         except CheckpointError:
-            try:
+            with suppress(CheckpointNotFoundError):
                 _delete(storages, None)
-            except CheckpointNotFoundError:
-                pass
         assert list(storages.open().list()) == [], f"{mishap} at {counted.changes[number]}"

@@ -6,6 +6,7 @@ import itertools
 import random
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -135,10 +136,8 @@ def test_finalizing_that_dies_leaves_the_sessions_or_the_checkpoint(scheme: str,
             _expect_whole(place, 3)
             continue
         outcomes.add("checkpoint")
-        try:
+        with suppress(CheckpointNotFoundError):  # nothing was left to be done
             _finalize(place, None)
-        except CheckpointNotFoundError:  # nothing was left to be done
-            pass
         _expect_whole(place, 2)
     assert outcomes == {"sessions", "checkpoint"}
 
@@ -173,10 +172,8 @@ def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout
         for operation in _operations(_prepared(scheme, tmp_path, sessions, layout), task):
             place = _prepared(scheme, tmp_path, sessions, layout)
             plan = FaultPlan(FailAt(operation.number, StorageError("the test lets it fail")))
-            try:
+            with suppress(CheckpointError):
                 task(through(place), faulty_context(place, plan))
-            except CheckpointError:
-                pass
             if task is not _finalize:
                 _save_missing(place, [1], layout)
             try:
@@ -308,10 +305,8 @@ def test_the_power_fails_at_each_step(task: str) -> None:
             do(_ON_DISK, simulated_context(dying))
         for survivor in dying.after_power_loss(chance, 3):
             context = simulated_context(survivor)
-            try:
+            with suppress(TreeMismatchError, CheckpointExistsError):
                 _session(1, "safetensors")(_ON_DISK, context)
-            except (TreeMismatchError, CheckpointExistsError):
-                pass
             try:
                 _finalize(_ON_DISK, context)
             except CheckpointNotFoundError:

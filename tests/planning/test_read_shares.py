@@ -28,7 +28,8 @@ from ckptcore.planning.partition import cut_box, cut_by_readers
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {
-    leaf: ArraySpec(shape, dtype) for leaf, (shape, dtype) in enumerate(zip(SHAPES, ("float32", "int8") * 3))
+    leaf: ArraySpec(shape, dtype)
+    for leaf, (shape, dtype) in enumerate(zip(SHAPES, ("float32", "int8") * 3, strict=False))
 }  # as many as there are shapes
 
 

@@ -156,7 +156,7 @@ def test_transforms_keep_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [3, 2000])
 def test_names_of_plain_values_are_not_lost(key: Any, count: int, tmp_path: Path) -> None:
     """In contrast to numbers, such as those of epochs, the checkpoint does not decide which ones a dict has."""
-    ckptcore.save(tmp_path / "c", {"counts": {number: 1.0 for number in range(2, count)}})
+    ckptcore.save(tmp_path / "c", {"counts": dict.fromkeys(range(2, count), 1.0)})
     with pytest.raises(TreeMismatchError, match="missing"):
         ckptcore.load(tmp_path / "c", {"counts": {key: 0.0}})
     ckptcore.save(tmp_path / "d", {"counts": {key: 1.0, ("more", 1): 2.0, 5: 3.0}})

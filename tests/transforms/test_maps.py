@@ -223,6 +223,4 @@ def test_minilm_goes_to_a_scanned_jax_tree_to_orbax_and_back_bit_equal(tmp_path:
     assert sorted(back) == sorted(original)
     assert_same_tree({name: back[name] for name in original}, original)
     (written,) = (tmp_path / "back").glob("*.safetensors")
-    assert_same_tree(
-        {name: array for name, array in sorted(load_file(written).items())}, dict(sorted(original.items()))
-    )
+    assert_same_tree(dict(sorted(load_file(written).items())), dict(sorted(original.items())))

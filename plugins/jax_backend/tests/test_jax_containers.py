@@ -189,7 +189,8 @@ def test_trees_are_rebuilt_as_by_jax(make):
         json.loads(
             json.dumps(
                 TreeMetadata(
-                    flat.skeleton, tuple(handler.describe(leaf) for leaf, handler in zip(flat.leaves, flat.handlers))
+                    flat.skeleton,
+                    tuple(handler.describe(leaf) for leaf, handler in zip(flat.leaves, flat.handlers, strict=True)),
                 ).to_json()
             )
         )

@@ -47,7 +47,7 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
     """Return elements with many bit patterns, also NaN."""
     numpy_dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     generator = np.random.default_rng(seed)
-    if dtype == "bool" or numpy_dtype.itemsize == 1 and dtype in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn"):
+    if dtype == "bool" or (numpy_dtype.itemsize == 1 and dtype in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")):
         low, high = {"bool": (0, 2), "int2": (-2, 2), "int4": (-8, 8)}.get(dtype, (0, 4))
         return generator.integers(low, high, shape).astype(numpy_dtype)
     return np.frombuffer(generator.bytes(math.prod(shape) * numpy_dtype.itemsize), numpy_dtype).reshape(shape).copy()

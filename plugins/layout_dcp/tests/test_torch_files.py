@@ -230,9 +230,7 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
     second = {"b": torch.randn(4).to(torch.bfloat16), "not listed": torch.ones(1)}
     _save(first, tmp_path / "pytorch_model-00001-of-00002.bin")
     _save(second, tmp_path / "pytorch_model-00002-of-00002.bin", zipped=False)
-    weight_map = {name: "pytorch_model-00001-of-00002.bin" for name in first} | {
-        "b": "pytorch_model-00002-of-00002.bin"
-    }
+    weight_map = dict.fromkeys(first, "pytorch_model-00001-of-00002.bin") | {"b": "pytorch_model-00002-of-00002.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     expected = first | {"b": second["b"]}
     _assert_same(_load(tmp_path), expected)

@@ -25,7 +25,7 @@ def drawn(outline: Outline) -> list[str]:
 def test_keys_with_dots_are_folded(tmp_path: Path) -> None:
     ones = np.ones(3, np.float32)
     names = ["layers.0.weight", "layers.0.bias", "head.weight", "layers.1.weight", "layers.1.bias", "scale"]
-    assert drawn(outline(dict.fromkeys(names, 0) | {name: ones * 1 for name in names}, tmp_path)) == [
+    assert drawn(outline(dict.fromkeys(names, 0) | {name: ones.copy() for name in names}, tmp_path)) == [
         "<root> -1 18",
         "  layers -1 12",
         "    0 -1 6",

@@ -100,7 +100,7 @@ OPTIMIZERS: dict[str, Make] = {
     ),
     "named": lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.1),
 }
-WITH_STATE = [name for name in OPTIMIZERS if name not in ("LBFGS",)]
+WITH_STATE = [name for name in OPTIMIZERS if name != "LBFGS"]
 
 
 def example(name: str, seed: int, count: int) -> NamedOptimizer:

@@ -100,8 +100,10 @@ def test_the_message_numbers_and_names_what_differs_and_can_be_followed(tmp_path
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load_into(tmp_path / "c", {"opt": other, "step": 0})
     assert caught.value.differences == (
-        "group 0: 3 options are stored and not its own (amsgrad, betas, eps) and "
-        + "3 options are its own and not stored (dampening, momentum, nesterov)",
+        (
+            "group 0: 3 options are stored and not its own (amsgrad, betas, eps) and "
+            "3 options are its own and not stored (dampening, momentum, nesterov)"
+        ),
         "states of 2 parameters: exp_avg, exp_avg_sq, step are stored instead of nothing",
     )
     before = frozen(other)

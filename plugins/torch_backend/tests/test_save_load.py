@@ -464,4 +464,4 @@ def test_a_tensor_without_data_is_refused_by_its_path(tmp_path: Path, make: Call
     for save in save_in_every_way(tmp_path, {"a": {"leaf": make()}, "b": torch.ones(2)}):
         with pytest.raises(UnsupportedLeafError, match=r"a/leaf: .*; .*Nothing was written"):
             save()
-    assert not [path for path in tmp_path.rglob("*.safetensors")]
+    assert not list(tmp_path.rglob("*.safetensors"))

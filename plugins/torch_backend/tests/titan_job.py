@@ -57,7 +57,7 @@ class OptimizersContainer(torch.optim.Optimizer, Stateful):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1) for part in model.children()]
-        super().__init__([parameter for parameter in model.parameters()], {"lr": 0.1})
+        super().__init__(list(model.parameters()), {"lr": 0.1})
 
     def step(self) -> None:  # type: ignore[override]  # as there
         for optimizer in self.optimizers:

@@ -165,7 +165,7 @@ def test_the_way_back_is_sharded_too(stored: tuple[Path, dict[str, Any]], tmp_pa
     )
     half = Box((0, 0), (ROWS // 2, COLUMNS))
     report = LoadReport()
-    wanted = {name: ... for name in state} | {"layers.2.w": _shards((ROWS, COLUMNS), np.int32, [half])}
+    wanted = dict.fromkeys(state, ...) | {"layers.2.w": _shards((ROWS, COLUMNS), np.int32, [half])}
     loaded = ckptcore.load(tmp_path / "c", wanted, transforms=inverse(chain), report=report)
     assert np.array_equal(loaded["layers.2.w"].shards[0].elements, state["layers.2.w"][half.slices])
     assert report.bytes_read <= 1.1 * half.size * 4

@@ -49,7 +49,7 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
         key = f"{directory}{name}/{kind}{_SUFFIX}"
         lost = Refused(CorruptCheckpointError(f"{key} is missing: the checkpoint is incomplete; {RESTORE}", key=key))
         (values if kind == _WEIGHT else states.setdefault(name, {}))[name if kind == _WEIGHT else kind] = lost
-    optimizer: dict[Key, Entry] = {"state": {name: state for name, state in states.items()}}
+    optimizer: dict[Key, Entry] = {"state": dict(states)}
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
         found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
         groups = found.get("param_groups")

@@ -333,7 +333,7 @@ class Zero:
             for name, (group, _) in self._positions.items():
                 if held := [part for parts in in_groups if (part := parts[group]) is not None]:
                     found[name][kind] = self._of_group(held, kind)
-        return {name: state for name, state in found.items()}
+        return dict(found)
 
     def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
         """Return True if no process has a state of the group, or the first that has one has it for each element."""
@@ -382,7 +382,10 @@ class Zero:
 
     def rest(self) -> Mapping[Key, Entry]:
         """Return the state of the optimizer besides its partitions, such as the scale of the loss."""
-        states: list[dict[Key, Part]] = [{key: part for key, part in state.items()} for state in self._states]
+        states: list[dict[Key, Part]] = [
+            {key: part for key, part in state.items()}  # noqa: C416  # keys of a wider type
+            for state in self._states
+        ]
         return _merged(states, PARTITIONS)
 
     def param_groups(self) -> Entry:

@@ -144,7 +144,7 @@ def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[st
 def _merge_ranks(parts: Sequence[Part]) -> Entry:
     """Merge the trees of all processes."""
     if not any(part.processes for part in parts):
-        return parts[0] if len(parts) == 1 else {rank: part for rank, part in enumerate(parts)}
+        return parts[0] if len(parts) == 1 else dict(enumerate(parts))
     return merge_parts(parts)
 
 
@@ -217,7 +217,9 @@ def _is_same(first: Leaf, second: Leaf) -> bool:
 def _checksums_differ(first: Piece, second: Piece) -> bool:
     """Return True if two pieces are whole storages, and their checksums differ."""
     storages = first.storage, second.storage
-    whole = all(storage.crc and piece.offset == storage.start for storage, piece in zip(storages, (first, second)))
+    whole = all(
+        storage.crc and piece.offset == storage.start for storage, piece in zip(storages, (first, second), strict=True)
+    )
     return whole and first.storage.size == second.storage.size and first.storage.crc != second.storage.crc
 
 

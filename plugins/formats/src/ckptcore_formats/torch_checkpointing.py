@@ -107,7 +107,7 @@ def _merged(parts: Sequence[Part]) -> Entry:
     same = isinstance(merged, Branch) and not any(isinstance(entry, Refused) for entry in merged.entries)
     if same or any(part.processes for part in parts):
         return merged
-    return {rank: part for rank, part in enumerate(parts)}
+    return dict(enumerate(parts))
 
 
 def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:

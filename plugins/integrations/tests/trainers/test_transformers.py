@@ -106,7 +106,9 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 def assert_same(run: Any, other: Any, *, since: int = 0) -> None:
     """Compare losses, order of data, weights, optimizer, rate and log, bit for bit."""
     assert run.seen[since:] == other.seen
-    assert all(torch.equal(left, right) for left, right in zip(weights(run).values(), weights(other).values()))
+    assert all(
+        torch.equal(left, right) for left, right in zip(weights(run).values(), weights(other).values(), strict=True)
+    )
     left, right = run.optimizer.state_dict(), other.optimizer.state_dict()
     assert left["param_groups"] == right["param_groups"]
     for number, moments in left["state"].items():

@@ -396,7 +396,7 @@ class _TreeBuilder:
                 return self._sequence(items, type_name, path, depth)
         groups: dict[str, Value] = {
             "__arguments__": arguments,
-            "__keywords__": {name: value for name, value in call.keywords.items()},  # a dict of values
+            "__keywords__": {name: value for name, value in call.keywords.items()},  # noqa: C416  # a dict of values
             "__items__": items,
             "__pairs__": cast(Value, pairs),
         }

@@ -249,7 +249,7 @@ def read_entries(
                 f"{name!r} is encrypted, in another part, or of compression {compression}",
                 "Unpack it and zip the directory again, as `zip -0 -r` does: unencrypted, in one part, uncompressed",
             )
-        elif compression == STORED and nbytes != size or size > nbytes * MAX_INFLATE_RATIO:
+        elif (compression == STORED and nbytes != size) or size > nbytes * MAX_INFLATE_RATIO:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
         if header + LOCAL_HEADER.size + name_n + nbytes > directory:
             raise corrupt_zip(key, header, header, f"{name!r} exceeds the members of the zip")

@@ -93,7 +93,7 @@ class WebStorage(ReadOnlyStorage):
         """List the keys of all objects in a directory, sorted. The server must show directories."""
         left = [check_directory_key(prefix)]
         found: list[str] = []
-        for looked_into in range(_MAX_DIRECTORIES + 1):
+        for looked_into in range(_MAX_DIRECTORIES + 1):  # noqa: B007  # the error has it
             if not left:
                 return iter(sorted(found))
             directory = left.pop()

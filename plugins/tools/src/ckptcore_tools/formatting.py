@@ -29,7 +29,7 @@ def format_size(nbytes: int) -> str:
     if nbytes < 1000:
         return f"{nbytes} B"
     amount = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
+    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):  # noqa: B007  # the last one is used below
         amount /= 1000
         if amount < 999.5:
             break

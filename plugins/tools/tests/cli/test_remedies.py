@@ -85,6 +85,7 @@ def test_options_of_storages(tmp_path: Path, run: Run) -> None:
 
 def test_maps_and_their_options(tmp_path: Path, run: Run) -> None:
     """The names are those of the options of the command."""
+    pytest.importorskip("ckptcore_transforms")
     ckptcore.save(tmp_path / "a", {"x": np.ones(2)})
     text = message(run, "convert", "--map", "lama-to-scanned", tmp_path / "a", tmp_path / "b")
     assert "did you mean 'llama-to-scanned'? Maps: bert-to-scanned, " in text
@@ -99,6 +100,7 @@ def test_maps_and_their_options(tmp_path: Path, run: Run) -> None:
 
 def test_leaves_that_a_map_does_not_know(tmp_path: Path, run: Run) -> None:
     """The command cannot drop them: the text names the functions that can."""
+    pytest.importorskip("ckptcore_transforms")
     ckptcore.save(tmp_path / "a", _bert() | {"encoder.layer.0.odd": np.ones(2)})
     text = message(run, "convert", "--map", "bert-to-scanned", tmp_path / "a", tmp_path / "b")
     assert "put Rename, or Drop if it is not needed, first in the transforms of ckptcore.load or ckptcore.copy" in text
@@ -119,6 +121,7 @@ def _bert() -> dict[str, Any]:
 
 
 def test_several_checkpointables_and_a_map(tmp_path: Path, run: Run) -> None:
+    pytest.importorskip("ckptcore_transforms")
     ckptcore.save_checkpointables(tmp_path / "a", {"model": _bert(), "other": {"n": 1}})
     text = message(run, "convert", "--map", "bert-to-scanned", tmp_path / "a", tmp_path / "b")
     assert f"Convert each by its own location, such as {tmp_path}/a/model. Nothing was converted" in text

@@ -256,9 +256,8 @@ class _States:
             yield f"states of {self.count} parameters: not every one has {', '.join(sorted(self.lacking))}"
         elif self.own != self.stored:
             stored, own = (", ".join(sorted(one)) or "nothing" for one in (self.stored, self.own))
-            yield f"states of {self.count} parameters: {stored} {'is' if len(self.stored) == 1 else 'are'} stored " + (
-                f"instead of {own}"
-            )
+            verb = "is" if len(self.stored) == 1 else "are"
+            yield f"states of {self.count} parameters: {stored} {verb} stored instead of {own}"
 
 
 def _entries(state: object) -> frozenset[str]:

@@ -189,7 +189,7 @@ def _context(inner: torch.Tensor) -> JSON:
 
 
 def _as_json(value: Any, inner: torch.Tensor) -> JSON:
-    if value is None or isinstance(value, bool | int | str) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -5,7 +5,9 @@ records the function and its arguments; the caller decides what it means.
 
 - `values`: the values of a pickle, and errors about pickles
 - `windows`: a long file in parts, without its long literals
-- `machine`: decodes the opcodes of protocols 0 to 5
+- `machine`: executes the opcodes of protocols 0 to 5
+- `opcodes`: the table of opcodes
+- `state`: what the opcodes that were read have built
 - `literals`: opcodes that contain a value
 - `keys`: limits the cost of hashing dict keys
 - `known_calls`: results of a few known functions
@@ -14,7 +16,8 @@ records the function and its arguments; the caller decides what it means.
 
 from ckptcore_dcp.pickles.encoder import write_pickle
 from ckptcore_dcp.pickles.known_calls import builtin_value
-from ckptcore_dcp.pickles.machine import UNSET, ObjectReader, read_pickle
+from ckptcore_dcp.pickles.machine import read_pickle
+from ckptcore_dcp.pickles.state import UNSET, ObjectReader
 from ckptcore_dcp.pickles.values import Call, CompactObject, Global, OutOfLine, Persistent, Place, Places, Value, brief
 from ckptcore_dcp.pickles.windows import DenseFileError, Window
 

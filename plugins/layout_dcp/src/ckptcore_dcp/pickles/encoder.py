@@ -105,7 +105,7 @@ def _sorted_items(items: Iterable[Value]) -> list[Value]:
     """Return the items of a set, sorted if all are texts, bytes or numbers, so that processes use the same order."""
     found: list[Any] = list(items)
     kinds = set(map(type, found))
-    if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:
+    if (len(kinds) == 1 and kinds <= {str, bytes, int, float, bool}) or kinds <= {int, float, bool}:
         found.sort()
     return found
 

@@ -125,7 +125,7 @@ def encode_files(paths: Sequence[str]) -> bytes:
                 "'ocdbt.process_0/d/name'"
             )
         encoded.append(data)
-    shared = [len(commonprefix(pair)) for pair in pairwise(encoded)]
+    shared = [len(commonprefix(pair)) for pair in pairwise(encoded)]  # noqa: RUF071  # keys, not paths
     suffixes = [data[prefix:] for data, prefix in zip(encoded, [0, *shared], strict=True)]
     bases = [len(path[: _base_length(path)].encode()) for path in paths]
     return b"".join(

@@ -195,8 +195,8 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
     """Return the result of every step as JSON, ascending."""
     states = {
         **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
-        **{step: ("left", None, None) for step in report.skipped},
-        **{step: ("gone", None, None) for step in report.deleted_at_source},
+        **dict.fromkeys(report.skipped, ("left", None, None)),
+        **dict.fromkeys(report.deleted_at_source, ("gone", None, None)),
         **{step: ("damaged", None, shell_text(error)) for step, error in report.damaged.items()},
         **{step: ("failed", None, shell_text(error)) for step, error in report.failed.items()},
     }
