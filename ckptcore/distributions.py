@@ -45,7 +45,7 @@ class Distribution(NamedTuple):
         package: its import package.
         names: attributes of `ckptcore` that it defines, each with its module in `package`. An empty module means
             `package` itself.
-        internals: functions that the core calls if it is installed, each with its module in `package`.
+        internals: functions and types that the core uses if it is installed, each with its module in `package`.
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
         layouts: layouts that it adds.
@@ -97,6 +97,7 @@ DISTRIBUTIONS: Final = (
         suffixes=(".h5", ".hdf5", ".joblib", ".keras", ".npy", ".npz", ".pickle", ".pkl"),
     ),
     Distribution("ray", "ckptcore_ray"),
+    Distribution("collective", "ckptcore_collective", internals={"SharedAttempt": "shared"}),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("integrations", "ckptcore_integrations"),
     Distribution("testing", "ckptcore_testing"),
@@ -170,7 +171,7 @@ def _is_installed(package: str) -> bool:
 
 
 def import_name(name: str, *, purpose: str = "") -> object:
-    """Import an attribute of `ckptcore`, or a function that the core calls, from another distribution.
+    """Import an attribute of `ckptcore`, or a function or type that the core uses, from another distribution.
 
     Args:
         name: its name in the table.

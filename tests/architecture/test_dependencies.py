@@ -39,6 +39,7 @@ PUBLIC = {
 """The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
 
 FEATURES = {
+    "ckptcore_collective",
     "ckptcore_incremental",
     "ckptcore_integrations.torch_checkpointing",
     "ckptcore_jax.staged_executor",
