@@ -59,7 +59,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
-from ckptcore.protocols.strategy import FurtherSaves, SaveCommit, SaveStrategy, StepStrategy
+from ckptcore.protocols.strategy import SaveCommit, SaveStrategy, StepStrategy
 from ckptcore.protocols.transaction import Transaction
 from ckptcore.protocols.transforms import (
     DerivedArray,
@@ -104,7 +104,6 @@ __all__ = [
     "Executor",
     "FilesHandler",
     "Flattened",
-    "FurtherSaves",
     "GathersInGroups",
     "HostBytes",
     "HostMemory",

@@ -19,10 +19,10 @@ from ckptcore.errors import (
     UnsupportedLeafError,
     converts_errors,
 )
-from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
+from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Receipt, Segment, WriteItem, WritePlan
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Node
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
@@ -30,7 +30,6 @@ from ckptcore.protocols import (
     Continuation,
     Executor,
     FilesHandler,
-    HostMemory,
     Layout,
     Snapshot,
     WriteStore,
@@ -47,7 +46,6 @@ __all__ = [
     "FilesDescription",
     "PartDescription",
     "SavePart",
-    "SharedItems",
     "TreeCaptured",
     "describe_part",
     "naming",
@@ -67,7 +65,6 @@ class SavePart:
         source: the arrays or files to capture; None after the capture.
         captured: the captured content; None before the capture, and after `close`.
         receipts: the receipts of this process and its workers. On the leader, before the commit, those of all ranks.
-        shared: the boxes that a part of another save captures for it; None if the part captures its own.
     """
 
     directory: str
@@ -78,7 +75,6 @@ class SavePart:
     source: ArraySource | FilesDescription | None = None
     captured: Captured | None = None
     receipts: Sequence[Receipt] = ()
-    shared: SharedItems | None = None
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:
@@ -92,29 +88,11 @@ class SavePart:
             captured.close()
 
 
-class SharedItems(NamedTuple):
-    """Items of a part that a part of a further save also writes.
-
-    Attributes:
-        part: the part that captures them.
-        items: for each item of the further part's plan, the number of the item in the plan of `part`.
-        worker_items: the same for each worker of this controller.
-    """
-
-    part: SavePart
-    items: tuple[int, ...]
-    worker_items: tuple[tuple[int, ...], ...] = ()
-
-
 class ArraySource(Protocol):
     """The arrays of a part before the capture."""
 
-    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Start to copy the boxes of an item into memory of the save."""
-        ...
-
-    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
+    def boxes(self, item: WriteItem) -> StateBoxes:
+        """Return the leaf of an item, and the boxes of the leaf that the item has."""
         ...
 
 
@@ -131,18 +109,24 @@ class Captured(Protocol):
 
 
 class TreeCaptured(NamedTuple):
-    """The arrays of a tree. See `Captured`."""
+    """The arrays of a tree. See `Captured`.
+
+    Attributes:
+        snapshot: the arrays.
+        copy: the running copy of which they are; None for views, and arrays that exist already.
+    """
 
     snapshot: Snapshot
+    copy: StateCopy | None = None
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Release items that were not written, and stop copies from waiting for the writer."""
-        if isinstance(self.snapshot, BoundedSnapshot | SnapshotShare):
-            self.snapshot.end_writing()
+        """Stop the copy from waiting for the writer."""
+        if self.copy is not None:
+            self.copy.end_writing()
 
 
 class FilesDescription(NamedTuple):

@@ -20,7 +20,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy
+from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import (
@@ -188,8 +188,7 @@ def refuse_per_process_objects(description: TreeDescription, size: int) -> None:
 
 def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
     """Return True if every layout lets any replica write a box, including the layouts of further saves."""
-    further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
-    layouts = [layout, *map(registry.layout, further)]
+    layouts = [layout, *map(registry.layout, strategy.layouts)]
     return all(one.capabilities.any_replica_writes for one in layouts)
 
 
@@ -205,9 +204,8 @@ def _digests(
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     trees = {name: tree_digest(description) for name, description in _common_trees(descriptions).items()}
-    signature = strategy.signature if isinstance(strategy, FurtherSaves) else ""
     of_arrays = {name: _digest(dict(digests)) for name, digests in arrays.items()}
-    return {"names": _digest(names), "strategy": signature, "trees": trees, "arrays": of_arrays}
+    return {"names": _digest(names), "strategy": strategy.signature, "trees": trees, "arrays": of_arrays}
 
 
 def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:

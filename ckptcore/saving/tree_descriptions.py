@@ -9,16 +9,16 @@ from typing import Any, Final, NamedTuple
 
 from ckptcore.commit.root import Member
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
-from ckptcore.model.arrays import ArraySpec, HostArray, Shard
+from ckptcore.io.snapshot import StateBoxes
+from ckptcore.model.arrays import ArraySpec, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.transfer import Pending, WriteItem, WritePlan
+from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
 from ckptcore.planning.replicas import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Executor,
-    HostMemory,
     Layout,
     LeafHandler,
 )
@@ -162,15 +162,9 @@ class TreeDescription(NamedTuple):
             plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
         return tuple(plans)
 
-    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Start to copy the boxes of an item into memory of the save."""
-        leaf, handler = self.leaf(item.leaf)
-        return handler.copy_to_host(leaf, item.boxes, memory)
-
-    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
-        leaf, handler = self.leaf(item.leaf)
-        return handler.view_on_host(leaf, item.boxes)
+    def boxes(self, item: WriteItem) -> StateBoxes:
+        """Return the leaf of an item, and its boxes."""
+        return StateBoxes(*self.leaf(item.leaf), item.boxes)
 
 
 def describe_tree(

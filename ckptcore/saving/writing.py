@@ -171,6 +171,8 @@ class PlainSave:
     takes_placeholders: ClassVar[bool] = False
     merges_keys: ClassVar[bool] = False
     checks_target: ClassVar[bool] = False
+    layouts: ClassVar[Sequence[str | Layout]] = ()
+    signature: ClassVar[str] = ""
     adds_files: ClassVar[bool] = False
     """True if the strategy writes files next to checkpointables. Then the leader lists them for the root."""
 
@@ -184,6 +186,9 @@ class PlainSave:
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
         return PlainCommit(save)
+
+    def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
+        """Write no further saves."""
 
 
 class PlainCommit:

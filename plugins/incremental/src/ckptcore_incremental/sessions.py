@@ -25,6 +25,7 @@ from ckptcore.protocols import Layout, SaveCommit, StorageBackend, Transaction
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.session_tables import (
     describe_session,
     encode_session,
@@ -40,14 +41,13 @@ logger = logger_named("ckptcore.saving")
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSession:
+class PartialSession(PlainSave):
     """Write one session of a partial save. See `ckptcore.protocols.SaveStrategy`.
 
     Attributes:
         planned: the planned session; None before `prepare`.
     """
 
-    takes_placeholders: ClassVar[bool] = False
     merges_keys: ClassVar[bool] = True
     checks_target: ClassVar[bool] = True
 

@@ -13,9 +13,8 @@ from ckptcore.errors import CheckpointError
 from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model import ArrayRecord, Box, Pending, Receipt, Shard
 from ckptcore.protocols import WantedLeaf, WorkerCapture
-from ckptcore.saving.parts import SavePart
+from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.requests import Save
-from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore_jax.worker_stages import (
     DerivationRecipe,
     LeafReads,
@@ -141,8 +140,9 @@ class StagedExecutor(ABC):
         """See `Executor`."""
         work = _HeldSave(self)
         try:
+            parts = [part for one in (save, *save.further) for part in one.parts]
             for worker in range(len(self.workers)):
-                work.take(worker, save.parts, copied=copied)
+                work.take(worker, parts, copied=copied)
         except BaseException:
             work.close()
             raise
@@ -184,21 +184,25 @@ class _HeldSave:
         self._executor = executor
         self._held: dict[int, HeldElements] = {}
         self._parts: list[SavePart] = []  # references keep the ids in `_first` valid
-        self._first: dict[tuple[int, int], int] = {}
-        """For each worker and id of a part, the position of the part's first leaf among the worker's held leaves."""
+        self._positions: dict[tuple[int, int], tuple[int, ...]] = {}
+        """By worker and id of a part, for each item the position of its boxes among those that the worker holds."""
 
     def take(self, worker: int, parts: Sequence[SavePart], *, copied: bool) -> None:
-        """Begin to keep the elements that a worker will write for the parts of a save."""
-        boxes: list[LeafBoxes] = []
+        """Begin to keep the elements that a worker will write for parts of a save and its further saves."""
+        boxes: dict[tuple[int, tuple[Box, ...]], LeafBoxes] = {}
         for part in parts:
             if part.worker_plans:
-                assert isinstance(part.source, TreeDescription)  # only leaves of trees are on workers
+                assert part.source is not None and not isinstance(part.source, FilesDescription)  # leaves are in trees
                 self._parts.append(part)
-                self._first[worker, id(part)] = len(boxes)
+                keys = []
                 for item in part.worker_plans[worker].items:
-                    boxes.append(LeafBoxes(part.source.leaf(item.leaf)[0], item.boxes))
+                    leaf = part.source.boxes(item).leaf
+                    keys.append((id(leaf), item.boxes))
+                    boxes.setdefault(keys[-1], LeafBoxes(leaf, item.boxes))
+                numbers = {key: number for number, key in enumerate(boxes)}
+                self._positions[worker, id(part)] = tuple([numbers[key] for key in keys])
         if boxes:
-            self._held[worker] = self._executor.take(worker, boxes, copied=copied)
+            self._held[worker] = self._executor.take(worker, list(boxes.values()), copied=copied)
 
     def wait(self) -> None:
         """See `WorkerCapture`."""
@@ -228,10 +232,8 @@ class _HeldSave:
         return writes
 
     def _worker_part(self, worker: int, part: SavePart) -> WorkerPart:
-        plan, shared = part.worker_plans[worker], part.shared
-        first = self._first[worker, id(part if shared is None else shared.part)]
-        items = range(len(plan.items)) if shared is None else shared.worker_items[worker]
-        return WorkerPart(part.directory, part.layout, plan, tuple([first + item for item in items]))
+        positions = self._positions[worker, id(part)]
+        return WorkerPart(part.directory, part.layout, part.worker_plans[worker], positions)
 
 
 class _RunningWrites:
