@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from ckptcore.errors import SaveLostError
@@ -43,23 +44,22 @@ class StateBoxes(NamedTuple):
     boxes: tuple[Box, ...]
 
 
+@dataclass(slots=True, eq=False)
 class StateElements:
     """The elements of a state in host memory. Counts the snapshots that use them, and frees them with the last one.
 
     Boxes that several snapshots write are transferred once. Thread-safe.
+
+    Attributes:
+        transfer: starts a transfer to host memory.
+        free: frees the memory of an array.
     """
 
-    def __init__(
-        self,
-        transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]],
-        free: Callable[[HostArray], object] = lambda array: None,
-    ) -> None:
-        """`transfer` starts a transfer to host memory; `free` frees the memory of an array."""
-        self._transfer = transfer
-        self._free = free
-        self._lock = threading.Lock()
-        self._users: Counter[_Key] = Counter()
-        self._arrays: dict[_Key, Sequence[Pending[HostArray]]] = {}
+    transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]]
+    free: Callable[[HostArray], object] = lambda array: None
+    _users: Counter[_Key] = field(default_factory=Counter)
+    _arrays: dict[_Key, Sequence[Pending[HostArray]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def use(
         self, boxes: Sequence[StateBoxes]
@@ -75,7 +75,7 @@ class StateElements:
         def start(item: int) -> Sequence[Pending[HostArray]]:
             with self._lock:
                 if keys[item] not in self._arrays:
-                    self._arrays[keys[item]] = self._transfer(boxes[item])
+                    self._arrays[keys[item]] = self.transfer(boxes[item])
                 return self._arrays[keys[item]]
 
         def release(item: int) -> None:
@@ -83,7 +83,7 @@ class StateElements:
                 self._users[keys[item]] -= 1
                 arrays = () if self._users[keys[item]] else self._arrays.pop(keys[item], ())
             for array in arrays:
-                self._free(array.result())
+                self.free(array.result())
 
         return start, release
 

@@ -142,7 +142,8 @@ class Load(Generic[T]):
     `run` runs all stages, and repeats them if the checkpoint was replaced meanwhile.
 
     Attributes:
-        location, target, context, recording, request: the arguments.
+        location, target, context, recording, request: the arguments. A strategy may replace the target.
+        read_planned: reads and builds planned leaves, in this process. A strategy may replace it.
         runtime: the runtime of the context.
         attempts: the attempts to read the checkpoint.
         has_begun: True once `read` began, which may change a target in place.
@@ -162,6 +163,7 @@ class Load(Generic[T]):
         """
         self.location = source
         self.target = target
+        self.read_planned: Callable[[TreeRead, Context], None] = read_tree
         self.context = context
         self.recording = recording
         self.request = request
@@ -174,6 +176,8 @@ class Load(Generic[T]):
     def run(self) -> T:
         """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
         strategy = self.request.strategy or choose_strategy(self.context, self.runtime)
+        if (workers := self.runtime.workers()) is not None:
+            strategy = workers.read_strategy(strategy)
         with self.runtime.registry.thread_settings():
             result = self.run_here() if strategy is None else strategy.run(self)
         if self._report_builder is not None:
@@ -217,7 +221,7 @@ class Load(Generic[T]):
             from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
-        return plan_leaf_reads(checkpoint, matched, self.runtime.workers(), self.recording.progress)
+        return plan_leaf_reads(checkpoint, matched, self.recording.progress)
 
     def begin(self, reading: TreeRead) -> None:
         """Read and restore first what the target may refuse.
@@ -230,12 +234,12 @@ class Load(Generic[T]):
             with self.recording.phase("read", first.nbytes):
                 self.target.begin(self, first)
 
-    def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] = read_tree) -> None:
+    def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] | None = None) -> None:
         """Read and build the planned leaves.
 
         Args:
             reading: the plan.
-            read_planned: runs the plan. The default reads in this process alone.
+            read_planned: runs the plan; None: see `read_planned` of the load.
         """
         self.has_begun = True
         if not reading.leaf_reads and reading.opened.is_files:
@@ -243,7 +247,7 @@ class Load(Generic[T]):
         with self.recording.phase("read", nbytes := reading.nbytes):
             if reading.progress is not None:
                 reading.progress.plan(nbytes)
-            read_planned(reading, self.context)
+            (read_planned or self.read_planned)(reading, self.context)
 
     def build(self, reading: TreeRead) -> T:
         """Build the result, after checking that no base or other additional checkpoint was replaced."""

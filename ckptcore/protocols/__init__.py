@@ -20,8 +20,6 @@ from ckptcore.protocols.job import (
     GathersInGroups,
     Rejoinable,
     ReportsAwaited,
-    WantedLeaf,
-    WorkerCapture,
 )
 from ckptcore.protocols.layouts import (
     CheckpointInfo,
@@ -147,8 +145,6 @@ __all__ = [
     "TransformSource",
     "TransformedTree",
     "Transforms",
-    "WantedLeaf",
-    "WorkerCapture",
     "WriteForecast",
     "WriteStore",
 ]

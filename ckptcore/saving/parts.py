@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from ckptcore.errors import (
 from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WriteItem, WritePlan
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON, Node
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Continuation,
-    Executor,
     FilesHandler,
     Layout,
     Snapshot,
@@ -61,25 +60,18 @@ class SavePart:
         layout: the layout that stores it.
         plan: the boxes that this process writes.
         own: True if every process writes its own part. Otherwise all processes write it together.
-        worker_plans: the boxes that each worker of this controller writes; empty if workers write nothing of it.
         source: the arrays or files to capture; None after the capture.
         captured: the captured content; None before the capture, and after `close`.
-        receipts: the receipts of this process and its workers. On the leader, before the commit, those of all ranks.
+        receipts: the receipts of this process. On the leader, before the commit, those of all ranks.
     """
 
     directory: str
     layout: Layout
     plan: WritePlan
     own: bool = False
-    worker_plans: tuple[WritePlan, ...] = ()
     source: ArraySource | FilesDescription | None = None
     captured: Captured | None = None
     receipts: Sequence[Receipt] = ()
-
-    @property
-    def plans(self) -> tuple[WritePlan, ...]:
-        """The plans of this process and of its workers."""
-        return (self.plan, *self.worker_plans)
 
     def close(self) -> None:
         """Release the captured content. Closing again is no error."""
@@ -91,8 +83,8 @@ class SavePart:
 class ArraySource(Protocol):
     """The arrays of a part before the capture."""
 
-    def boxes(self, item: WriteItem) -> StateBoxes:
-        """Return the leaf of an item, and the boxes of the leaf that the item has."""
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return boxes of a leaf, by its number in the plan of the part."""
         ...
 
 
@@ -148,9 +140,9 @@ class FilesDescription(NamedTuple):
         """Return its entry in the root of a composite."""
         return Member("files", size)
 
-    def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """Return a plan without arrays."""
-        return (WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name),)
+        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name)
 
     def capture(self) -> _FilesCaptured:
         """Run the first phase of the object's save, into a directory of the local disk."""
@@ -202,7 +194,6 @@ def describe_part(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None = None,
-    executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
     refusals: list[CheckpointError] | None = None,
     merged: bool = False,
@@ -216,7 +207,6 @@ def describe_part(
         plugins: find the handlers.
         rank, size: the rank of this process, and the number of processes of the job.
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
-        executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
         refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
         merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
@@ -242,7 +232,6 @@ def describe_part(
             rank,
             size,
             replicas,
-            executor,
             own=own,
             placeholders=placeholders,
             refusals=refusals,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from ckptcore.commit.location import shown_location
@@ -18,7 +17,6 @@ from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, StateBoxes, St
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.transfer import WritePlan
 from ckptcore.progress import ByteProgress
-from ckptcore.protocols import WorkerCapture
 from ckptcore.runtime import refuse_in_signal_handler, runtime_of
 from ckptcore.saving.parts import FilesDescription, TreeCaptured
 from ckptcore.saving.preparing import prepare_save
@@ -53,7 +51,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
                 capture.view()
             except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                 fail_before_claim(agreement, error)
-            _write(save, capture.at_workers, request.hooks.committed)
+            _write(save, request.hooks.committed)
         finally:
             capture.close()
     if progress is not None:
@@ -139,10 +137,9 @@ def _writes_while_copying(save: Save) -> bool:
     """Return True if arrays are written while others are still being copied.
 
     True for remote storage: its writes wait for requests rather than for memory, and take longer than the copies. False
-    for a disk: its writes would compete with the copies for the processors, and the caller would wait longer. False for
-    workers: they start to write only when all of them have finished their copies.
+    for a disk: its writes would compete with the copies for the processors, and the caller would wait longer.
     """
-    return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
+    return requests_of(save.target.location.store).concurrency > 1
 
 
 def _finish_copies(copies: Sequence[StateCopy], memory: StagingMemory, recording: Recording) -> None:
@@ -153,20 +150,14 @@ def _finish_copies(copies: Sequence[StateCopy], memory: StagingMemory, recording
         phase.nbytes = memory.copied_bytes
 
 
-def _write(
-    save: Save,
-    at_workers: WorkerCapture[Save] | None,
-    committed: Callable[[], None] | None,
-    *,
-    claimed: Callable[[], None] | None = None,
-) -> None:
+def _write(save: Save, committed: Callable[[], None] | None, *, claimed: Callable[[], None] | None = None) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves.
 
     A save in the background has a function `claimed`, which is called once the location is claimed.
     """
     recording = save.recording
     try:
-        write_save(save, at_workers, claimed)
+        write_save(save, claimed)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -174,7 +165,8 @@ def _write(
         recording.finish(sum([event.nbytes or 0 for event in recording.events if event.phase == "write"]))
     if committed is not None:
         committed()
-    save.strategy.after_commit(save, partial(write_save, at_workers=at_workers))
+    if save.further:
+        save.strategy.after_commit(save, write_save)
 
 
 def _write_in_background(
@@ -199,7 +191,7 @@ def _write_in_background(
 
     def work() -> None:
         try:
-            _write(save, capture.at_workers, committed, claimed=handle._claimed.set)
+            _write(save, committed, claimed=handle._claimed.set)
         finally:
             capture.close()
             memory.close()
@@ -221,33 +213,27 @@ def _write_in_background(
 
 
 class _Capture:
-    """The copies of a state for a save and its further saves, or views in a blocking save.
-
-    Attributes:
-        at_workers: the boxes that workers of this controller captured; None if they write none of the save.
-    """
+    """The copies of a state for a save and its further saves, or views in a blocking save."""
 
     def __init__(self, save: Save) -> None:
         """Prepare to capture the parts of a save. `view` or `copy` captures them."""
-        self.at_workers: WorkerCapture[Save] | None = None
         self._save = save
         self._copies: list[StateCopy] = []
 
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
         elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
-        self._capture_at_workers(copied=False)
-        self._capture(lambda plan, boxes: TreeCaptured(ViewedSnapshot(plan, *elements.use(boxes))))
-        if self.at_workers is not None:
-            self.at_workers.wait()
+        self._capture(lambda plan, boxes: TreeCaptured(ViewedSnapshot(plan, *elements.use(boxes))), copied=False)
+        for copy in self._copies:
+            copy.wait()
 
     def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[StateCopy]:
         """Start to copy every array.
 
         Args:
             memory: the memory of the copies.
-            limit: maximum size of the copies in this process at a time, in bytes; None: no limit. Workers copy all
-                their boxes at once. With a limit, further saves copy again, because the first copy is freed by then.
+            limit: maximum size of the copies in this process at a time, in bytes; None: no limit. With a limit, further
+                saves copy again, because the first copy is freed by then.
 
         Returns:
             The copies, for `_finish_copies`. Once they are finished, the state may change.
@@ -270,10 +256,7 @@ class _Capture:
             self._copies.append(copy)
             return TreeCaptured(copy, copy)
 
-        self._capture_at_workers(copied=True)
-        self._capture(copied)
-        if self.at_workers is not None:
-            self.at_workers.wait()
+        self._capture(copied, copied=True)
         return self._copies[:]
 
     def close(self) -> None:
@@ -284,17 +267,11 @@ class _Capture:
         for copy in self._copies:
             copy.end_writing()
         self._copies.clear()
-        if self.at_workers is not None:
-            self.at_workers.close()
-            self.at_workers = None
 
-    def _capture_at_workers(self, *, copied: bool) -> None:
-        """Start to capture the boxes that workers of this controller write."""
-        if self._save.uses_workers and (executor := runtime_of(self._save.context).workers()) is not None:
-            self.at_workers = executor.capture(self._save, copied=copied)
-
-    def _capture(self, capture: Callable[[WritePlan, Sequence[StateBoxes]], TreeCaptured]) -> None:
+    def _capture(self, capture: Callable[[WritePlan, Sequence[StateBoxes]], TreeCaptured], *, copied: bool) -> None:
         """Capture every part. Then drop the references to the state: until then, their ids identify its leaves."""
+        if self._save.capture_elsewhere is not None:
+            self._copies.append(self._save.capture_elsewhere(copied))
         parts = [part for save in (self._save, *self._save.further) for part in save.parts]
         for part in parts:
             source = part.source
@@ -302,6 +279,6 @@ class _Capture:
             if isinstance(source, FilesDescription):
                 part.captured = source.capture()
             else:
-                part.captured = capture(part.plan, [source.boxes(item) for item in part.plan.items])
+                part.captured = capture(part.plan, [source.boxes(item.leaf, item.boxes) for item in part.plan.items])
         for part in parts:
             part.source = None

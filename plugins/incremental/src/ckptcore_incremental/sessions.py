@@ -59,7 +59,6 @@ class PartialSession(PlainSave):
         Raises:
             CheckpointExistsError: if the location has something other than a partial save.
             TreeMismatchError, NameCollisionError: if the session does not fit the earlier sessions.
-            UnsupportedLeafError: if the state has arrays on workers of a single controller.
             CheckpointError: if the layout does not support sessions, or differs from the earlier
                 sessions' layout.
         """
@@ -77,7 +76,16 @@ class PartialSession(PlainSave):
         return save
 
     def begin(self, save: Save) -> SaveCommit:
-        """Return the commit of the session."""
+        """Return the commit of the session.
+
+        Raises:
+            UnsupportedLeafError: if the state has arrays on workers of a single controller.
+        """
+        if save.agreement.size == 1 and save.has_other_writers:
+            raise UnsupportedLeafError(
+                "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
+                "Nothing was written"
+            )
         assert self.planned is not None  # set by `prepare`
         return _SessionCommit(save, self.planned)
 
@@ -258,11 +266,6 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
     def read_earlier_sessions() -> dict[str, Any]:
         layout = description.layout
         expect_session_support(layout)
-        if description.holders.by_worker:
-            raise UnsupportedLeafError(
-                "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
-                "Nothing was written"
-            )
         found = find_partial(location)
         kept: set[str] = set()
         written: Mapping[int, Sequence[Box]] = {}

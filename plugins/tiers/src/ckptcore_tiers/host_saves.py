@@ -113,9 +113,10 @@ class _ReplicaCopies:
         inside = f"{HOST_COPIES}/{rank}"
         return SavePart(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, source=self)
 
-    def boxes(self, item: WriteItem) -> StateBoxes:
-        """See `ArraySource`."""
-        return self.tree.boxes(self.source.items[item.leaf])
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return the box that an array of the copies has of the original tree. See `ArraySource`."""
+        item = self.source.items[leaf]
+        return self.tree.boxes(item.leaf, item.boxes)
 
 
 def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:

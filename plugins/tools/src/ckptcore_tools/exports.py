@@ -17,7 +17,8 @@ from ckptcore.events import Recording
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.model.transfer import WriteItem, WritePlan
+from ckptcore.model.arrays import Box
+from ckptcore.model.transfer import WritePlan
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart
@@ -290,20 +291,13 @@ class _PlannedExport:
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
 
-        def planned(whole: WritePlan) -> WritePlan:
-            items = [item._replace(leaf=leaves[item.leaf]) for item in whole.items if item.leaf in leaves]
-            items.sort(key=lambda item: item.leaf)
-            return WritePlan(self.subtree.tree, tuple(items), whole.rank, whole.size, save_id)
-
         part = save.parts[self.part]
         assert part.source is not None and not isinstance(part.source, FilesDescription)  # a tree, not yet captured
-        exported = SavePart(
-            "",
-            self.layout,
-            planned(part.plan),
-            worker_plans=tuple([planned(whole) for whole in part.worker_plans]),
-            source=_SubtreeSource(part.source, self.subtree.sources),
-        )
+        whole = part.plan
+        items = [item._replace(leaf=leaves[item.leaf]) for item in whole.items if item.leaf in leaves]
+        items.sort(key=lambda item: item.leaf)
+        plan = WritePlan(self.subtree.tree, tuple(items), whole.rank, whole.size, save_id)
+        exported = SavePart("", self.layout, plan, source=_SubtreeSource(part.source, self.subtree.sources))
         role: Role = "export" if self.location.is_within(save.target.location) else "checkpoint"
         return save._replace(
             target=save.target._replace(location=self.location),
@@ -325,9 +319,9 @@ class _SubtreeSource(NamedTuple):
     whole: ArraySource
     leaves: Sequence[int]
 
-    def boxes(self, item: WriteItem) -> StateBoxes:
-        """Return the boxes of an item of the subtree."""
-        return self.whole.boxes(item._replace(leaf=self.leaves[item.leaf]))
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return boxes of a leaf of the subtree."""
+        return self.whole.boxes(self.leaves[leaf], boxes)
 
 
 def _plan_exports(
@@ -378,7 +372,7 @@ def _plan_export(
             f"{parts}, or subtree=() for everything",
             [f"{name} is the state of an optimizer" for name in found.optimizers],
         )
-    layout.check(subtree.tree, size + len(description.holders.by_worker))
+    layout.check(subtree.tree, size)
     expect_directory_name(export.location)
     location = resolve_location(export.location, runtime_of(context).storages, to_write=True)
     return _PlannedExport(location, layout, part, subtree)

@@ -121,7 +121,7 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
         UnsupportedLeafError: if arrays belong to workers of a single controller.
         PluginError: if a layout needs elements and does not implement `forecast`.
     """
-    if save.uses_workers:
+    if save.agreement.size == 1 and save.has_other_writers:
         raise UnsupportedLeafError(
             "cannot plan a save of arrays that belong to workers of a single controller. Plan abstract arrays with "
             "plan(..., processes=N), where N is the number of workers"
@@ -152,7 +152,8 @@ def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
     assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
     if isinstance(source, FilesDescription):
         return ()
-    return [one.handler.host_bytes(one.leaf, one.boxes) for one in map(source.boxes, part.plan.items)]
+    found = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
+    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in found]
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
