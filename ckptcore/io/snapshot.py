@@ -176,7 +176,7 @@ class CopiedSnapshot:
             # The writer failed and freed the memory. The handle of the save raises its error.
 
     def fail(self, error: BaseException) -> None:
-        """See `StateCopy`. All copies have been started, and their memory was told to stop."""
+        """See `StateCopy`. All copies have been started already."""
 
     def end_writing(self) -> None:
         """See `StateCopy`."""

@@ -104,7 +104,7 @@ class WorkerSave(PlainSave):
 
 @dataclass(slots=True, eq=False)
 class _WorkerPlans:
-    """What workers write of a part.
+    """The boxes that workers write of a part.
 
     Attributes:
         part: the part; the reference keeps its id valid.
