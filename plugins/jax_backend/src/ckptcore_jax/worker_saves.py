@@ -74,7 +74,7 @@ class WorkerSave(PlainSave):
         """Prepare the save, and plan the boxes that each worker writes of it and of its further saves."""
         save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
         held = _WorkerElements(self.executor, save)
-        if not held.parts:
+        if not held.shares:
             return save
         further = [one._replace(strategy=WorkerSave(one.strategy, self.executor, held)) for one in save.further]
         strategy = WorkerSave(save.strategy, self.executor, held)
@@ -103,33 +103,35 @@ class WorkerSave(PlainSave):
 
 
 @dataclass(slots=True, eq=False)
-class _WorkerPlans:
+class _WorkerShares:
     """The boxes that workers write of a part.
 
     Attributes:
         part: the part; the reference keeps its id valid.
-        plans: by worker, the boxes to write.
-        positions: by worker and item, the position of its boxes among those that the worker holds.
+        plans: the plans of the workers.
+        held: by worker, the plan with the positions of its boxes among those that the worker holds; after `start`.
     """
 
     part: SavePart
     plans: Sequence[WritePlan]
-    positions: list[Sequence[int]]
+    held: list[WorkerPart]
 
 
 class _WorkerElements:
     """The elements that workers hold for a save and its further saves. See `ckptcore.io.snapshot.StateCopy`.
 
     Attributes:
-        parts: by id of a part of which workers write boxes, what they write.
+        executor: the workers.
+        shares: what workers write, by id of the part.
+        by_worker: the elements that each worker holds; a worker without any is left out.
     """
 
     def __init__(self, executor: StagedExecutor, save: Save) -> None:
         """Plan what workers write. Parts of further saves have the same boxes as those of the save."""
-        self.parts: dict[int, _WorkerPlans] = {}
-        self._executor = executor
+        self.executor = executor
+        self.shares: dict[int, _WorkerShares] = {}
+        self.by_worker: dict[int, HeldElements] = {}
         self._save = save
-        self._held: dict[int, HeldElements] = {}
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
         """By worker and id of a leaf, the boxes that the worker writes of it."""
         for one in (save, *save.further):
@@ -140,7 +142,7 @@ class _WorkerElements:
         leaves = dict(self._leaves(part))
         if not leaves:
             return
-        workers, plan = len(self._executor.workers), part.plan
+        workers, plan = len(self.executor.workers), part.plan
         plans = []
         for worker in range(workers):
             owners, shards = None, {}
@@ -148,7 +150,7 @@ class _WorkerElements:
                 if is_further:
                     shards[number] = [Shard(box) for box in self._boxes.get((worker, id(leaf)), ())]
                 else:
-                    shards[number] = list(self._executor.shards(leaf, worker))
+                    shards[number] = list(self.executor.shards(leaf, worker))
             if not is_further and isinstance(part.source, TreeDescription) and part.source.shares is not None:
                 owners = owners_of(part.source.shares, rank=worker, size=workers)
             ranks = {"rank": 1 + worker, "size": 1 + workers}
@@ -157,7 +159,7 @@ class _WorkerElements:
         part.layout.check(plan.tree, 1 + workers)
         part.plan = plan._replace(size=1 + workers)
         part.own = False  # finished with the receipts of the workers, at the commit
-        self.parts[id(part)] = _WorkerPlans(part, plans, [])
+        self.shares[id(part)] = _WorkerShares(part, plans, [])
 
     def _leaves(self, part: SavePart) -> Iterator[tuple[int, object]]:
         """Yield the leaves of a part that are at workers, with their numbers."""
@@ -171,17 +173,17 @@ class _WorkerElements:
             if isinstance(source, TreeDescription) and number not in source.holders.local:
                 continue
             leaf = source.boxes(number, ()).leaf
-            if self._executor.takes(leaf):
+            if self.executor.takes(leaf):
                 yield number, leaf
 
     def start(self, copied: bool) -> Self:
         """Begin to keep the boxes in the memory of the workers. See `Save.capture_elsewhere`."""
         progress = self._save.recording.progress
         if progress is not None:
-            items = [item for part in self.parts.values() for plan in part.plans for item in plan.items]
+            items = [item for share in self.shares.values() for plan in share.plans for item in plan.items]
             progress.plan(self._save.nbytes + sum([item.nbytes for item in items]))
         try:
-            for worker in range(len(self._executor.workers)):
+            for worker in range(len(self.executor.workers)):
                 self._take(worker, copied=copied)
         except BaseException:
             self.end_writing()
@@ -190,22 +192,22 @@ class _WorkerElements:
 
     def _take(self, worker: int, *, copied: bool) -> None:
         boxes: dict[tuple[int, tuple[Box, ...]], LeafBoxes] = {}
-        keys = {}
-        for planned in self.parts.values():
-            source = planned.part.source
-            assert source is not None and not isinstance(source, FilesDescription)  # a tree, not captured yet
-            leaves = [LeafBoxes(source.boxes(item.leaf, ()).leaf, item.boxes) for item in planned.plans[worker].items]
-            keys[id(planned)] = [(id(one.leaf), one.boxes) for one in leaves]
-            boxes.update(zip(keys[id(planned)], leaves, strict=True))
-        numbers = {key: number for number, key in enumerate(boxes)}
-        for planned in self.parts.values():
-            planned.positions.append([numbers[key] for key in keys[id(planned)]])
+        numbers: dict[tuple[int, tuple[Box, ...]], int] = {}
+        for share in self.shares.values():
+            part, plan, positions = share.part, share.plans[worker], []
+            assert part.source is not None and not isinstance(part.source, FilesDescription)  # a tree, not captured yet
+            for item in plan.items:
+                leaf = part.source.boxes(item.leaf, ()).leaf
+                key = id(leaf), item.boxes
+                boxes.setdefault(key, LeafBoxes(leaf, item.boxes))
+                positions.append(numbers.setdefault(key, len(numbers)))
+            share.held.append(WorkerPart(part.directory, part.layout, plan, tuple(positions)))
         if boxes:
-            self._held[worker] = self._executor.take(worker, list(boxes.values()), copied=copied)
+            self.by_worker[worker] = self.executor.take(worker, list(boxes.values()), copied=copied)
 
     def wait(self) -> None:
         """See `StateCopy`."""
-        for held in self._held.values():
+        for held in self.by_worker.values():
             held.wait()
 
     def fail(self, error: BaseException) -> None:
@@ -213,67 +215,8 @@ class _WorkerElements:
 
     def end_writing(self) -> None:
         """See `StateCopy`."""
-        for held in self._held.values():
+        for held in self.by_worker.values():
             held.close()
-
-    def write(self, save: Save) -> _RunningWrites:
-        """Start to write the boxes of all workers to a location that the controller has claimed."""
-        location, claimed, options = save.target.location, save.info.claimed, WorkerOptions.of(save.context)
-        parts = [self.parts[id(part)] for part in save.parts if id(part) in self.parts]
-        writes = _RunningWrites(self._executor, parts)
-        try:
-            for worker, held in self._held.items():
-                if any(planned.plans[worker].items for planned in parts):
-                    worker_parts = tuple(
-                        [
-                            WorkerPart(
-                                planned.part.directory,
-                                planned.part.layout,
-                                planned.plans[worker],
-                                tuple(planned.positions[worker]),
-                            )
-                            for planned in parts
-                        ]
-                    )
-                    stage = WriteParts(location.address, claimed, worker_parts, options)
-                    writes.begun.append((worker, self._executor.run_write(worker, stage, held)))
-        except BaseException:
-            with suppress(Exception):  # wait for running workers before the caller removes the written objects
-                writes.result()
-            raise
-        return writes
-
-
-class _RunningWrites:
-    """Workers that are writing parts of a save.
-
-    Attributes:
-        begun: the number and the pending report of each worker.
-    """
-
-    def __init__(self, executor: StagedExecutor, parts: Sequence[_WorkerPlans]) -> None:
-        self.begun: list[tuple[int, Pending[bytes]]] = []
-        self._executor = executor
-        self._parts = parts
-
-    def result(self) -> Sequence[tuple[SavePart, Receipt]]:
-        """Wait for all workers. Return their receipts, each with its part.
-
-        Raises:
-            CheckpointError: the error of a worker.
-            RankFailedError: if a worker failed with another error, or did not answer.
-        """
-        found: list[tuple[SavePart, Receipt]] = []
-        failed: list[Exception] = []
-        for worker, report in self.begun:
-            try:
-                receipts: Sequence[Receipt] = read_report(report.result(), self._executor.workers[worker])
-                for planned, receipt in zip(self._parts, receipts, strict=True):
-                    found.append((planned.part, receipt._replace(items=planned.plans[worker].items)))
-            except Exception as error:  # noqa: BLE001  # raised below, after every worker has ended
-                failed.append(error)
-        raise_first(failed)
-        return found
 
 
 class _WorkerCommit:
@@ -283,7 +226,9 @@ class _WorkerCommit:
         self._commit = commit
         self._save = save
         self._held = held
-        self._writes: _RunningWrites | None = None
+        self._shares = [held.shares[id(part)] for part in save.parts if id(part) in held.shares]
+        self._begun: list[tuple[int, Pending[bytes]]] = []
+        """The number and the pending report of each worker that writes."""
 
     @property
     def meaning(self) -> str:
@@ -304,14 +249,42 @@ class _WorkerCommit:
         """Claim the location, and let the workers begin to write, while the controller writes its own boxes."""
         self._commit.claim()
         self._held.wait()
-        self._writes = self._held.write(self._save)
+        location, claimed, options = (
+            self._save.target.location,
+            self._save.info.claimed,
+            WorkerOptions.of(self._save.context),
+        )
+        for worker, held in self._held.by_worker.items():
+            parts = tuple([share.held[worker] for share in self._shares])
+            if any(part.plan.items for part in parts):
+                stage = WriteParts(location.address, claimed, parts, options)
+                self._begun.append((worker, self._held.executor.run_write(worker, stage, held)))
+
+    def _receipts(self) -> Sequence[tuple[SavePart, Receipt]]:
+        """Wait for all workers. Return their receipts, each with its part.
+
+        Raises:
+            CheckpointError: the error of a worker.
+            RankFailedError: if a worker failed with another error, or did not answer.
+        """
+        receipts: list[tuple[SavePart, Receipt]] = []
+        failed: list[Exception] = []
+        for worker, report in self._begun:
+            try:
+                reported: Sequence[Receipt] = read_report(report.result(), self._held.executor.workers[worker])
+                for share, receipt in zip(self._shares, reported, strict=True):
+                    receipts.append((share.part, receipt._replace(items=share.plans[worker].items)))
+            except Exception as error:  # noqa: BLE001  # raised below, after every worker has ended
+                failed.append(error)
+        self._begun.clear()
+        raise_first(failed)
+        return receipts
 
     def commit(self, payloads: Sequence[object]) -> None:
         """Wait for the workers, and commit their objects too."""
-        assert self._writes is not None  # claimed before
         recording = self._save.recording
         with recording.phase("write") as phase:
-            receipts = self._writes.result()
+            receipts = self._receipts()
             phase.nbytes = sum([record.size for _, receipt in receipts for record in receipt.objects])
         for part, receipt in receipts:
             part.receipts = [*part.receipts, receipt]
@@ -325,9 +298,8 @@ class _WorkerCommit:
 
     def abort(self) -> None:
         """Wait for the workers, which may not write after the objects are removed."""
-        if self._writes is not None:
-            with suppress(Exception):
-                self._writes.result()
+        with suppress(Exception):
+            self._receipts()
         self._commit.abort()
 
 
