@@ -52,11 +52,11 @@ class StateElements:
 
     Attributes:
         transfer: starts a transfer to host memory.
-        free: frees the memory of an array.
+        free: frees the memory of an array; None: the memory is that of the state.
     """
 
     transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]]
-    free: Callable[[HostArray], object] = lambda array: None
+    free: Callable[[HostArray], object] | None = None
     _users: Counter[_Key] = field(default_factory=Counter)
     _arrays: dict[_Key, Sequence[Pending[HostArray]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,8 +82,9 @@ class StateElements:
             with self._lock:
                 self._users[keys[item]] -= 1
                 arrays = () if self._users[keys[item]] else self._arrays.pop(keys[item], ())
-            for array in arrays:
-                self.free(array.result())
+            if self.free is not None:
+                for array in arrays:
+                    self.free(array.result())
 
         return start, release
 
