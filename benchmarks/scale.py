@@ -156,7 +156,7 @@ class Simulation:
         def prepare() -> None:
             description = describe()
             tree_digest(description)
-            (plan,) = description.plans(rank, self._job.size, _SAVE_ID)
+            plan = description.plan(rank, self._job.size, _SAVE_ID)
             store = CountingStore(rank)
             state = self._layout.write(PlannedSnapshot(plan), store)
             encode_receipts([description.tree], [Receipt(rank, plan.items, state, tuple(store.objects))])
@@ -169,7 +169,7 @@ class Simulation:
         seconds = self.measured.process
         description = _timed(seconds, "describe", describe)
         digest = _timed(seconds, "digest", lambda: tree_digest(description))
-        _timed(seconds, "plan", lambda: description.plans(rank, self._job.size, _SAVE_ID))
+        _timed(seconds, "plan", lambda: description.plan(rank, self._job.size, _SAVE_ID))
         return description, digest
 
     def _owners(self, description: TreeDescription, rank: int) -> Mapping[int, Owners] | None:

@@ -109,7 +109,7 @@ class JobOptions:
     """
 
     coordinator: Coordinator | None = None
-    executor: Executor[Any, Any] | None = None
+    executor: Executor | None = None
     collectives: Collectives | None = None
     reads: Reads = "all"
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)

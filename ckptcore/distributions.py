@@ -80,6 +80,7 @@ DISTRIBUTIONS: Final = (
         suffixes=(".h5", ".hdf5", ".joblib", ".keras", ".npy", ".npz", ".pickle", ".pkl"),
     ),
     Distribution("ray", "ckptcore_ray"),
+    Distribution("collective", "ckptcore_collective", internals={"SharedAttempt": "shared"}),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("integrations", "ckptcore_integrations"),
     Distribution("testing", "ckptcore_testing"),
@@ -153,7 +154,7 @@ def _is_installed(package: str) -> bool:
 
 
 def import_name(name: str, *, purpose: str = "") -> object:
-    """Import an attribute of `ckptcore`, or what the core uses itself, from another distribution.
+    """Import an attribute of `ckptcore`, or a function or type that the core uses, from another distribution.
 
     Args:
         name: its name in the table.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Final
 
 import pluggy
 
@@ -94,7 +94,7 @@ class HookSpecs:
         """Return the coordinator of the job of this process, or None."""
 
     @_hookspec
-    def ckpt_executor(self) -> Executor[Any, Any] | None:
+    def ckpt_executor(self) -> Executor | None:
         """Return the workers of this process if it is a single controller, else None.
 
         Called by each operation that needs the workers, if its Context has no executor. Not called in a job of several

@@ -152,13 +152,22 @@ class Plugins:
         )
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
-        """Return these plugins with every leaf handler wrapped by a function."""
+        """Return these plugins with every leaf handler wrapped by a function, in addition to other such functions."""
+        wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
+
+        def wrap(handler: LeafHandler) -> LeafHandler:
+            """Wrap a handler once: tied leaves have the same handler."""
+            if id(handler) not in wrapped:
+                inner = handler if self._wrap_leaf is None else self._wrap_leaf(handler)
+                wrapped[id(handler)] = handler, wrap_leaf(inner)
+            return wrapped[id(handler)][1]
+
         return Plugins(
             self._manager,
             failed=self.failed,
             handlers=self._handlers,
             distributions=self._distributions,
-            wrap_leaf=wrap_leaf,
+            wrap_leaf=wrap,
         )
 
     def dispatch(self, value: object) -> Dispatch:
@@ -370,14 +379,14 @@ class Plugins:
         job = _only(several, "a job", "JobOptions(coordinator=...)")
         return cast(Coordinator, found[0][1] if job is None else job)
 
-    def executor(self) -> Executor[Any, Any] | None:
+    def executor(self) -> Executor | None:
         """Return the workers of this process if it is a single controller, else None.
 
         Raises:
             PluginConflictError: two plugins report workers.
         """
         found = _call_hook(self._manager.hook.ckpt_executor, {})
-        return cast(Executor[Any, Any] | None, _only(found, "workers", "JobOptions(executor=...)"))
+        return cast(Executor | None, _only(found, "workers", "JobOptions(executor=...)"))
 
     def collectives(self) -> Collectives | None:
         """Return the collectives of the job of this process, or None if no plugin has any.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.location import Storages
 from ckptcore.commit.support import StorageSupport
@@ -120,7 +120,7 @@ class Runtime:
         """Return a context manager for the function to report progress to. See `ckptcore.progress.show_progress`."""
         return show_progress(progress, title, rank=self.job().rank if progress is True else 0)
 
-    def workers(self) -> Executor[Any, Any] | None:
+    def workers(self) -> Executor | None:
         """Return the workers that hold the elements of leaves; None if this process controls no workers.
 
         Raises:

@@ -99,7 +99,7 @@ def _group(name: str) -> Sequence[str]:
 
 
 _CORE: Final = Part(
-    ["ckptcore-testing", "ckptcore-jax", "ckptcore-dcp", "ckptcore-orbax"],
+    ["ckptcore-testing", "ckptcore-collective", "ckptcore-jax", "ckptcore-dcp", "ckptcore-orbax"],
     ["safetensors", "tqdm"],
     [
         "tests/model",
@@ -161,6 +161,7 @@ _COLOCATED: Final = [
 _FRAMEWORKS: Final = Part(
     [
         "ckptcore-azure[test]",
+        "ckptcore-collective",
         "ckptcore-dcp",
         "ckptcore-formats[hdf5]",
         "ckptcore-fsspec[test]",

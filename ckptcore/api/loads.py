@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
-from ckptcore.loading.load import LoadRequest, recorded_load
+from ckptcore.loading.load import Load, LoadRequest, recorded_load
 from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
 from ckptcore.other_libraries import explains_arguments
@@ -34,7 +34,7 @@ def load(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
-    strategy: ReadStrategy | None = None,
+    strategy: ReadStrategy[Load[Any]] | None = None,
     progress: bool | ProgressCallback = False,
 ) -> Any:
     """Load a checkpoint.
@@ -104,7 +104,7 @@ def load_async(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
-    strategy: ReadStrategy | None = None,
+    strategy: ReadStrategy[Load[Any]] | None = None,
 ) -> LoadHandle[Any]:
     """Load a checkpoint in the background. See `load`; the handle raises the errors of `load`.
 
@@ -141,7 +141,7 @@ def load_into(
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
-    strategy: ReadStrategy | None = None,
+    strategy: ReadStrategy[Load[Any]] | None = None,
     progress: bool | ProgressCallback = False,
 ) -> Any:
     """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.

@@ -3,29 +3,121 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from ckptcore.errors import SaveLostError
-from ckptcore.model.arrays import HostArray
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.progress import ByteProgress
-from ckptcore.protocols import Snapshot
+from ckptcore.protocols import LeafHandler, Snapshot
 
-__all__ = ["BoundedSnapshot", "CopiedSnapshot", "CountedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
+__all__ = [
+    "BoundedSnapshot",
+    "CopiedSnapshot",
+    "CountedSnapshot",
+    "StateBoxes",
+    "StateCopy",
+    "StateElements",
+    "ViewedSnapshot",
+]
 
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""
+
+_Key: TypeAlias = tuple[int, tuple[Box, ...]]
+"""The identity of a leaf, and boxes of it."""
+
+
+class StateBoxes(NamedTuple):
+    """Boxes of a leaf of a state.
+
+    Attributes:
+        leaf, handler: the leaf, and its handler.
+        boxes: the boxes.
+    """
+
+    leaf: object
+    handler: LeafHandler
+    boxes: tuple[Box, ...]
+
+
+@dataclass(slots=True, eq=False)
+class StateElements:
+    """The elements of a state in host memory. Counts the snapshots that use them, and frees them with the last one.
+
+    Boxes that several snapshots write are transferred once. Thread-safe.
+
+    Attributes:
+        transfer: starts a transfer to host memory.
+        free: frees the memory of an array; None: the memory is that of the state.
+    """
+
+    transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]]
+    free: Callable[[HostArray], object] | None = None
+    _users: Counter[_Key] = field(default_factory=Counter)
+    _arrays: dict[_Key, Sequence[Pending[HostArray]]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def use(
+        self, boxes: Sequence[StateBoxes]
+    ) -> tuple[Callable[[int], Sequence[Pending[HostArray]]], Callable[[int], None]]:
+        """Return the functions of one snapshot that start and release an item. Call it before anything is released.
+
+        Args:
+            boxes: the boxes of each item. Only the function that starts items refers to the leaves.
+        """
+        keys = [(id(one.leaf), one.boxes) for one in boxes]
+        self._users.update(keys)
+
+        def start(item: int) -> Sequence[Pending[HostArray]]:
+            with self._lock:
+                if keys[item] not in self._arrays:
+                    self._arrays[keys[item]] = self.transfer(boxes[item])
+                return self._arrays[keys[item]]
+
+        def release(item: int) -> None:
+            with self._lock:
+                self._users[keys[item]] -= 1
+                arrays = () if self._users[keys[item]] else self._arrays.pop(keys[item], ())
+            if self.free is not None:
+                for array in arrays:
+                    self.free(array.result())
+
+        return start, release
+
+
+class StateCopy(Protocol):
+    """A running copy of a part of a state."""
+
+    def wait(self) -> None:
+        """Return once the part may change: everything is copied, or the writer ended."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Record that the part may have changed: no more of it is copied."""
+        ...
+
+    def end_writing(self) -> None:
+        """Record that the writer needs nothing more."""
+        ...
 
 
 class ViewedSnapshot:
     """Snapshot of a blocking save: views of the arrays. Starts transfers from devices a little ahead of the writer."""
 
-    def __init__(self, plan: WritePlan, start: Callable[[int], Sequence[Pending[HostArray]]]) -> None:
-        """`start` starts the transfer of an item."""
+    def __init__(
+        self,
+        plan: WritePlan,
+        start: Callable[[int], Sequence[Pending[HostArray]]],
+        release: Callable[[int], object] = lambda item: None,
+    ) -> None:
+        """`start` starts the transfer of an item; `release` is called when an item is written."""
         self.plan = plan
         self._start = start
+        self._release = release
         self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
         self._next = 0
         self._outstanding = 0
@@ -50,10 +142,11 @@ class ViewedSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
-            if item not in self._pending:
+            if not self._pending.get(item):
                 return  # the writer failed before it took the item
             self._pending[item] = ()
             self._outstanding -= self.plan.items[item].nbytes
+        self._release(item)
 
 
 class CopiedSnapshot:
@@ -63,9 +156,9 @@ class CopiedSnapshot:
         self,
         plan: WritePlan,
         start: Callable[[int], Sequence[Pending[HostArray]]],
-        release: Callable[[HostArray], None],
+        release: Callable[[int], object],
     ) -> None:
-        """`start` starts the copy of an item; `release` frees the memory of an array."""
+        """`start` starts the copy of an item; `release` frees its memory."""
         self.plan = plan
         self._release = release
         self._writing_ended = False
@@ -73,7 +166,7 @@ class CopiedSnapshot:
         self._pending: list[Sequence[Pending[HostArray]]] = [start(number) for number in range(len(plan.items))]
 
     def wait(self) -> None:
-        """Wait until everything is copied, or the writer ended. Copied items may be written meanwhile."""
+        """See `StateCopy`. Copied items may be written meanwhile."""
         try:
             for arrays in self._pending:
                 for array in arrays:
@@ -83,8 +176,11 @@ class CopiedSnapshot:
                 raise
             # The writer failed and freed the memory. The handle of the save raises its error.
 
+    def fail(self, error: BaseException) -> None:
+        """See `StateCopy`. All copies have been started already."""
+
     def end_writing(self) -> None:
-        """Record that the writer takes no more arrays."""
+        """See `StateCopy`."""
         self._writing_ended = True
 
     def take(self, item: int) -> Sequence[HostArray]:
@@ -97,33 +193,35 @@ class CopiedSnapshot:
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""
-        arrays, self._pending[item] = self._pending[item], ()
-        for array in arrays:
-            self._release(array.result())
+        if self._pending[item]:
+            self._pending[item] = ()
+            self._release(item)
 
 
 class BoundedSnapshot:
     """Snapshot of an asynchronous save with bounded memory: copies items while the writer writes.
 
     Copies the items that the writer waits for first, and the others in the order of the plan.
-    `copy_all` runs on the thread of the caller. The writer takes and releases items on other threads.
+    `wait` runs on the thread of the caller. The writer takes and releases items on other threads.
     """
 
     def __init__(
         self,
         plan: WritePlan,
         start: Callable[[int], Sequence[Pending[HostArray]]],
-        release: Callable[[HostArray], None],
+        release: Callable[[int], object],
         limit: int,
+        earlier: BoundedSnapshot | None = None,
     ) -> None:
         """See `CopiedSnapshot`. Copies use at most `limit` bytes, except for an item that the writer waits for.
 
-        A single item may also be larger than the limit.
+        A single item may also be larger than the limit. Nothing is copied before `earlier` is written.
         """
         self.plan = plan
         self._start = start
         self._release = release
         self._limit = limit
+        self._earlier = earlier
         self._used_bytes = 0
         self._changed = threading.Condition()
         self._requested: deque[int] = deque()
@@ -131,18 +229,11 @@ class BoundedSnapshot:
         self._error: BaseException | None = None
         self._writing_ended = False
 
-    def again(self, plan: WritePlan, items: Sequence[int]) -> BoundedSnapshot:
-        """Return a snapshot that copies items of this snapshot again, for another plan.
-
-        Args:
-            plan: the other plan.
-            items: for each item of that plan, the number of the item in this snapshot.
-        """
-        start = self._start
-        return BoundedSnapshot(plan, lambda number: start(items[number]), self._release, self._limit)
-
-    def copy_all(self) -> None:
+    def wait(self) -> None:
         """Copy every item. Return once the last is copied, or the writer ended; then the source may change."""
+        if self._earlier is not None:
+            self._earlier.wait_until_written()
+            self._earlier = None
         waiting = dict.fromkeys(range(len(self.plan.items)))
         try:
             while waiting:
@@ -185,14 +276,14 @@ class BoundedSnapshot:
                 self._changed.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Stop copying. `take` then raises `SaveLostError`, caused by this error, for items that are not copied."""
+        """See `StateCopy`. `take` then raises `SaveLostError`, caused by this error, for items that are not copied."""
         with self._changed:
             self._error = self._error or error
             self._start = _refuse_to_start
             self._changed.notify_all()
 
     def end_writing(self) -> None:
-        """Record that the writer takes no more items."""
+        """See `StateCopy`."""
         with self._changed:
             self._writing_ended = True
             self._changed.notify_all()
@@ -213,13 +304,12 @@ class BoundedSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._changed:
-            if item not in self._pending:
+            if not self._pending.get(item):
                 return  # the writer failed before it took the item
-            arrays, self._pending[item] = self._pending[item], ()
+            self._pending[item] = ()
             self._used_bytes -= self.plan.items[item].nbytes
             self._changed.notify_all()
-        for array in arrays:
-            self._release(array.result())
+        self._release(item)
 
 
 def _refuse_to_start(item: int) -> NoReturn:
@@ -239,64 +329,3 @@ class CountedSnapshot:
         """See `Snapshot`."""
         self._release(item)
         self._progress.complete(self.plan.items[item].nbytes)
-
-
-class SharedSnapshot:
-    """Arrays that several layouts write, one layout after the other. The last one releases an array. Thread-safe."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._users = [0] * len(snapshot.plan.items)
-        self._lock = threading.Lock()
-
-    def share(self, plan: WritePlan, items: Sequence[int]) -> SnapshotShare:
-        """Return the share of one layout. All shares are created before the first one is written.
-
-        Args:
-            plan: the plan of the layout.
-            items: for each item of that plan, the number of the item in the shared snapshot.
-        """
-        with self._lock:
-            for item in items:
-                self._users[item] += 1
-        return SnapshotShare(self, plan, items)
-
-    def take(self, item: int) -> Sequence[HostArray]:
-        """Return the arrays of an item."""
-        return self._snapshot.take(item)
-
-    def release(self, item: int) -> None:
-        """Release an item for one share. The last share releases its memory."""
-        with self._lock:
-            self._users[item] -= 1
-            last = self._users[item] == 0
-        if last:
-            self._snapshot.release(item)
-
-
-class SnapshotShare:
-    """The share of one layout in a `SharedSnapshot`. See `Snapshot`."""
-
-    def __init__(self, shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> None:
-        self.plan = plan
-        self.shared = shared
-        self._items = items
-        self._unreleased = set(range(len(items)))
-        self._lock = threading.Lock()
-
-    def take(self, item: int) -> Sequence[HostArray]:
-        """See `Snapshot`."""
-        return self.shared.take(self._items[item])
-
-    def release(self, item: int) -> None:
-        """See `Snapshot`."""
-        with self._lock:
-            if item not in self._unreleased:
-                return
-            self._unreleased.discard(item)
-        self.shared.release(self._items[item])
-
-    def end_writing(self) -> None:
-        """Release all remaining items: the layout is done, or failed."""
-        for item in range(len(self._items)):
-            self.release(item)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Member, Root, RootSummary
+from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.commit.target import LocationVersion, parse_root, root_bytes
@@ -25,7 +25,7 @@ from ckptcore.loading.foreign import format_names
 from ckptcore.loading.opening import (
     ConsistentRead,
     MemberOpener,
-    is_deleted,
+    existing_members,
     lost_members,
     member_opener,
     open_either,
@@ -34,7 +34,7 @@ from ckptcore.loading.opening import (
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "missing_members", "missing_states"]
+__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "lost_problem", "missing_members"]
 
 _FEW: Final = 8
 """Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
@@ -65,32 +65,48 @@ def _wrong_size(key: str, expected: int, found: int | None, least: str = "") -> 
     return Problem(key, min(found or 0, expected), max(found or 0, expected), (), message)
 
 
-def missing_members(composite: CompositeCheckpoint, absent: Collection[str]) -> Iterator[Problem]:
-    """Yield one problem if checkpointables of which nothing exists were lost. Those that ckptcore deleted are none."""
+def missing_members(
+    composite: CompositeCheckpoint, existing: Mapping[str, Collection[str]]
+) -> tuple[tuple[str, ...], Sequence[Problem]]:
+    """Return the checkpointables of which nothing exists, and the problems of those of which something is missing.
+
+    Checkpointables that ckptcore deleted are no problem.
+
+    Args:
+        composite: the checkpoint.
+        existing: by name, the directories that exist; names without any may be left out.
+    """
+    problems = []
+    for name, member in composite.members.items():
+        processes, count = member.processes or 1, len(existing.get(name, ()))
+        if 0 < count < processes:
+            message = f"{name!r} has a state for each of {processes} processes, but only {count} exist"
+            problems.append(Problem(name, None, None, (), message))
+    absent = tuple([name for name in composite.members if not existing.get(name)])
+    if (lost := lost_problem(composite, absent)) is not None:
+        problems.append(lost)
+    return absent, problems
+
+
+def lost_problem(composite: CompositeCheckpoint, absent: Collection[str]) -> Problem | None:
+    """Return the problem of those of the `absent` checkpointables that ckptcore did not delete; None if it did."""
     lost = lost_members(composite, absent)
-    if lost:
-        found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
-        present = ", ".join([name for name in composite.members if name not in lost])
+    if not lost:
+        return None
+    found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
+    present = ", ".join([name for name in composite.members if name not in lost])
+    message = (
+        f"{found}: deleted, lost, or never copied here. Copy it again; or take what exists ({present or 'nothing'}) by "
+        "name"
+    )
+    if composite.root is not None:
+        members, directory = composite.root.members, composite.location.display.rstrip("/")
+        places = format_names([f"{directory}/{members[name].directories(name)}" for name in lost])
         message = (
-            f"{found}: deleted, lost, or never copied here. Copy it again; or take what exists "
-            f"({present or 'nothing'}) by name"
+            f"{found}: lost, or never copied here. Copy it again; or, if it is not needed, pass each of its "
+            f"directories to ckptcore.delete: {places}"
         )
-        if composite.root is not None:
-            members, directory = composite.root.members, composite.location.display.rstrip("/")
-            places = format_names([f"{directory}/{members[name].directories(name)}" for name in lost])
-            message = (
-                f"{found}: lost, or never copied here. Copy it again; or, if it is not needed, pass each of its "
-                f"directories to ckptcore.delete: {places}"
-            )
-        yield Problem(lost[0], None, None, (), message)
-
-
-def missing_states(name: str, member: Member, existing: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if some processes saved a separate state of a checkpointable that does not exist any more."""
-    processes = member.processes or 1
-    if 0 < len(existing) < processes:
-        message = f"{name!r} has a state for each of {processes} processes, but only {len(existing)} exist"
-        yield Problem(name, None, None, (), message)
+    return Problem(lost[0], None, None, (), message)
 
 
 class StoredFiles(NamedTuple):
@@ -205,10 +221,8 @@ class FileCheck:
                 problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
             sizes.update({f"{directory}/{key}": size for key, size in {**own, **summary.parts}.items()})
             problems += self._wrong_in_bases(summary.bases, SubPath(location, directory))
-        for name, member in root.members.items():
-            problems += missing_states(name, member, existing.get(name, ()))
-        absent = tuple([name for name in root.members if name not in existing])
-        problems += missing_members(composite, absent)
+        absent, missing = missing_members(composite, existing)
+        problems += missing
         wrong = self._wrong(store, sizes)
         # The composite stays the same while a checkpointable is deleted. Its own root is replaced or removed first.
         deleted = {
@@ -233,12 +247,11 @@ class FileCheck:
 
     def _check_named(self, composite: CompositeCheckpoint, open_one: MemberOpener) -> StoredFiles:
         """Check the files of several checkpointables of other software."""
-        nbytes, problems, existing = 0, list[Problem](), set[str]()
-        for name, directories in present_members(composite).items():
+        nbytes, problems = 0, list[Problem]()
+        existing: dict[str, list[str]] = {}
+        for name, directories in existing_members(composite):
             for directory in directories:
-                if is_deleted(composite, directory):
-                    continue
-                existing.add(name)
+                existing.setdefault(name, []).append(directory)
                 try:
                     opened = open_one(name, directory)
                 except (CorruptCheckpointError, StorageError):
@@ -247,9 +260,8 @@ class FileCheck:
                     continue  # no installed layout reads it, so its files are unknown
                 nbytes += opened.tree.nbytes
                 problems += self._wrong_in_foreign(opened, f"{directory}/")
-        deleted = tuple([name for name in composite.members if name not in existing])
-        problems += missing_members(composite, deleted)
-        return StoredFiles(nbytes, tuple(problems), deleted)
+        absent, missing = missing_members(composite, existing)
+        return StoredFiles(nbytes, (*problems, *missing), absent)
 
     def _wrong_in_foreign(self, opened: Checkpoint, prefix: str = "") -> Sequence[Problem]:
         """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""

@@ -155,7 +155,7 @@ class CompositeLoad:
             if strategy is None:
                 loaded = self.attempts.retry_if_replaced(self._load)
             else:
-                from ckptcore.loading.collective.joint import load_composite_collectively  # only jobs need it
+                from ckptcore.loading.joint import load_composite_collectively  # only jobs need it
 
                 loaded = load_composite_collectively(self, strategy.job)
         except Exception as error:

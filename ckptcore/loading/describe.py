@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,11 @@ from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.loading.opening import (
     ConsistentRead,
     MemberOpener,
+    existing_members,
     is_deleted,
     member_opener,
     open_either,
     open_tree,
-    present_members,
     tree_attempts,
 )
 from ckptcore.loading.stored_trees import abstract_tree, transformed
@@ -280,12 +280,11 @@ def _digest(found: Checkpoint | CompositeCheckpoint, checkpointables: Checkpoint
 
 def _describe_composite(composite: CompositeCheckpoint, context: Context, open_one: MemberOpener) -> CheckpointMetadata:
     root, members = composite.root, composite.members
-    present = present_members(composite)
     found: dict[str, CheckpointMetadata] = {}
     unreadable: dict[str, str] = {}
-    for name in members:
+    for name, directories in existing_members(composite):
         try:
-            described = _describe_first(composite, name, present.get(name, ()), context, open_one)
+            described = _describe_first(composite, name, directories, context, open_one)
         except StorageError:
             raise
         except CheckpointError as error:
@@ -317,16 +316,14 @@ def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeC
 
 
 def _describe_first(
-    composite: CompositeCheckpoint, name: str, directories: Sequence[str], context: Context, open_one: MemberOpener
+    composite: CompositeCheckpoint, name: str, directories: Iterable[str], context: Context, open_one: MemberOpener
 ) -> CheckpointMetadata | None:
     """Describe the checkpoint in the first of the directories that still exists; None if all were deleted."""
     for directory in directories:
-        if is_deleted(composite, directory):
-            continue
         try:
             opened = open_one(name, directory)
         except CheckpointNotFoundError:
-            if is_deleted(composite, directory):  # deleted after the first check
+            if is_deleted(composite, directory):  # deleted since it was reached
                 continue
             raise
         return describe_opened(opened, context)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
+from ckptcore.distributions import import_name
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import Checkpoint, Source, check_additional
 from ckptcore.loading.load_options import EXACT, LeafChange, LoadReport, Matching
@@ -22,7 +23,7 @@ from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
 from ckptcore.runtime import Runtime, refuse_in_signal_handler, runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.collective.joint import CollectiveRead
+    from ckptcore.loading.joint import CollectiveAttempt, CollectiveRead
     from ckptcore.select import Selection
 
 __all__ = [
@@ -58,7 +59,7 @@ class LoadRequest:
     transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None
-    strategy: ReadStrategy | None = None
+    strategy: ReadStrategy[Load[Any]] | None = None
     framework: str | None = None
 
     def __post_init__(self) -> None:
@@ -141,7 +142,8 @@ class Load(Generic[T]):
     `run` runs all stages, and repeats them if the checkpoint was replaced meanwhile.
 
     Attributes:
-        location, target, context, recording, request: the arguments.
+        location, target, context, recording, request: the arguments. A strategy may replace the target.
+        read_planned: reads and builds planned leaves, in this process. A strategy may replace it.
         runtime: the runtime of the context.
         attempts: the attempts to read the checkpoint.
         has_begun: True once `read` began, which may change a target in place.
@@ -161,6 +163,7 @@ class Load(Generic[T]):
         """
         self.location = source
         self.target = target
+        self.read_planned: Callable[[TreeRead, Context], None] = read_tree
         self.context = context
         self.recording = recording
         self.request = request
@@ -172,9 +175,9 @@ class Load(Generic[T]):
 
     def run(self) -> T:
         """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
-        strategy: ReadStrategy | CollectiveRead | None = self.request.strategy
-        if strategy is None:
-            strategy = choose_strategy(self.context, self.runtime)
+        strategy = self.request.strategy or choose_strategy(self.context, self.runtime)
+        if (workers := self.runtime.workers()) is not None:
+            strategy = workers.read_strategy(strategy)
         with self.runtime.registry.thread_settings():
             result = self.run_here() if strategy is None else strategy.run(self)
         if self._report_builder is not None:
@@ -218,7 +221,7 @@ class Load(Generic[T]):
             from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
-        return plan_leaf_reads(checkpoint, matched, self.runtime.workers(), self.recording.progress)
+        return plan_leaf_reads(checkpoint, matched, self.recording.progress)
 
     def begin(self, reading: TreeRead) -> None:
         """Read and restore first what the target may refuse.
@@ -231,12 +234,12 @@ class Load(Generic[T]):
             with self.recording.phase("read", first.nbytes):
                 self.target.begin(self, first)
 
-    def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] = read_tree) -> None:
+    def read(self, reading: TreeRead, read_planned: Callable[[TreeRead, Context], None] | None = None) -> None:
         """Read and build the planned leaves.
 
         Args:
             reading: the plan.
-            read_planned: runs the plan. The default reads in this process alone.
+            read_planned: runs the plan; None: see `read_planned` of the load.
         """
         self.has_begun = True
         if not reading.leaf_reads and reading.opened.is_files:
@@ -244,7 +247,7 @@ class Load(Generic[T]):
         with self.recording.phase("read", nbytes := reading.nbytes):
             if reading.progress is not None:
                 reading.progress.plan(nbytes)
-            read_planned(reading, self.context)
+            (read_planned or self.read_planned)(reading, self.context)
 
     def build(self, reading: TreeRead) -> T:
         """Build the result, after checking that no base or other additional checkpoint was replaced."""
@@ -254,16 +257,20 @@ class Load(Generic[T]):
 
 
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
-    """Return the strategy of collective loads in the job of a Context; None if this process loads alone."""
-    if context.job.reads == "alone" or (job := runtime.job()).size == 1:
+    """Return the strategy of collective loads in the job of a Context; None if this process loads alone.
+
+    Raises:
+        MissingDistributionError: processes read for each other, and ckptcore-collective is not installed.
+    """
+    reads = context.job.reads
+    if reads == "alone" or (job := runtime.job()).size == 1:
         return None
-    from ckptcore.loading.collective.joint import CollectiveAttempt, CollectiveRead  # only jobs of several processes
+    from ckptcore.loading.joint import CollectiveAttempt, CollectiveRead  # only jobs of several processes
 
-    if context.job.reads == "all":
+    if reads == "all":
         return CollectiveRead(job, CollectiveAttempt)
-    from ckptcore.loading.collective.shared import SharedAttempt  # slow to import
-
-    return CollectiveRead(job, SharedAttempt)
+    attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
+    return CollectiveRead(job, cast("type[CollectiveAttempt[Any]]", attempt))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
@@ -48,6 +48,7 @@ __all__ = [
     "ConsistentRead",
     "MemberOpener",
     "RootCache",
+    "existing_members",
     "is_deleted",
     "lost_members",
     "member_opener",
@@ -451,6 +452,16 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
         if found := [directory for directory in directories if directory in listed]:
             present[name] = found
     return present
+
+
+def existing_members(composite: CompositeCheckpoint) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yield each checkpointable in the order of the save, with its directories that exist and are not being deleted.
+
+    Directories are in order of rank. Each costs a request, once it is reached.
+    """
+    present = present_members(composite)
+    for name in composite.members:
+        yield name, (directory for directory in present.get(name, ()) if not is_deleted(composite, directory))
 
 
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:

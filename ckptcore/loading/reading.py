@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, PluginError, UnsupportedLeafError
@@ -18,14 +18,14 @@ from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.plugins import Plugins
 from ckptcore.progress import ByteProgress
-from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
-from ckptcore.runtime import runtime_of
+from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import PLACEHOLDER
 
 __all__ = [
     "LeafRead",
     "TreeRead",
     "allocate_for",
+    "batches",
     "check_sizes",
     "default_handlers",
     "incomplete_read",
@@ -47,9 +47,8 @@ class LeafRead:
         handler, abstract: the handler that builds it, and the requested abstract leaf.
         positions: the positions of these leaves in the value.
         boxes: the boxes to read.
-        nbytes: the bytes to read; if workers read it, the largest number of bytes for one worker.
+        nbytes: the bytes to read.
         array: a 0-dimensional array that was built from a stored number; None for an array that is read.
-        at_workers: True if the workers of this controller read and build it.
     """
 
     leaf: int
@@ -60,7 +59,6 @@ class LeafRead:
     boxes: Sequence[Box]
     nbytes: int
     array: HostArray | None = None
-    at_workers: bool = False
 
 
 def default_handlers(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
@@ -87,20 +85,17 @@ def read_leaves(
         context: limits memory.
     """
     matched = Matched(numbers, handlers, leaves=abstracts)
-    reading = plan_leaf_reads(opened, matched, runtime_of(context).workers())
+    reading = plan_leaf_reads(opened, matched)
     read_tree(reading, context)
     return reading.leaves
 
 
-def plan_leaf_reads(
-    opened: Checkpoint, matched: Matched, executor: Executor[Any, Any] | None, progress: ByteProgress | None = None
-) -> TreeRead:
+def plan_leaf_reads(opened: Checkpoint, matched: Matched, progress: ByteProgress | None = None) -> TreeRead:
     """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
 
     Args:
         opened: the checkpoint.
         matched: the stored leaf for each leaf.
-        executor: the workers of this controller; None: there are none.
         progress: counts the arrays that are complete.
     """
     tree, filled = opened.tree, matched.filled
@@ -116,7 +111,6 @@ def plan_leaf_reads(
             leaves[position] = abstract  # a requested None that is not stored
             continue
         record, array = tree.leaves[number], matched.arrays.get(position)
-        builder: LeafHandler | Executor[Any, Any] = handler
         boxes: Sequence[Box] = ()
         nbytes = 0
         try:
@@ -126,19 +120,17 @@ def plan_leaf_reads(
             elif isinstance(record, ValueRecord):
                 leaves[position] = handler.build(abstract, record, ())
                 continue
-            elif executor is not None and executor.makes(abstract):
-                builder, nbytes = executor, executor.read_bytes(abstract, record)
             else:
                 boxes = handler.wanted(abstract, record)
                 nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
             raise _naming_leaf(tree, number, error) from error
-        original, at_workers = tree.aliases.get(number, number), builder is executor
-        leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array, at_workers)
+        original = tree.aliases.get(number, number)
+        leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array)
         if tree.aliases:
             # Leaves that are tied in the checkpoint and in the request are built once. In a target, only leaves that
             # share memory are filled together.
-            shared = None if abstract is None else builder.identity(abstract)
+            shared = None if abstract is None else handler.identity(abstract)
             if shared is None and abstract is not None:
                 shared = id(abstract) if filled is None else position
             key = (original, id(handler), tuple(boxes), shared)
@@ -225,26 +217,10 @@ class TreeRead:
 
 
 def read_tree(reading: TreeRead, context: Context) -> None:
-    """Read and build all leaves."""
+    """Read and build all leaves in this process."""
     limit = context.memory.load_bytes
-    for batch in [reading.leaf_reads] if limit is None else _batches(reading.leaf_reads, limit):
-        at_workers = [leaf_read for leaf_read in batch if leaf_read.at_workers]
-        _read_here(reading, [leaf_read for leaf_read in batch if not leaf_read.at_workers] if at_workers else batch)
-        if at_workers:
-            _read_at_workers(reading, at_workers, context)
-
-
-def _read_at_workers(reading: TreeRead, leaf_reads: Sequence[LeafRead], context: Context) -> None:
-    """Read and build leaves at the workers of this controller."""
-    executor = runtime_of(context).workers()
-    assert executor is not None  # the plan was made with it
-    check_sizes(reading.opened, {leaf_read.leaf for leaf_read in leaf_reads})
-    wanted = [WantedLeaf(leaf_read.leaf, leaf_read.abstract, leaf_read.record) for leaf_read in leaf_reads]
-    for leaf_read, leaf in zip(leaf_reads, executor.read(reading.opened, wanted, context), strict=True):
-        for position in leaf_read.positions:
-            reading.leaves[position] = leaf
-        if reading.progress is not None:
-            reading.progress.complete(leaf_read.nbytes)
+    for batch in [reading.leaf_reads] if limit is None else batches(reading.leaf_reads, limit):
+        _read_batch(reading, batch)
 
 
 def _naming_leaf(
@@ -254,7 +230,7 @@ def _naming_leaf(
     return type(error)(f"{format_path(tree.paths[leaf])}: {error}")
 
 
-def _batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
+def batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
     """Divide reads into batches of at most `limit` bytes. A single larger array is a batch by itself."""
     batch: list[LeafRead] = []
     held = 0
@@ -267,7 +243,7 @@ def _batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[Le
     yield batch
 
 
-def _read_here(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
+def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     """Read arrays in this process, and build each once it is complete."""
     opened = reading.opened
     if reading.progress is not None and opened.derived is None:  # derived arrays have other bytes than stored ones

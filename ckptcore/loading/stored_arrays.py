@@ -140,45 +140,20 @@ class StoredArray(ShownInNotebooks):
             ValueError: the checkpoint was closed.
         """
         rows = rows_of(index, self._extent)
-        if rows is not None and self._row:
-            start, stop = rows
-            held, view = self._held, self._view
-            if (
-                held
-                and view is not None
-                and held.is_cached(self._offset + start * self._row, self._offset + stop * self._row)
-                and not self._state.is_closed
-                and self._is_little
-            ):
-                # Fast path for elements in memory that were verified before, or need no verification.
-                found = view[index]
-                if found.nbytes <= _RUN_BYTES:
-                    return found.copy() if self._is_plain else found.copy().view(self.dtype)
-            elif type(index) is slice and index.step is None:
-                array = self._read_rows(start, stop)
-                if array is not None:
-                    return array
+        if rows is not None and self._row and not self._state.is_closed:
+            # The only fast path, without calls of `index_box`: ranges along the first axis of an array in one object.
+            held = self._find() if self._held is None else self._held
+            first, last = self._offset + rows[0] * self._row, self._offset + rows[1] * self._row
+            if held and last - first <= _RUN_BYTES:
+                if held.is_cached(first, last):  # verified before, or needs no verification
+                    view = self._mapped(held) if self._view is None else self._view
+                    if view is not None:
+                        return self._copy(view[index])
+                if type(index) is slice and index.step is None:
+                    return self._read_run(held, first, (rows[1] - rows[0], *self.shape[1:]))
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]
-
-    def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Read a range along the first axis. Returns None if the range is large, or the array is not in one object."""
-        state = self._state
-        if state.is_closed:
-            _ = state.opened  # raises the error
-        held = self._held
-        if held is None:
-            held = self._find()
-        first = self._offset + start * self._row
-        last = first + (stop - start) * self._row
-        if held is False or last - first > _RUN_BYTES:
-            return None
-        if held.is_cached(first, last):
-            view = self._mapped(held) if self._view is None else self._view
-            if view is not None:
-                return self._copy(view[start:stop])
-        return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
     def _read_run(self, held: BlockCache, first: int, shape: tuple[int, ...]) -> HostArray:
         """Read contiguous elements, which begin at a byte of an object."""

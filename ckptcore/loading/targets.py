@@ -23,7 +23,7 @@ from ckptcore.events import Recording, logger_named
 from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget
 from ckptcore.loading.matching import Matched, match_leaves
-from ckptcore.loading.reading import TreeRead, default_handlers, read_tree
+from ckptcore.loading.reading import TreeRead, default_handlers
 from ckptcore.loading.stored_trees import (
     chosen_leaves,
     files_instead,
@@ -285,7 +285,7 @@ class _FilledValue(LoadTarget[None]):
         objects = [one for one in objects_that_may_refuse(self._flat.shape) if one.path not in self._untouched]
         for found in objects:
             self.undo.add(found)
-        read_tree(first, load.context)
+        load.read_planned(first, load.context)
         for found in objects:
             self.undo.restore(found, first.leaves, load.location)
 

@@ -31,15 +31,14 @@ from ckptcore.loading.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.loading.completeness import Problem, missing_members, missing_states
+from ckptcore.loading.completeness import Problem, missing_members
 from ckptcore.loading.left_out import left_out_of
 from ckptcore.loading.opening import (
     ConsistentRead,
-    is_deleted,
+    existing_members,
     open_directory,
     open_either,
     open_tree,
-    present_members,
 )
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.adapters import adapter_gaps
@@ -135,16 +134,13 @@ def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
     """Verify every checkpointable that exists. Keys in the report begin with its directory."""
-    root, present = composite.root, present_members(composite)
+    root = composite.root
     problems: list[Problem] = []
-    deleted: list[str] = []
+    existing: dict[str, list[str]] = {}
     opened: list[tuple[str, Checkpoint]] = []
-    for name, member in composite.members.items():
-        existing = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
-        if not existing:
-            deleted.append(name)
-        problems.extend(missing_states(name, member, existing))
-        for directory in existing:
+    for name, directories in existing_members(composite):
+        for directory in directories:
+            existing.setdefault(name, []).append(directory)
             try:
                 opened.append((directory, open_directory(composite, name, directory, location, context)))
             except CorruptCheckpointError as error:
@@ -153,7 +149,8 @@ def _verify_composite(
                 _raise_unjudged(error)
                 key = directory if root is None else f"{directory}/{ROOT_KEY}"
                 problems.append(Problem(key, None, None, (), str(error)))
-    problems.extend(missing_members(composite, deleted))
+    deleted, missing = missing_members(composite, existing)
+    problems.extend(missing)
     objects, done = 0 if root is None else 1 + len(root.parts), 0
     progress.plan(sum(_bytes_to_check(one) for _, one in opened))
     unverified: list[str] = []
@@ -173,7 +170,7 @@ def _verify_composite(
         objects += report.objects
         done += report.nbytes
     return VerifyReport(
-        tuple(problems), objects, done, tuple(unverified), tuple(deleted), unused, tuple(unsupported), tuple(unjudged)
+        tuple(problems), objects, done, tuple(unverified), deleted, unused, tuple(unsupported), tuple(unjudged)
     )
 
 

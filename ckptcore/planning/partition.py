@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
 
 __all__ = [
-    "ReaderSet",
     "WrittenBoxes",
     "boxes_of_range",
     "check_coverage",
     "covers_exactly",
     "cut_box",
-    "cut_by_readers",
     "cut_flat_ranges",
     "flat_range",
     "subtract",
@@ -113,35 +111,6 @@ def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
     return first, first + box.size
 
 
-ReaderSet: TypeAlias = frozenset[int]
-"""The numbers of the readers that request a box."""
-
-
-def cut_by_readers(requests: Mapping[Box, ReaderSet]) -> list[tuple[Box, ReaderSet]]:
-    """Cut overlapping boxes at each other's boundaries into disjoint boxes.
-
-    Boxes that do not overlap are not cut. Takes about ``n log n`` time for n boxes of a grid.
-
-    Args:
-        requests: boxes of one array, each with its readers; empty boxes are skipped.
-
-    Returns:
-        Disjoint boxes in order of their starts, each with the readers of all boxes that contain it.
-    """
-    boxes = [box for box in requests if box.size]
-    if len(boxes) <= 1:
-        return [(box, requests[box]) for box in boxes]
-    axis = _sweep_axis(boxes)
-    done: list[tuple[Box, ReaderSet]] = []
-    active: list[tuple[Box, ReaderSet]] = []
-    for box in sorted(boxes, key=lambda box: (box.start[axis], box.start, box.stop)):
-        still: list[tuple[Box, ReaderSet]] = []
-        for cell in active:
-            (still if cell[0].stop[axis] > box.start[axis] else done).append(cell)
-        active = _overlay(still, box, requests[box])
-    return sorted([*done, *active], key=lambda cell: cell[0].start)
-
-
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Cut a box into pieces of about equal size, in C order. A piece has at least one element.
 
@@ -161,28 +130,6 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     count = min(-(-nbytes // most_bytes), extent)
     for piece in box.bands(axis, -(-extent // count)):
         yield from cut_box(piece, itemsize, most_bytes)
-
-
-def _sweep_axis(boxes: Sequence[Box]) -> int:
-    """Return the axis with the most different starts: a sweep along it has the fewest boxes active at once."""
-    counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
-    return counts.index(max(counts))
-
-
-def _overlay(cells: Sequence[tuple[Box, ReaderSet]], box: Box, readers: ReaderSet) -> list[tuple[Box, ReaderSet]]:
-    """Add a box to disjoint cells, and cut both where they overlap."""
-    overlaid: list[tuple[Box, ReaderSet]] = []
-    rest = [box]
-    for cell, before in cells:
-        common = cell.intersect(box)
-        if common is None:
-            overlaid.append((cell, before))
-            continue
-        overlaid.append((common, before | readers))
-        overlaid.extend([(part, before) for part in subtract(cell, box)])
-        rest = [part for piece in rest for part in subtract(piece, common)]
-    overlaid.extend([(part, readers) for part in rest])
-    return overlaid
 
 
 def subtract(box: Box, other: Box) -> list[Box]:

@@ -23,7 +23,6 @@ __all__ = [
     "SplitTree",
     "cells_of",
     "cut_for_replicas",
-    "group_of",
     "owned_cells",
     "owners_of",
     "written_boxes",
@@ -54,24 +53,6 @@ Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
 job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
 
 READS: Final = ("all", "alone", "broadcast", "per_node")
-
-
-def group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return the ranks that share reads with a rank, including itself.
-
-    Args:
-        rank: the rank.
-        reads: the processes that read.
-        hosts: by rank, the name of its host.
-    """
-    if isinstance(reads, ReadGroups):
-        return next((group for group in reads.groups if rank in group), (rank,))
-    if reads == "broadcast":
-        return tuple(range(len(hosts)))
-    if reads == "per_node":
-        return tuple([other for other, host in enumerate(hosts) if host == hosts[rank]])
-    return (rank,)
-
 
 _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 

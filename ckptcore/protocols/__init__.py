@@ -20,8 +20,6 @@ from ckptcore.protocols.job import (
     GathersInGroups,
     Rejoinable,
     ReportsAwaited,
-    WantedLeaf,
-    WorkerCapture,
 )
 from ckptcore.protocols.layouts import (
     CheckpointInfo,
@@ -58,7 +56,7 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
-from ckptcore.protocols.strategy import FurtherSaves, SaveCommit, SaveStrategy, StepStrategy
+from ckptcore.protocols.strategy import SaveCommit, SaveStrategy, StepStrategy
 from ckptcore.protocols.transaction import Transaction
 from ckptcore.protocols.transforms import (
     DerivedArray,
@@ -103,7 +101,6 @@ __all__ = [
     "Executor",
     "FilesHandler",
     "Flattened",
-    "FurtherSaves",
     "GathersInGroups",
     "HostBytes",
     "HostMemory",
@@ -147,7 +144,5 @@ __all__ = [
     "TransformSource",
     "TransformedTree",
     "Transforms",
-    "WantedLeaf",
-    "WorkerCapture",
     "WriteStore",
 ]

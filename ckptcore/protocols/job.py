@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from ckptcore.model.arrays import HostArray, Shard
-from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import Pending, Receipt
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending
+from ckptcore.protocols.read_strategy import ReadStrategy
+from ckptcore.protocols.strategy import SaveStrategy
+from ckptcore.protocols.values import LeafHandler
 
 __all__ = [
     "Channels",
@@ -17,12 +19,7 @@ __all__ = [
     "GathersInGroups",
     "Rejoinable",
     "ReportsAwaited",
-    "WantedLeaf",
-    "WorkerCapture",
 ]
-
-SaveT_contra = TypeVar("SaveT_contra", contravariant=True)
-OpenedT_contra = TypeVar("OpenedT_contra", contravariant=True)
 
 
 class Coordinator(Protocol):
@@ -172,113 +169,26 @@ class Collectives(Protocol):
         ...
 
 
-class WantedLeaf(NamedTuple):
-    """A leaf that workers read and build.
-
-    Attributes:
-        leaf: the number of the stored array in the tree; never an alias.
-        abstract: the requested leaf.
-        stored: the array that was saved.
-    """
-
-    leaf: int
-    abstract: Any
-    stored: ArrayRecord
-
-
-class WorkerCapture(Protocol[SaveT_contra]):
-    """Boxes that workers captured for one save. Thread-safe."""
-
-    def wait(self) -> None:
-        """Wait until the leaves may change.
-
-        Raises:
-            RankFailedError: a worker could not capture its boxes, or failed.
-        """
-        ...
-
-    def write(self, save: SaveT_contra) -> Pending[Sequence[Sequence[Receipt]]]:
-        """Start to write the boxes of all workers to a location that the controller has claimed.
-
-        Args:
-            save: the save that was passed to `Executor.capture`, or a further save of the same boxes.
-
-        Returns:
-            For each part of the save, the receipts of the workers. A result or an error arrives only after all workers
-            have stopped writing, because the objects of a failed save are removed then.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the boxes. Closing again, or after a failure of a worker, is no error."""
-        ...
-
-
-class Executor(Protocol[SaveT_contra, OpenedT_contra]):
-    """Copies, writes and reads elements on the workers of a single controller. Thread-safe.
+class Executor(Protocol):
+    """Workers of a single controller, which hold elements of leaves: they copy, write and read these. Thread-safe.
 
     The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
-    `n` is rank ``n + 1``, as if each were a process of a job.
-
-    `SaveT_contra` is ``ckptcore.saving.requests.Save``, and `OpenedT_contra` is an open checkpoint,
-    ``ckptcore.loading.checkpoint.Checkpoint``. Derive an executor from ``ckptcore_jax.staged_executor.StagedExecutor``,
-    which writes and reads these with pickled stages.
-
-    Every method that calls a worker raises `RankFailedError` with its name if the worker failed.
+    `n` is rank ``n + 1``, as if each were a process of a job. Derive an executor from
+    ``ckptcore_jax.staged_executor.StagedExecutor``.
     """
 
-    @property
-    def workers(self) -> Sequence[str]:
-        """Return the names of the workers, by number, for errors. They do not change."""
+    def leaves_to_save(self, handler: LeafHandler) -> LeafHandler:
+        """Return a handler that describes leaves like another one. This process holds no boxes of those at workers."""
         ...
 
-    def takes(self, leaf: Any) -> bool:
-        """Return True if these workers hold the elements of a leaf to save. Never waits."""
+    def save_strategy(self, strategy: SaveStrategy[Any, Any]) -> SaveStrategy[Any, Any]:
+        """Return a strategy that saves like another one, and lets workers write the leaves at them."""
         ...
 
-    def makes(self, abstract: Any) -> bool:
-        """Return True if these workers build the requested leaf. Never waits."""
-        ...
-
-    def identity(self, leaf: Any) -> Hashable | None:
-        """Return the identity of a leaf that these workers hold or build. See `LeafHandler.identity`."""
-        ...
-
-    def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
-        """Return the boxes that a worker holds, each once. Replicas are counted by worker, not by device.
-
-        Raises:
-            UnsupportedLeafError: the leaf has no elements, or some are not at these workers.
-        """
-        ...
-
-    def capture(self, save: SaveT_contra, *, copied: bool) -> WorkerCapture[SaveT_contra]:
-        """Start to capture the boxes that workers write for a save.
+    def read_strategy(self, strategy: ReadStrategy[Any] | None) -> ReadStrategy[Any]:
+        """Return a strategy that loads like another one, and lets workers read the leaves at them.
 
         Args:
-            save: its parts have the plans of the workers.
-            copied: True to copy the boxes, at the workers, to memory that no other code changes or frees. False if the
-                leaves do not change until the save is committed.
-        """
-        ...
-
-    def read_bytes(self, abstract: Any, stored: ArrayRecord) -> int:
-        """Return the most bytes that one worker reads for a leaf.
-
-        Raises:
-            UnsupportedLeafError: the stored array cannot be loaded as requested.
-        """
-        ...
-
-    def read(self, opened: OpenedT_contra, leaves: Sequence[WantedLeaf], context: Any) -> Sequence[object]:
-        """Read the boxes that each worker needs, and build the leaves there. All workers read concurrently.
-
-        Args:
-            opened: the checkpoint. Workers open it themselves, and fail if they find another save.
-            leaves: the leaves to build; the results have this order.
-            context: the options of the controller, a `ckptcore.Context`.
-
-        Raises:
-            CheckpointError: the first error of a worker; further errors are its notes.
+            strategy: the other strategy; None: the stages of the load run as usual.
         """
         ...

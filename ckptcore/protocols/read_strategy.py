@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import ReadPlan
 
 __all__ = ["ReadBoxes", "ReadStrategy", "ReadThrough", "StagedLoad"]
 
-T = TypeVar("T")
+LoadT_contra = TypeVar("LoadT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
 
 ReadBoxes: TypeAlias = Callable[[ReadPlan, Sequence[HostArray]], Iterable[int]]
@@ -47,9 +47,12 @@ class StagedLoad(Protocol[T_co]):
         ...
 
 
-class ReadStrategy(Protocol):
-    """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe."""
+class ReadStrategy(Protocol[LoadT_contra]):
+    """How a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe.
 
-    def run(self, load: StagedLoad[T]) -> T:
+    `LoadT_contra` is ``ckptcore.loading.load.Load``, which is a `StagedLoad`.
+    """
+
+    def run(self, load: LoadT_contra) -> Any:
         """Run a load, and return the loaded value."""
         ...

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 from ckptcore.protocols.layouts import Layout
 from ckptcore.protocols.storage import StorageBackend
 
-__all__ = ["FurtherSaves", "SaveCommit", "SaveStrategy", "StepStrategy"]
+__all__ = ["SaveCommit", "SaveStrategy", "StepStrategy"]
 
 DraftT_contra = TypeVar("DraftT_contra", contravariant=True)
 SaveT = TypeVar("SaveT")
@@ -82,6 +82,9 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
         merges_keys: True if several saves of the strategy add keys to the same dicts.
         checks_target: True if `prepare` checks the location. Otherwise the core refuses an existing target unless
             ``overwrite=`` allows replacing it.
+        layouts: the layouts of the further saves: those that write the same elements to other locations, once this one
+            is committed. `prepare` returns them in `Save.further`. The core captures the elements once for all saves.
+        signature: text about the further saves that the ranks of a job compare; the save is refused if it differs.
     """
 
     @property
@@ -92,6 +95,12 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
 
     @property
     def checks_target(self) -> bool: ...
+
+    @property
+    def layouts(self) -> Sequence[str | Layout]: ...
+
+    @property
+    def signature(self) -> str: ...
 
     def prepare(self, draft: DraftT_contra) -> SaveT:
         """Return the save with the plans of its parts. On every rank, with equal trees; writes nothing to the target.
@@ -104,24 +113,6 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
     def begin(self, save: SaveT) -> SaveCommit:
         """Return the commit of a save that `prepare` returned, without I/O."""
         ...
-
-
-@runtime_checkable
-class FurtherSaves(Protocol[SaveT]):
-    """Optional: a strategy whose saves have further saves, which write the same captured boxes to other locations.
-
-    Its `prepare` returns a save with `Save.further`. The core captures the boxes once for all of them.
-
-    Attributes:
-        layouts: the layouts of the further saves.
-        signature: text that the ranks of a job compare; the save is refused if it differs.
-    """
-
-    @property
-    def layouts(self) -> Sequence[str | Layout]: ...
-
-    @property
-    def signature(self) -> str: ...
 
     def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:
         """Write the further saves. On every rank, after the commit of the save.

@@ -40,10 +40,12 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
     """
     with agreement.stage("check", meaning="nothing was saved"):
         runtime = runtime_of(context)
+        registry, workers = runtime.registry, runtime.workers()
+        if workers is not None:
+            registry = registry.wrapping(workers.leaves_to_save)
         found = runtime.registry.layout(layout)
         lines: list[str] = []
         for name in sorted(values):  # in one order on every process, because `state_dict` may be collective
-            executor = runtime.workers()
             refusals: list[CheckpointError] = []
             try:
                 with naming(name):
@@ -51,10 +53,9 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
                         name,
                         values[name],
                         found,
-                        runtime.registry,
+                        registry,
                         rank=agreement.rank,
                         size=agreement.size,
-                        executor=executor,
                         refusals=refusals,
                     )
                     if isinstance(description, TreeDescription) and not refusals:

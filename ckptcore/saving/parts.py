@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,17 +19,15 @@ from ckptcore.errors import (
     UnsupportedLeafError,
     converts_errors,
 )
-from ckptcore.io.snapshot import BoundedSnapshot, SnapshotShare
+from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Receipt, Segment, WriteItem, WritePlan
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Continuation,
-    Executor,
     FilesHandler,
-    HostMemory,
     Layout,
     Snapshot,
     WriteStore,
@@ -46,7 +44,6 @@ __all__ = [
     "FilesDescription",
     "PartDescription",
     "SavePart",
-    "SharedItems",
     "TreeCaptured",
     "describe_part",
     "naming",
@@ -62,11 +59,9 @@ class SavePart:
         layout: the layout that stores it. For files: the layout of the trees of the save.
         plan: the boxes that this process writes.
         own: True if every process writes its own part. Otherwise all processes write it together.
-        worker_plans: the boxes that each worker of this controller writes; empty if workers write nothing of it.
         source: the arrays or files to capture; None after the capture.
         captured: the captured content; None before the capture, and after `close`.
-        receipts: the receipts of this process and its workers. On the leader, before the commit, those of all ranks.
-        shared: the boxes that a part of another save captures for it; None if the part captures its own.
+        receipts: the receipts of this process. On the leader, before the commit, those of all ranks.
         is_files: True for the files of an object, which need no layout.
     """
 
@@ -74,17 +69,10 @@ class SavePart:
     layout: Layout
     plan: WritePlan
     own: bool = False
-    worker_plans: tuple[WritePlan, ...] = ()
     source: ArraySource | FilesDescription | None = None
     captured: Captured | None = None
     receipts: Sequence[Receipt] = ()
-    shared: SharedItems | None = None
     is_files: bool = False
-
-    @property
-    def plans(self) -> tuple[WritePlan, ...]:
-        """The plans of this process and of its workers."""
-        return (self.plan, *self.worker_plans)
 
     def close(self) -> None:
         """Release the captured content. Closing again is no error."""
@@ -93,29 +81,11 @@ class SavePart:
             captured.close()
 
 
-class SharedItems(NamedTuple):
-    """Items of a part that a part of a further save also writes.
-
-    Attributes:
-        part: the part that captures them.
-        items: for each item of the further part's plan, the number of the item in the plan of `part`.
-        worker_items: the same for each worker of this controller.
-    """
-
-    part: SavePart
-    items: tuple[int, ...]
-    worker_items: tuple[tuple[int, ...], ...] = ()
-
-
 class ArraySource(Protocol):
     """The arrays of a part before the capture."""
 
-    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Start to copy the boxes of an item into memory of the save."""
-        ...
-
-    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return boxes of a leaf, by its number in the plan of the part."""
         ...
 
 
@@ -132,18 +102,24 @@ class Captured(Protocol):
 
 
 class TreeCaptured(NamedTuple):
-    """The arrays of a tree. See `Captured`."""
+    """The arrays of a tree. See `Captured`.
+
+    Attributes:
+        snapshot: the arrays.
+        copy: the running copy of which they are; None for views, and arrays that exist already.
+    """
 
     snapshot: Snapshot
+    copy: StateCopy | None = None
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Release items that were not written, and stop copies from waiting for the writer."""
-        if isinstance(self.snapshot, BoundedSnapshot | SnapshotShare):
-            self.snapshot.end_writing()
+        """Stop the copy from waiting for the writer."""
+        if self.copy is not None:
+            self.copy.end_writing()
 
 
 class FilesDescription(NamedTuple):
@@ -165,9 +141,9 @@ class FilesDescription(NamedTuple):
         """Return its entry in the root of a composite."""
         return Member("files", size)
 
-    def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """Return a plan without arrays."""
-        return (WritePlan(NO_LEAVES, (), 0, 1, save_id, self.name),)
+        return WritePlan(NO_LEAVES, (), 0, 1, save_id, self.name)
 
     def capture(self) -> _FilesCaptured:
         """Run the first phase of the object's save, into a directory of the local disk."""
@@ -219,7 +195,6 @@ def describe_part(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None = None,
-    executor: Executor[Any, Any] | None = None,
     placeholders: bool = False,
     refusals: list[CheckpointError] | None = None,
     merged: bool = False,
@@ -233,7 +208,6 @@ def describe_part(
         plugins: find the handlers.
         rank, size: the rank of this process, and the number of processes of the job.
         replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
-        executor: the workers of this controller, if it has any.
         placeholders: True if the state may have placeholders for leaves of the base of an update.
         refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
         merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
@@ -259,7 +233,6 @@ def describe_part(
             rank,
             size,
             replicas,
-            executor,
             own=own,
             placeholders=placeholders,
             refusals=refusals,

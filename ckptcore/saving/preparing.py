@@ -20,7 +20,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import FurtherSaves, Layout, SaveStrategy
+from ckptcore.protocols import Layout, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import PartDescription, describe_part, naming
 from ckptcore.saving.requests import (
@@ -36,7 +36,14 @@ from ckptcore.saving.requests import (
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
-__all__ = ["keeps_others", "prepare_save", "refuse_per_process_objects", "save_created", "tree_digest"]
+__all__ = [
+    "keeps_others",
+    "prepare_save",
+    "refuse_per_process_objects",
+    "save_created",
+    "share_replicas",
+    "tree_digest",
+]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
@@ -90,12 +97,16 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         descriptions = [one._replace(layout=one.layout.with_own_names(decided["save_id"]) or one.layout)]
     info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
     save = Save(target, info, (), strategy, agreement, recording, context)
+    if (workers := runtime.workers()) is not None:
+        strategy = workers.save_strategy(strategy)
     return strategy.prepare(SaveDraft(save, descriptions))
 
 
 def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement) -> _Descriptions:
     """Describe the values, in the order of the request."""
-    registry, executor = runtime_of(context).registry, runtime_of(context).workers()
+    registry = runtime_of(context).registry
+    if (workers := runtime_of(context).workers()) is not None:
+        registry = registry.wrapping(workers.leaves_to_save)
     layout, placeholders = registry.layout(request.layout), request.strategy.takes_placeholders
     if isinstance(request.values, OneTree):
         values: Mapping[str, object] = {"": request.values.state}
@@ -105,8 +116,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
         values = dict(request.values)
         for name in values:
             check_name(name)
-    shared = agreement.size > 1 or executor is not None
-    replicas = context.job.replicas if shared and _share_replicas(layout, request.strategy, registry) else None
+    shared = agreement.size > 1 and share_replicas(layout, request.strategy, registry)
     # Every process of a job uses the same order, because `state_dict` may be collective.
     by_name = {
         name: describe_part(
@@ -116,8 +126,7 @@ def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement
             registry,
             rank=agreement.rank,
             size=agreement.size,
-            replicas=replicas,
-            executor=executor,
+            replicas=context.job.replicas if shared else None,
             placeholders=placeholders,
             merged=request.strategy.merges_keys,
         )
@@ -188,10 +197,9 @@ def refuse_per_process_objects(description: TreeDescription, size: int) -> None:
         )
 
 
-def _share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
+def share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
     """Return True if every layout lets any replica write a box, including the layouts of further saves."""
-    further = strategy.layouts if isinstance(strategy, FurtherSaves) else ()
-    layouts = [layout, *map(registry.layout, further)]
+    layouts = [layout, *map(registry.layout, strategy.layouts)]
     return all(one.capabilities.any_replica_writes for one in layouts)
 
 
@@ -207,9 +215,8 @@ def _digests(
     """
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     trees = {name: tree_digest(description) for name, description in _common_trees(descriptions).items()}
-    signature = strategy.signature if isinstance(strategy, FurtherSaves) else ""
     of_arrays = {name: _digest(dict(digests)) for name, digests in arrays.items()}
-    return {"names": _digest(names), "strategy": signature, "trees": trees, "arrays": of_arrays}
+    return {"names": _digest(names), "strategy": strategy.signature, "trees": trees, "arrays": of_arrays}
 
 
 def _common_trees(descriptions: _Descriptions) -> dict[str, TreeDescription]:

@@ -33,7 +33,7 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
     digests: dict[str, int] = {}
     for number, boxes in description.holders.local.items():
         record = tree.leaves[number]
-        leaf, handler = description.leaf(number)
+        leaf, handler, _ = description.boxes(number)
         if shares.replicas.get(number, size) != size or not isinstance(record, ArrayRecord):
             continue
         if any(shard.replicas != size for shard in boxes) or not _is_assumed_equal(handler, leaf, rank, size):

@@ -12,6 +12,7 @@ from ckptcore.commit.root import Claim, Member, Role, SaveOrder
 from ckptcore.commit.target import FindForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
+from ckptcore.io.snapshot import StateCopy
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import seen_by_all
 from ckptcore.model.tree import JSON
@@ -201,6 +202,8 @@ class Save(NamedTuple):
         recording: records the phases.
         context: the options.
         further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
+        capture_elsewhere: starts to capture boxes that other processes hold for this one, and that the strategy writes:
+            True to copy them. None: there are none.
     """
 
     target: CommitTarget
@@ -211,20 +214,21 @@ class Save(NamedTuple):
     recording: Recording
     context: Context
     further: Sequence[Save] = ()
+    capture_elsewhere: Callable[[bool], StateCopy] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays that this process and its workers write, further saves included."""
-        own = sum(item.nbytes for part in self.parts for plan in part.plans for item in plan.items)
+        """Bytes of arrays that this process writes, further saves included."""
+        own = sum(item.nbytes for part in self.parts for item in part.plan.items)
         return own + sum(save.nbytes for save in self.further)
 
     @property
-    def uses_workers(self) -> bool:
-        """True if workers of this controller write boxes of the save."""
-        return any(part.worker_plans for part in self.parts)
+    def has_other_writers(self) -> bool:
+        """True if other processes write to the location too."""
+        return self.agreement.size > 1 or any(part.plan.size > 1 for part in self.parts)
 
     def encode_receipts(self) -> bytes:
-        """Encode the message of this process to the leader: one receipt for each part, because a job has no workers."""
+        """Encode the message of this process to the leader: one receipt for each part."""
         from ckptcore.job.receipts import encode_receipts  # needed only in a job
 
         shared = self._shared_parts()
@@ -263,10 +267,8 @@ class SaveDraft(NamedTuple):
         for description in self.descriptions:
             member = description.member(size)
             directory = "" if info.members is None else member.directory(description.name, rank)
-            plan, *worker_plans = description.plans(rank, size, info.save_id)
-            own = member.processes is not None
-            part = SavePart(directory, description.layout, plan, own, tuple(worker_plans), description)
-            part.is_files = member.kind == "files"
+            plan, own = description.plan(rank, size, info.save_id), member.processes is not None
+            part = SavePart(directory, description.layout, plan, own, description, is_files=member.kind == "files")
             parts.append(part)
         return self.save._replace(parts=parts, strategy=strategy)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from ckptcore.commit.location import shown_location
 from ckptcore.context import Context
@@ -14,22 +13,17 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
 from ckptcore.io.requests import requests_of
-from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, SnapshotShare, ViewedSnapshot
+from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, StateBoxes, StateCopy, StateElements, ViewedSnapshot
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.arrays import HostArray
-from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.model.transfer import WritePlan
 from ckptcore.progress import ByteProgress
-from ckptcore.protocols import FurtherSaves, Snapshot, WorkerCapture
 from ckptcore.runtime import refuse_in_signal_handler, runtime_of
-from ckptcore.saving.parts import ArraySource, FilesDescription, SavePart, SharedItems, TreeCaptured
+from ckptcore.saving.parts import FilesDescription, TreeCaptured
 from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveRequest, fail_before_claim, fail_everywhere
 from ckptcore.saving.writing import write_save
 
 __all__ = ["begin_save", "perform_save"]
-
-_StartedCopy: TypeAlias = CopiedSnapshot | BoundedSnapshot | WorkerCapture[Save]
-"""A running copy of part of a state."""
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
@@ -57,7 +51,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
                 capture.view()
             except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
                 fail_before_claim(agreement, error)
-            _write(save, capture.at_workers, request.hooks.committed)
+            _write(save, request.hooks.committed)
         finally:
             capture.close()
     if progress is not None:
@@ -108,8 +102,8 @@ def begin_save(
             memory.close()
             fail_before_claim(agreement, error)
         # This thread makes bounded copies, and the writer waits for them: the writer cannot run on this thread.
-        is_bounded = any(isinstance(copy, BoundedSnapshot) for copy in copies)
-        _write_in_background(save, capture, request.hooks.committed, memory, handle, inline=not is_bounded)
+        inline = limit is None or not copies
+        _write_in_background(save, capture, request.hooks.committed, memory, handle, inline=inline)
         if not copies_first:
             try:
                 _finish_copies(copies, memory, recording)
@@ -117,8 +111,7 @@ def begin_save(
                 # The caller may change the state from here on, so the writer must not get arrays that are not copied.
                 memory.cancel()
                 for copy in copies:
-                    if isinstance(copy, BoundedSnapshot):
-                        copy.fail(error)
+                    copy.fail(error)
                 handle.exception()  # marks the error of the writer as retrieved, so that it is not reported twice
                 raise
         return handle
@@ -144,41 +137,27 @@ def _writes_while_copying(save: Save) -> bool:
     """Return True if arrays are written while others are still being copied.
 
     True for remote storage: its writes wait for requests rather than for memory, and take longer than the copies. False
-    for a disk: its writes would compete with the copies for the processors, and the caller would wait longer. False for
-    workers: they start to write only when all of them have finished their copies.
+    for a disk: its writes would compete with the copies for the processors, and the caller would wait longer.
     """
-    return not save.uses_workers and requests_of(save.target.location.store).concurrency > 1
+    return requests_of(save.target.location.store).concurrency > 1
 
 
-def _finish_copies(copies: Sequence[_StartedCopy], memory: StagingMemory, recording: Recording) -> None:
+def _finish_copies(copies: Sequence[StateCopy], memory: StagingMemory, recording: Recording) -> None:
     """Wait for copies. Bounded copies are made here, while the writer in the background writes them."""
     with recording.phase("copy") as phase:
-        earlier: BoundedSnapshot | None = None
         for copy in copies:
-            if isinstance(copy, BoundedSnapshot):
-                if earlier is not None:
-                    earlier.wait_until_written()
-                copy.copy_all()
-                earlier = copy
-            else:
-                copy.wait()
+            copy.wait()
         phase.nbytes = memory.copied_bytes
 
 
-def _write(
-    save: Save,
-    at_workers: WorkerCapture[Save] | None,
-    committed: Callable[[], None] | None,
-    *,
-    claimed: Callable[[], None] | None = None,
-) -> None:
+def _write(save: Save, committed: Callable[[], None] | None, *, claimed: Callable[[], None] | None = None) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves.
 
     A save in the background has a function `claimed`, which is called once the location is claimed.
     """
     recording = save.recording
     try:
-        write_save(save, at_workers, claimed)
+        write_save(save, claimed)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -186,8 +165,8 @@ def _write(
         recording.finish(sum([event.nbytes or 0 for event in recording.events if event.phase == "write"]))
     if committed is not None:
         committed()
-    if isinstance(save.strategy, FurtherSaves):
-        save.strategy.after_commit(save, partial(write_save, at_workers=at_workers))
+    if save.further:
+        save.strategy.after_commit(save, write_save)
 
 
 def _write_in_background(
@@ -212,7 +191,7 @@ def _write_in_background(
 
     def work() -> None:
         try:
-            _write(save, capture.at_workers, committed, claimed=handle._claimed.set)
+            _write(save, committed, claimed=handle._claimed.set)
         finally:
             capture.close()
             memory.close()
@@ -234,53 +213,50 @@ def _write_in_background(
 
 
 class _Capture:
-    """The copies of a state for a save and its further saves, or views in a blocking save.
-
-    Attributes:
-        at_workers: the boxes that workers of this controller captured; None if they write none of the save.
-    """
+    """The copies of a state for a save and its further saves, or views in a blocking save."""
 
     def __init__(self, save: Save) -> None:
         """Prepare to capture the parts of a save. `view` or `copy` captures them."""
-        self.at_workers: WorkerCapture[Save] | None = None
         self._save = save
-        self._copies: list[CopiedSnapshot | BoundedSnapshot] = []
+        self._copies: list[StateCopy] = []
 
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
-        self._capture_at_workers(copied=False)
-        self._capture(lambda plan, source: ViewedSnapshot(plan, lambda number: source.view(plan.items[number])))
-        if self.at_workers is not None:
-            self.at_workers.wait()
+        elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
+        self._capture(lambda plan, boxes: TreeCaptured(ViewedSnapshot(plan, *elements.use(boxes))), copied=False)
+        for copy in self._copies:
+            copy.wait()
 
-    def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[_StartedCopy]:
+    def copy(self, memory: StagingMemory, limit: int | None) -> Sequence[StateCopy]:
         """Start to copy every array.
 
         Args:
             memory: the memory of the copies.
-            limit: maximum size of the copies in this process at a time, in bytes; None: no limit. Workers copy all
-                their boxes at once. With a limit, further saves copy again, because the first copy is released by then.
+            limit: maximum size of the copies in this process at a time, in bytes; None: no limit. With a limit, further
+                saves copy again, because the first copy is freed by then.
 
         Returns:
             The copies, for `_finish_copies`. Once they are finished, the state may change.
         """
 
-        def copied(plan: WritePlan, source: ArraySource) -> Snapshot:
-            def start(number: int) -> Sequence[Pending[HostArray]]:
-                return source.copy(plan.items[number], memory)
+        def new_elements() -> StateElements:
+            return StateElements(
+                lambda boxes: boxes.handler.copy_to_host(boxes.leaf, boxes.boxes, memory), memory.release
+            )
 
+        shared = new_elements()
+        earlier: BoundedSnapshot | None = None
+
+        def copied(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
+            nonlocal earlier
             if limit is None:
-                self._copies.append(CopiedSnapshot(plan, start, memory.release))
+                copy: CopiedSnapshot | BoundedSnapshot = CopiedSnapshot(plan, *shared.use(boxes))
             else:
-                self._copies.append(BoundedSnapshot(plan, start, memory.release, limit))
-            return self._copies[-1]
+                copy = earlier = BoundedSnapshot(plan, *new_elements().use(boxes), limit, earlier)
+            self._copies.append(copy)
+            return TreeCaptured(copy, copy)
 
-        self._capture_at_workers(copied=True)
-        self._capture(copied)
-        if limit is None and self.at_workers is not None:
-            return [*self._copies, self.at_workers]
-        if self.at_workers is not None:
-            self.at_workers.wait()  # with a limit, the writer starts before `_finish_copies`
+        self._capture(copied, copied=True)
         return self._copies[:]
 
     def close(self) -> None:
@@ -291,40 +267,18 @@ class _Capture:
         for copy in self._copies:
             copy.end_writing()
         self._copies.clear()
-        if self.at_workers is not None:
-            self.at_workers.close()
-            self.at_workers = None
 
-    def _capture_at_workers(self, *, copied: bool) -> None:
-        """Start to capture the boxes that workers of this controller write."""
-        if self._save.uses_workers and (executor := runtime_of(self._save.context).workers()) is not None:
-            self.at_workers = executor.capture(self._save, copied=copied)
-
-    def _capture(self, snapshot_of: Callable[[WritePlan, ArraySource], Snapshot]) -> None:
-        """Capture every part, and drop the references to the arrays. Parts of further saves share the snapshots."""
-        for part in self._save.parts:
+    def _capture(self, capture: Callable[[WritePlan, Sequence[StateBoxes]], TreeCaptured], *, copied: bool) -> None:
+        """Capture every part. Then drop the references to the state: until then, their ids identify its leaves."""
+        if self._save.capture_elsewhere is not None:
+            self._copies.append(self._save.capture_elsewhere(copied))
+        parts = [part for save in (self._save, *self._save.further) for part in save.parts]
+        for part in parts:
             source = part.source
             assert source is not None  # captured once
             if isinstance(source, FilesDescription):
                 part.captured = source.capture()
             else:
-                part.captured = TreeCaptured(snapshot_of(part.plan, source))
+                part.captured = capture(part.plan, [source.boxes(item.leaf, item.boxes) for item in part.plan.items])
+        for part in parts:
             part.source = None
-        for save in self._save.further:
-            for part in save.parts:
-                assert part.shared is not None  # set by the strategy
-                self._share(part, part.shared)
-
-    def _share(self, part: SavePart, shared: SharedItems) -> None:
-        """Give a part of a further save the boxes that another part captured."""
-        whole = shared.part.captured
-        assert isinstance(whole, TreeCaptured)  # only trees have further saves
-        snapshot = whole.snapshot
-        if isinstance(snapshot, BoundedSnapshot):
-            self._copies.append(snapshot.again(part.plan, shared.items))
-            part.captured = TreeCaptured(self._copies[-1])
-            return
-        if not isinstance(snapshot, SnapshotShare):
-            snapshot = SharedSnapshot(snapshot).share(shared.part.plan, range(len(shared.part.plan.items)))
-            shared.part.captured = TreeCaptured(snapshot)
-        part.captured = TreeCaptured(snapshot.shared.share(part.plan, shared.items))

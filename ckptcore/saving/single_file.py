@@ -77,12 +77,9 @@ class _SaveFile(PlainSave):
         """Refuse what one file cannot have, and plan the file."""
         try:
             self._refuse(draft)
-            save = draft.plan(self)
-            if save.uses_workers:
-                raise refuse_file_name(self.location, "several processes hold the arrays, and one writes a file")
+            return draft.plan(self)
         except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
             fail_before_claim(draft.save.agreement, error)
-        return save
 
     def _refuse(self, draft: SaveDraft) -> None:
         """Refuse states that the file would not give back, and a location that may not be replaced."""
@@ -95,6 +92,8 @@ class _SaveFile(PlainSave):
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
+        if save.has_other_writers:
+            raise refuse_file_name(self.location, "several processes hold the arrays, and one writes a file")
         return _FileCommit(save)
 
 

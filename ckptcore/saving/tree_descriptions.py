@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ckptcore.commit.root import Member
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
-from ckptcore.model.arrays import ArraySpec, HostArray, Shard
+from ckptcore.io.snapshot import StateBoxes
+from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.transfer import Pending, WriteItem, WritePlan
+from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
 from ckptcore.planning.replicas import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
-    Executor,
-    HostMemory,
     Layout,
-    LeafHandler,
 )
 from ckptcore.tree.columns import saved_columns
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_values, per_process_leaves, per_process_values
@@ -34,13 +31,10 @@ class BoxHolders(NamedTuple):
     Attributes:
         local: by leaf, the boxes that this process holds. Has no aliases.
         remote_leaves: the leaves of which only other processes hold elements, and aliases of these leaves.
-        by_worker: by worker of this controller and by leaf, the boxes that the worker holds; empty if no worker holds
-            any.
     """
 
     local: Mapping[int, Sequence[Shard]]
     remote_leaves: frozenset[int]
-    by_worker: Sequence[Mapping[int, Sequence[Shard]]] = ()
 
 
 class Placeholders(NamedTuple):
@@ -129,12 +123,12 @@ class TreeDescription(NamedTuple):
             tree=union, holders=self.holders._replace(local=shards), positions=positions, shares=shares
         )
 
-    def leaf(self, number: int) -> tuple[object, LeafHandler]:
-        """Return a leaf and its handler, by its number in the tree."""
-        position = number if self.positions is None else self.positions[number]
+    def boxes(self, leaf: int, boxes: tuple[Box, ...] = ()) -> StateBoxes:
+        """Return boxes of a leaf, by its number in the tree."""
+        position = leaf if self.positions is None else self.positions[leaf]
         handler = self.flat.handlers[position]
         assert handler is not None  # placeholders are for loading only
-        return self.flat.leaves[position], handler
+        return StateBoxes(self.flat.leaves[position], handler, boxes)
 
     def member(self, size: int) -> Member:
         """Return its entry in the root of a composite."""
@@ -147,30 +141,13 @@ class TreeDescription(NamedTuple):
         rank, size = (0, 1) if self.own else (rank, size)
         return owners_of(self.shares, rank=rank, size=size)
 
-    def plans(self, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
-        """Return the plan of this process, then the plans of its workers. A controller is rank 0."""
-        save = functools.partial(plan_write, self.tree, save_id=save_id, name=self.name)
-        local, _, by_worker = self.holders
-        if not by_worker:
-            owners = self.owners(rank, size)
-            rank, size = (0, 1) if self.own else (rank, size)
-            return (save(local, rank=rank, size=size, owners=owners),)
-        workers = len(by_worker)
-        plans = [save(local, rank=0, size=1 + workers)]
-        for worker, shards in enumerate(by_worker):
-            owners = None if self.shares is None else owners_of(self.shares, rank=worker, size=workers)
-            plans.append(save(shards, rank=1 + worker, size=1 + workers, owners=owners))
-        return tuple(plans)
-
-    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Start to copy the boxes of an item into memory of the save."""
-        leaf, handler = self.leaf(item.leaf)
-        return handler.copy_to_host(leaf, item.boxes, memory)
-
-    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """Start to transfer the boxes of an item to the host, without a copy if they are in host memory."""
-        leaf, handler = self.leaf(item.leaf)
-        return handler.view_on_host(leaf, item.boxes)
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """Return the plan of this process."""
+        owners = self.owners(rank, size)
+        rank, size = (0, 1) if self.own else (rank, size)
+        return plan_write(
+            self.tree, self.holders.local, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners
+        )
 
 
 def describe_tree(
@@ -181,7 +158,6 @@ def describe_tree(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None,
-    executor: Executor[Any, Any] | None,
     *,
     own: bool,
     placeholders: bool = False,
@@ -191,7 +167,7 @@ def describe_tree(
     """Describe a tree to save, and refuse what cannot be saved. Writes nothing. See `describe_part`.
 
     Args:
-        name, value, layout, plugins, rank, size, replicas, executor, placeholders, refusals, merged: see
+        name, value, layout, plugins, rank, size, replicas, placeholders, refusals, merged: see
             `describe_part`.
         own: True if every process saves its own tree.
 
@@ -208,21 +184,17 @@ def describe_tree(
     found = _NO_PLACEHOLDERS
     if placeholders or refusals:
         flat, found = _without_placeholders(flat)
-    by_worker: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
-    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, executor, by_worker, refusals)
-    if not any(by_worker):
-        by_worker = ()
-    writers = len(by_worker) or size
+    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, refusals)
     shares: SplitTree | None = None
-    if replicas is not None and writers > 1:
-        counts = {} if by_worker else _count_replicas(flat, tree, size)  # handlers do not know about workers
+    if replicas is not None and size > 1:
+        counts = _count_replicas(flat, tree, size)
         for leaf in per_process_leaves(flat):
             if counts.get(leaf, size) == size:
                 counts[leaf] = 1  # the array differs between processes, so replica 0 writes all of it
-        shares = cut_for_replicas(tree, replicas, size=writers, replicas=counts)
+        shares = cut_for_replicas(tree, replicas, size=size, replicas=counts)
         tree = shares.tree
-    layout.check(tree, size + len(by_worker))
-    holders = BoxHolders(shards, remote_leaves, by_worker)
+    layout.check(tree, size)
+    holders = BoxHolders(shards, remote_leaves)
     return TreeDescription(name, layout, tree, holders, flat, own, None, shares, found)
 
 
@@ -264,11 +236,9 @@ def _describe_leaves(
     flat: Flat,
     rank: int,
     size: int,
-    executor: Executor[Any, Any] | None,
-    by_worker: Sequence[dict[int, Sequence[Shard]]],
     refusals: list[CheckpointError] | None,
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
-    """Return the tree, the local boxes, and the remote leaves. Fills `by_worker` with the boxes of workers."""
+    """Return the tree, the local boxes, and the remote leaves."""
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
@@ -284,8 +254,7 @@ def _describe_leaves(
             record = handler.describe(leaf)
             records.append(record)
             if isinstance(record, ArrayRecord):
-                at_workers = executor if executor is not None and executor.takes(leaf) else None
-                identity = (handler if at_workers is None else at_workers).identity(leaf)
+                identity = handler.identity(leaf)
                 if identity is not None:
                     original = first.setdefault((id(handler), number in own, identity), number)
                     if original != number and _same_array(records[original], record):
@@ -293,10 +262,6 @@ def _describe_leaves(
                         if original in remote_leaves:
                             remote_leaves.add(number)
                         continue
-                if at_workers is not None:
-                    for worker, of_worker in enumerate(by_worker):
-                        of_worker[number] = at_workers.shards(leaf, worker)
-                    continue
                 local = handler.shards(leaf, *of_rank)
                 if local is not None:
                     shards[number] = local

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Protocol
@@ -33,7 +32,6 @@ from ckptcore.protocols import (
     StorageAddress,
     StorageBackend,
     Transaction,
-    WorkerCapture,
     WriteStore,
 )
 from ckptcore.runtime import runtime_of
@@ -64,14 +62,11 @@ __all__ = [
 logger = logger_named("ckptcore.saving")
 
 
-def write_save(
-    save: Save, at_workers: WorkerCapture[Save] | None = None, claimed: Callable[[], None] | None = None
-) -> None:
+def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
     """Claim the target, write, and commit. On every rank. Return once the checkpoint is committed.
 
     Args:
         save: the save, with captured parts.
-        at_workers: the boxes that workers of this controller captured; None if they write none of the save.
         claimed: called once the target is claimed.
 
     Raises:
@@ -93,7 +88,7 @@ def write_save(
             with agreement.stage("write", meaning=commit.meaning) as stage:
                 store = commit.store
                 with save.recording.phase("write") as phase:
-                    write_parts(save, store, at_workers)
+                    write_parts(save, store)
                     phase.nbytes = sum(
                         [record.size for part in save.parts for receipt in part.receipts for record in receipt.objects]
                     )
@@ -123,32 +118,8 @@ def write_save(
         raise
 
 
-def write_parts(save: Save, store: StorageBackend, at_workers: WorkerCapture[Save] | None) -> None:
-    """Write the plans of this process and its workers, store the receipts, and finish the parts that only it saves."""
-    if at_workers is None:
-        _write_here(save, store)
-    else:
-        writes = at_workers.write(save)
-        try:
-            _write_here(save, store)
-        except BaseException:
-            with suppress(Exception):  # wait for the workers: after the abort, none may write
-                writes.result()
-            raise
-        of_workers = writes.result()
-        if save.recording.progress is not None:
-            plans = [plan for part in save.parts for plan in part.worker_plans]
-            save.recording.progress.complete(sum([item.nbytes for plan in plans for item in plan.items]))
-        for part, receipts in zip(save.parts, of_workers, strict=True):
-            part.receipts = [*part.receipts, *receipts]
-    for part in save.parts:
-        if part.own:
-            inside = subdirectory(store, part.directory)
-            put_root(inside, finish_part(save.info, part, recorder_of(inside, save.context)))
-
-
-def _write_here(save: Save, store: StorageBackend) -> None:
-    """Write every part of this process."""
+def write_parts(save: Save, store: StorageBackend) -> None:
+    """Write every part of this process, store the receipts, and finish the parts that only this process saves."""
     threads, checksums = runtime_of(save.context).io_threads, save.context.io.checksums
     progress = save.recording.progress
     for part in save.parts:
@@ -161,6 +132,8 @@ def _write_here(save: Save, store: StorageBackend) -> None:
         state = counted.write(part, recorder)
         captured.close()
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
+        if part.own:
+            put_root(inside, finish_part(save.info, part, recorder_of(inside, save.context)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +143,8 @@ class PlainSave:
     takes_placeholders: ClassVar[bool] = False
     merges_keys: ClassVar[bool] = False
     checks_target: ClassVar[bool] = False
+    layouts: ClassVar[Sequence[str | Layout]] = ()
+    signature: ClassVar[str] = ""
     adds_files: ClassVar[bool] = False
     """True if the strategy writes files next to checkpointables. Then the leader lists them for the root."""
 
@@ -183,6 +158,9 @@ class PlainSave:
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""
         return PlainCommit(save)
+
+    def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
+        """Write no further saves."""
 
 
 class PlainCommit:
@@ -212,7 +190,7 @@ class PlainCommit:
             commits = target.location.commits
             self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
             self._claim.expect_distinct(functools.partial(_known_keys, save))
-            if save.agreement.size > 1 or save.uses_workers:
+            if save.has_other_writers:
                 self._claim.show_claim()
 
     @property

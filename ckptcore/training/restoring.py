@@ -22,7 +22,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.collective.joint import take_step
+from ckptcore.loading.joint import take_step
 from ckptcore.loading.load import recorded_load
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import hint_of_step

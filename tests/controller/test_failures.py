@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from ckptcore_jax.staged_executor import HeldElements
+from ckptcore_jax.worker_saves import HeldElements
 from ckptcore_jax.worker_stages import WriteStage
 from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import (
     CorruptCheckpointError,
+    InvalidLocationError,
     NameCollisionError,
     NotSharedError,
     RankFailedError,
@@ -144,6 +146,15 @@ def test_a_storage_in_process_memory_is_refused(
 def test_leaves_without_elements_are_named(context: ckptcore.Context, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedLeafError, match="rows: this RemoteArray has no elements"):
         ckptcore.save(tmp_path / "other", {"rows": RemoteArray(SPEC, WHOLE)}, context=context)
+
+
+def test_a_session_and_a_file_are_refused(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"workers .* cannot be saved in sessions; save them with"):
+        ckptcore.partial(tmp_path / "it", context=context).save({"rows": make_rows(workers)})
+    with pytest.raises(InvalidLocationError, match="several processes hold the arrays"):
+        ckptcore.save(tmp_path / "it.safetensors", {"rows": make_rows(workers)}, context=context)
+    assert list(tmp_path.iterdir()) == []
+    ckptcore.save(tmp_path / "here.safetensors", {"w": np.ones(3)}, context=context)
 
 
 def test_an_executor_in_a_job_is_refused(workers: WorkerProcesses, tmp_path: Path) -> None:

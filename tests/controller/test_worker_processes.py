@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from ckptcore_testing import ExecutorTests
+from ckptcore_jax.executor_tests import ExecutorTests
+from ckptcore_jax.staged_executor import StagedExecutor
 
 import ckptcore
 from ckptcore.context import PluginOptions
 from ckptcore.model import ArraySpec, Box, HostArray
-from ckptcore.protocols import Executor
 from tests.controller.elements import Given
 from tests.controller.remote_arrays import RemoteArray, RemoteArrayHandler
 from tests.controller.worker_processes import WorkerProcesses
@@ -22,44 +21,42 @@ COUNT = 2
 
 class TestWorkerProcesses(ExecutorTests):
     @pytest.fixture
-    def executor(self, workers: WorkerProcesses, request: pytest.FixtureRequest) -> Iterator[Executor[Any, Any]]:
+    def executor(self, workers: WorkerProcesses, request: pytest.FixtureRequest) -> Iterator[StagedExecutor]:
         if "lost" not in request.node.name:
             yield workers
             return
         with WorkerProcesses(COUNT) as own:
             yield own
 
-    def context(self, executor: Executor[Any, Any]) -> ckptcore.Context:
+    def context(self, executor: StagedExecutor) -> ckptcore.Context:
         return replace(super().context(executor), plugins=PluginOptions(handlers={RemoteArray: RemoteArrayHandler()}))
 
-    def split(self, executor: Executor[Any, Any], elements: HostArray) -> RemoteArray:
+    def split(self, executor: StagedExecutor, elements: HostArray) -> RemoteArray:
         return self._made(executor, elements, self.abstract(executor, _spec(elements)).boxes)
 
-    def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> RemoteArray:
+    def replicated(self, executor: StagedExecutor, elements: HostArray) -> RemoteArray:
         return self._made(executor, elements, ((Box.whole(elements.shape),),) * COUNT)
 
-    def alone(self, executor: Executor[Any, Any], elements: HostArray) -> RemoteArray:
+    def alone(self, executor: StagedExecutor, elements: HostArray) -> RemoteArray:
         return self._made(executor, elements, ((Box.whole(elements.shape),), ()))
 
-    def _made(
-        self, executor: Executor[Any, Any], elements: HostArray, boxes: tuple[tuple[Box, ...], ...]
-    ) -> RemoteArray:
+    def _made(self, executor: StagedExecutor, elements: HostArray, boxes: tuple[tuple[Box, ...], ...]) -> RemoteArray:
         assert isinstance(executor, WorkerProcesses)
         return executor.make(_spec(elements), boxes, Given(elements))
 
-    def elements(self, executor: Executor[Any, Any], leaf: RemoteArray) -> HostArray:
+    def elements(self, executor: StagedExecutor, leaf: RemoteArray) -> HostArray:
         assert isinstance(executor, WorkerProcesses)
         return executor.elements(leaf)
 
-    def disturb(self, executor: Executor[Any, Any], leaf: RemoteArray) -> None:
+    def disturb(self, executor: StagedExecutor, leaf: RemoteArray) -> None:
         assert isinstance(executor, WorkerProcesses)
         executor.change(leaf)
 
-    def lose(self, executor: Executor[Any, Any], worker: int) -> None:
+    def lose(self, executor: StagedExecutor, worker: int) -> None:
         assert isinstance(executor, WorkerProcesses)
         executor.kill(worker)
 
-    def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> RemoteArray:
+    def abstract(self, executor: StagedExecutor, spec: ArraySpec) -> RemoteArray:
         rows = spec.shape[0] // COUNT
         boxes = [(Box((rows * one, 0), (rows * one + rows, spec.shape[1])),) for one in range(COUNT)]
         return RemoteArray(spec, tuple(boxes))

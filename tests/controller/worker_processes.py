@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, StagedExecutor, StagedReadResult
+from ckptcore_jax.staged_executor import StagedExecutor
+from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf
+from ckptcore_jax.worker_saves import HeldElements, LeafBoxes
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 from ckptcore.errors import RankFailedError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
-from ckptcore.protocols import WantedLeaf
 from tests.controller.remote_arrays import RemoteArray
 
 __all__ = ["Crossing", "Elements", "WorkerProcesses"]

@@ -63,14 +63,14 @@ def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path:
 
 @pytest.mark.parametrize("rank_that_fails", [0, 1])
 def test_a_rank_that_fails_to_plan(rank_that_fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = TreeDescription.plans
+    plan = TreeDescription.plan
 
     def fail(self: Any, rank: int, size: int, save_id: str) -> Any:
         if rank == rank_that_fails:
             raise MemoryError("only here")
-        return plans(self, rank, size, save_id)
+        return plan(self, rank, size, save_id)
 
-    monkeypatch.setattr(TreeDescription, "plans", fail)
+    monkeypatch.setattr(TreeDescription, "plan", fail)
     outcomes = _outcomes(lambda job: ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, context=job_context(job)))
     assert isinstance(outcomes[rank_that_fails], MemoryError)
     assert isinstance(outcomes[1 - rank_that_fails], RankFailedError) and "only here" in str(

@@ -169,9 +169,9 @@ def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> 
 def test_a_process_that_cannot_plan_fails_the_save_on_all(
     tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = TreeDescription.plans
+    planned = TreeDescription.plan
 
-    def plans(self: TreeDescription, rank: int, size: int, save_id: str) -> tuple[WritePlan, ...]:
+    def plan(self: TreeDescription, rank: int, size: int, save_id: str) -> WritePlan:
         if rank == 3:
             raise ValueError("the test wants it")
         return planned(self, rank, size, save_id)
@@ -181,5 +181,5 @@ def test_a_process_that_cannot_plan_fails_the_save_on_all(
             run.save(1, replicated(1, rank, 4))
         return type(found.value).__name__
 
-    monkeypatch.setattr(TreeDescription, "plans", plans)
+    monkeypatch.setattr(TreeDescription, "plan", plan)
     assert job(tmp_path, far, work, **_options()) == ["RankFailedError"] * 3 + ["ValueError"]

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 from ckptcore_jax import ColocatedExecutor
-from ckptcore_testing import ExecutorTests
+from ckptcore_jax.executor_tests import ExecutorTests
+from ckptcore_jax.staged_executor import StagedExecutor
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore.protocols import Executor
 
 
 def two_workers() -> ColocatedExecutor:
@@ -28,25 +28,25 @@ def reached() -> ColocatedExecutor:
 
 class TestColocatedExecutor(ExecutorTests):
     @pytest.fixture
-    def executor(self, reached: ColocatedExecutor) -> Executor[Any, Any]:
+    def executor(self, reached: ColocatedExecutor) -> StagedExecutor:
         return reached
 
-    def split(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def split(self, executor: StagedExecutor, elements: HostArray) -> Any:
         return jax.device_put(elements, self.sharding("host", "device"))
 
-    def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def replicated(self, executor: StagedExecutor, elements: HostArray) -> Any:
         return jax.device_put(elements, self.sharding())
 
-    def alone(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def alone(self, executor: StagedExecutor, elements: HostArray) -> Any:
         return jax.device_put(elements, jax.devices()[0])
 
-    def elements(self, executor: Executor[Any, Any], leaf: Any) -> HostArray:
+    def elements(self, executor: StagedExecutor, leaf: Any) -> HostArray:
         return np.asarray(leaf)
 
-    def disturb(self, executor: Executor[Any, Any], leaf: Any) -> None:
+    def disturb(self, executor: StagedExecutor, leaf: Any) -> None:
         leaf.delete()
 
-    def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> Any:
+    def abstract(self, executor: StagedExecutor, spec: ArraySpec) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=self.sharding("host", "device"))
 
     @staticmethod

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
 from ckptcore_jax.colocated import _HeldArrays, devices_by_host
-from ckptcore_jax.staged_executor import LeafBoxes
+from ckptcore_jax.worker_loads import WantedLeaf
+from ckptcore_jax.worker_saves import LeafBoxes
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +28,7 @@ import ckptcore
 from ckptcore import hookimpl
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
-from ckptcore.protocols import Snapshot, WantedLeaf, WriteStore
+from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")

@@ -13,7 +13,7 @@ from ckptcore.model import ArraySpec
 
 class TestPlugin(PluginTests):
     entry_point = "jax"
-    inner = ("staged_executor", "worker_stages")
+    inner = ("worker_loads", "worker_saves", "worker_stages")
 
 
 @pytest.mark.slow  # a subset for work on this plugin alone; `tests/matrix` of the repository has all

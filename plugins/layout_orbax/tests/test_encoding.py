@@ -66,7 +66,7 @@ def test_nothing_is_encoded_once_a_write_has_failed(layout: Layout, monkeypatch:
     monkeypatch.setattr(EncodingChunk, "result", noted_result)
     arrays = [np.full((64, 64), number) for number in range(12)]
     description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
-    (plan,) = description.plans(0, 1, "0" * 16)
+    plan = description.plan(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:
         layout.write(ViewedSnapshot(plan, lambda number: [Ready(arrays[number])]), _FullStore())
     assert raised.value.__traceback__ is not None  # keeps its frames alive

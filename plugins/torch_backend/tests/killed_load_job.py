@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
+from ckptcore_collective.broadcasts import Broadcasts
 from ckptcore_torch.collectives import GlooCollectives
 from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 
@@ -23,7 +24,6 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError
-from ckptcore.loading.collective.broadcasts import Broadcasts
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}

@@ -19,6 +19,7 @@ from ckptcore.protocols import Layout, SaveCommit, StorageBackend
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.session_claims import (
     OpenSession,
     PlannedSession,
@@ -43,14 +44,13 @@ logger = logger_named("ckptcore.saving")
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSession:
+class PartialSession(PlainSave):
     """Write one session of a partial save. See `ckptcore.protocols.SaveStrategy`.
 
     Attributes:
         planned: the planned session; None before `prepare`.
     """
 
-    takes_placeholders: ClassVar[bool] = False
     merges_keys: ClassVar[bool] = True
     checks_target: ClassVar[bool] = True
 
@@ -62,7 +62,6 @@ class PartialSession:
         Raises:
             CheckpointExistsError: if the location has something other than a partial save.
             TreeMismatchError, NameCollisionError: if the session does not fit the earlier sessions.
-            UnsupportedLeafError: if the state has arrays on workers of a single controller.
             CheckpointError: if the layout does not support sessions, or differs from the earlier
                 sessions' layout.
         """
@@ -80,7 +79,16 @@ class PartialSession:
         return save
 
     def begin(self, save: Save) -> SaveCommit:
-        """Return the commit of the session."""
+        """Return the commit of the session.
+
+        Raises:
+            UnsupportedLeafError: if the state has arrays on workers of a single controller.
+        """
+        if save.agreement.size == 1 and save.has_other_writers:
+            raise UnsupportedLeafError(
+                "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
+                "Nothing was written"
+            )
         assert self.planned is not None  # set by `prepare`
         return _SessionCommit(save, self.planned)
 
@@ -218,11 +226,6 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
     def read_earlier_sessions() -> dict[str, Any]:
         layout = description.layout
         expect_session_support(layout)
-        if description.holders.by_worker:
-            raise UnsupportedLeafError(
-                "arrays on workers of a single controller cannot be saved in sessions; save them with ckptcore.save. "
-                "Nothing was written"
-            )
         found = find_partial(location)
         kept: set[str] = set()
         written: Mapping[int, Sequence[Box]] = {}

@@ -209,7 +209,7 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
         root = _expect_root(opened)
         update = _plan_references(draft.save.target.location, opened, root, description, context)
         written = _renumber_leaves(description, stored_tree(update.tree, update.references))
-        written.layout.check(written.tree, agreement.size + len(written.holders.by_worker))
+        written.layout.check(written.tree, agreement.size)
         stage.payload = root.save_id
     saves: Sequence[Any] = stage.payloads
 
@@ -230,11 +230,10 @@ def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDe
     own = [numbers[path] for path in description.tree.paths]
     stored = [tree.aliases.get(number, number) for number in own]
     positions = description.positions if description.positions is not None else {leaf: leaf for leaf in range(len(own))}
-    local, remote_leaves, by_worker = description.holders
+    local, remote_leaves = description.holders
     holders = BoxHolders(
         {stored[leaf]: of for leaf, of in local.items()},
         frozenset([own[leaf] for leaf in remote_leaves]),
-        tuple([{stored[leaf]: of for leaf, of in one.items()} for one in by_worker]),
     )
     shares = description.shares
     if shares is not None:

@@ -15,14 +15,15 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
-from ckptcore.protocols import WantedLeaf
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.leaves import data_array, is_committed, with_elements
 from ckptcore_jax.placements import box_of
 from ckptcore_jax.shardings import concrete_sharding
-from ckptcore_jax.staged_executor import HeldElements, LeafBoxes, StagedExecutor, StagedReadResult
+from ckptcore_jax.staged_executor import StagedExecutor
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
+from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf
+from ckptcore_jax.worker_saves import HeldElements, LeafBoxes
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 __all__ = ["ColocatedExecutor", "devices_by_host"]

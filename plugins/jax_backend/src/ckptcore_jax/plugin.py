@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArrayRecord
@@ -65,7 +64,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 
 @hookimpl
-def ckpt_executor() -> Executor[Any, Any] | None:
+def ckpt_executor() -> Executor | None:
     """Return the executor of Pathways, if JAX uses it. Then this process is the only controller."""
     if not _has_jax():
         return None

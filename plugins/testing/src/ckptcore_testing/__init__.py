@@ -18,7 +18,7 @@ pytest.register_assert_rewrite(
         f"{__name__}.{module}"
         for module in (
             "arrays", "cases", "checkpointable_handlers", "collectives", "container_handlers", "coordinators",
-            "coverage", "executors", "files_handlers", "layout_crashes", "layout_pieces", "layout_stores",
+            "coverage", "files_handlers", "layout_crashes", "layout_pieces", "layout_stores",
             "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage", "storage_directories",
             "storage_model", "trees",
         )
@@ -31,7 +31,6 @@ from ckptcore_testing.checkpointable_handlers import CheckpointableExample, Chec
 from ckptcore_testing.collectives import CollectivesTests
 from ckptcore_testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore_testing.coordinators import CoordinatorTests
-from ckptcore_testing.executors import ExecutorTests
 from ckptcore_testing.far_storage import FarRequest, FarStorage
 from ckptcore_testing.fault_proxy import FaultProxy, LoggedRequest
 from ckptcore_testing.faults import (
@@ -112,7 +111,6 @@ __all__ = [
     "CutContent",
     "DeliverLater",
     "Duplicate",
-    "ExecutorTests",
     "FailAt",
     "FarRequest",
     "FarStorage",

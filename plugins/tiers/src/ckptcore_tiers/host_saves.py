@@ -21,15 +21,16 @@ from typing import Any, Final
 
 from ckptcore.commit.root import HOST_COPIES
 from ckptcore.commit.root_json import encode_root
+from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_claim
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Pending, WriteItem, WritePlan
+from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.planning.replicas import Owners, owned_cells
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import HostMemory, SaveCommit, StorageBackend
+from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
@@ -112,13 +113,10 @@ class _ReplicaCopies:
         inside = f"{HOST_COPIES}/{rank}"
         return SavePart(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, source=self)
 
-    def copy(self, item: WriteItem, memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """See `ArraySource`."""
-        return self.tree.copy(self.source.items[item.leaf], memory)
-
-    def view(self, item: WriteItem) -> Sequence[Pending[HostArray]]:
-        """See `ArraySource`."""
-        return self.tree.view(self.source.items[item.leaf])
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return the box that an array of the copies has of the original tree. See `ArraySource`."""
+        item = self.source.items[leaf]
+        return self.tree.boxes(item.leaf, item.boxes)
 
 
 def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:

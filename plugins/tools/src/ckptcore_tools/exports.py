@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ckptcore.commit.file_names import expect_directory_name
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
@@ -14,12 +14,14 @@ from ckptcore.commit.target import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
+from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.foreign import foreign_checkpoints
+from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
-from ckptcore.protocols import FurtherSaves, Layout, SaveCommit, SaveStrategy
+from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import PartDescription, SavePart, SharedItems
+from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
@@ -82,8 +84,8 @@ class WithExports:
             raise ValueError(
                 f"WithExports(..., strategy={self.strategy!r}): updates do not support exports. Nothing was written"
             )
-        if isinstance(self.strategy, FurtherSaves):
-            raise ValueError(  # noqa: TRY004  # a strategy, but one that cannot be wrapped
+        if self.strategy.layouts:
+            raise ValueError(
                 f"WithExports(..., strategy={self.strategy!r}): this strategy writes additional checkpoints itself. "
                 "Pass all exports to one WithExports. Nothing was written"
             )
@@ -289,24 +291,13 @@ class _PlannedExport:
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
 
-        def planned(whole: WritePlan) -> tuple[WritePlan, tuple[int, ...]]:
-            found = sorted(
-                (leaves[item.leaf], number) for number, item in enumerate(whole.items) if item.leaf in leaves
-            )
-            items = tuple([whole.items[number]._replace(leaf=leaf) for leaf, number in found])
-            plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
-            return plan, tuple([number for _, number in found])
-
         part = save.parts[self.part]
-        plan, numbers = planned(part.plan)
-        at_workers = [planned(whole) for whole in part.worker_plans]
-        exported = SavePart(
-            "",
-            self.layout,
-            plan,
-            worker_plans=tuple([found for found, _ in at_workers]),
-            shared=SharedItems(part, numbers, tuple([items for _, items in at_workers])),
-        )
+        assert part.source is not None and not isinstance(part.source, FilesDescription)  # a tree, not yet captured
+        whole = part.plan
+        items = [item._replace(leaf=leaves[item.leaf]) for item in whole.items if item.leaf in leaves]
+        items.sort(key=lambda item: item.leaf)
+        plan = WritePlan(self.subtree.tree, tuple(items), whole.rank, whole.size, save_id)
+        exported = SavePart("", self.layout, plan, source=_SubtreeSource(part.source, self.subtree.sources))
         role: Role = "export" if self.location.is_within(save.target.location) else "checkpoint"
         return save._replace(
             target=save.target._replace(location=self.location),
@@ -315,6 +306,22 @@ class _PlannedExport:
             strategy=PlainSave(),
             agreement=agreement,
         )
+
+
+class _SubtreeSource(NamedTuple):
+    """The arrays of a subtree. See `ckptcore.saving.parts.ArraySource`.
+
+    Attributes:
+        whole: the arrays of the whole tree.
+        leaves: for each leaf of the subtree, the number of the leaf of the whole tree with its elements.
+    """
+
+    whole: ArraySource
+    leaves: Sequence[int]
+
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return boxes of a leaf of the subtree."""
+        return self.whole.boxes(self.leaves[leaf], boxes)
 
 
 def _plan_exports(
@@ -365,7 +372,7 @@ def _plan_export(
             f"{parts}, or subtree=() for everything",
             [f"{name} is the state of an optimizer" for name in found.optimizers],
         )
-    layout.check(subtree.tree, size + len(description.holders.by_worker))
+    layout.check(subtree.tree, size)
     expect_directory_name(export.location)
     location = resolve_location(export.location, runtime_of(context).storages, to_write=True)
     return _PlannedExport(location, layout, part, subtree)

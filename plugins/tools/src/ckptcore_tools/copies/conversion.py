@@ -25,7 +25,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
 from ckptcore.loading.foreign import foreign_checkpoints, format_names
 from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import ConsistentRead, is_deleted, open_either, open_member, present_members
+from ckptcore.loading.opening import ConsistentRead, existing_members, open_either, open_member
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
@@ -185,10 +185,7 @@ class _Conversion:
         save_id = new_save_id()
         members: dict[str, Member] = {}
         parts = []
-        present = present_members(composite)
-        existing_of = {
-            name: [one for one in present.get(name, ()) if not is_deleted(composite, one)] for name in composite.members
-        }
+        existing_of = {name: list(directories) for name, directories in existing_members(composite)}
         refuse_lost(composite, [name for name, existing in existing_of.items() if not existing], self._leave_out)
         for name, member in composite.members.items():
             existing = existing_of[name]

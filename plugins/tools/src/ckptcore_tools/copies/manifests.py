@@ -25,7 +25,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.completeness import FileCheck, missing_members
+from ckptcore.loading.completeness import FileCheck, lost_problem
 from ckptcore.loading.foreign import format_names
 from ckptcore.loading.left_out import matches_any
 from ckptcore.loading.opening import (
@@ -158,7 +158,7 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
     """
     told = leave_out if composite.root is None else ()
     lost = [name for name in absent if not matches_any(name, told)]
-    for problem in missing_members(composite, lost):
+    if (problem := lost_problem(composite, lost)) is not None:
         way_on = "" if composite.root is not None else f", or convert it with leave_out={lost}"
         raise CorruptCheckpointError(
             f"{composite.location.display}: {problem.message}{way_on}. Nothing was written", key=problem.key

@@ -26,7 +26,7 @@ def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> Context:
 
 def running_leaves() -> WrapLeaf:
     """Wrap handlers for a process of the running job. The shards of a leaf are those of this process."""
-    return _HandlerWrapper(_RunningLeaves)
+    return _RunningLeaves
 
 
 def simulated_leaves(process: int) -> WrapLeaf:
@@ -34,19 +34,7 @@ def simulated_leaves(process: int) -> WrapLeaf:
 
     The handlers raise UnsupportedLeafError if only that process knows its shards.
     """
-    return _HandlerWrapper(lambda handler: _SimulatedLeaves(handler, process))
-
-
-class _HandlerWrapper:
-    """Wraps each handler once, so that tied leaves still have the same handler."""
-
-    def __init__(self, kind: Callable[[LeafHandler], LeafHandler]) -> None:
-        self._kind = kind
-        self._wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
-
-    def __call__(self, handler: LeafHandler) -> LeafHandler:
-        known = self._wrapped.setdefault(id(handler), (handler, self._kind(handler)))
-        return known[1]
+    return lambda handler: _SimulatedLeaves(handler, process)
 
 
 class _RunningLeaves(LeafHandler):

@@ -16,7 +16,7 @@ from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
-from ckptcore.model.transfer import Receipt, WriteItem
+from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import (
     CheckpointInfo,
@@ -30,7 +30,6 @@ from ckptcore.protocols import (
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.requests import Save
-from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import finish_part, put_root
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (
@@ -166,50 +165,39 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
         UnsupportedLeafError: if arrays belong to workers of a single controller.
         PluginError: if a layout needs elements and is no `ForecastingLayout`.
     """
-    if save.uses_workers:
+    if save.agreement.size == 1 and save.has_other_writers:
         raise UnsupportedLeafError(
             "cannot plan a save of arrays that belong to workers of a single controller. Plan abstract arrays with "
             "plan(..., processes=N), where N is the number of workers"
         )
-    host_bytes: list[Sequence[HostBytes]] = []
-    unplanned = []
-    for part in save.parts:
-        source = part.source
-        assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
-        if isinstance(source, FilesDescription):
-            unplanned.append(source.name)
-            host_bytes.append(())
-        else:
-            assert isinstance(source, TreeDescription)  # other descriptions exist only in per-host saves
-            host_bytes.append([_host_bytes(source, item) for item in part.plan.items])
-    by_part = {id(part): nbytes for part, nbytes in zip(save.parts, host_bytes, strict=True)}
-    snapshots = [SizeOnlySnapshot(part.plan, by_part[id(part)]) for part in save.parts]
-    exports = [(export, part, part.shared) for export in save.further for part in export.parts if part.shared]
-    exported = [[by_part[id(shared.part)][number] for number in shared.items] for _, _, shared in exports]
-    export_snapshots = [
-        SizeOnlySnapshot(part.plan, nbytes) for (_, part, _), nbytes in zip(exports, exported, strict=True)
+    saves = [save, *save.further]
+    host_bytes = [[_host_bytes(part) for part in one.parts] for one in saves]
+    snapshots = [
+        [SizeOnlySnapshot(part.plan, nbytes) for part, nbytes in zip(one.parts, of_parts, strict=True)]
+        for one, of_parts in zip(saves, host_bytes, strict=True)
     ]
-    written = [_run_checkpoint(save, snapshots, kind, context)]
-    written += [
-        _run_checkpoint(export, [snapshot], kind, context)
-        for (export, _, _), snapshot in zip(exports, export_snapshots, strict=True)
-    ]
+    written = [_run_checkpoint(one, of_parts, kind, context) for one, of_parts in zip(saves, snapshots, strict=True)]
     memory = _memory(
         save.agreement.rank,
-        [nbytes for items in host_bytes for nbytes in items],
-        [nbytes for items in exported for nbytes in items],
-        [*snapshots, *export_snapshots],
+        [nbytes for items in host_bytes[0] for nbytes in items],
+        [nbytes for of_parts in host_bytes[1:] for items in of_parts for nbytes in items],
+        [snapshot for of_parts in snapshots for snapshot in of_parts],
         max(one.buffer_bytes for one in written),
         context,
     )
+    unplanned = [part.source.name for part in save.parts if isinstance(part.source, FilesDescription)]
     process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, unplanned=unplanned)
     return process, [one.leading for one in written if one.leading is not None]
 
 
-def _host_bytes(source: TreeDescription, item: WriteItem) -> HostBytes:
-    """Return the host memory that a save needs for an item."""
-    leaf, handler = source.leaf(item.leaf)
-    return handler.host_bytes(leaf, item.boxes)
+def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
+    """Return the host memory that a save needs for each item of a part; empty for files, whose sizes are unknown."""
+    source = part.source
+    assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
+    if isinstance(source, FilesDescription):
+        return ()
+    found = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
+    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in found]
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:

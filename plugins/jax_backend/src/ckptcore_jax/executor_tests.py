@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.arrays import assert_same_bits
 from ckptcore_tools.exports import Export, WithExports
 
 import ckptcore
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.errors import CorruptCheckpointError, RankFailedError
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, Receipt, TreeMetadata
-from ckptcore.protocols import Executor, Snapshot, WriteStore
-from ckptcore_testing.arrays import assert_same_bits
+from ckptcore.protocols import Snapshot, WriteStore
+from ckptcore_jax.staged_executor import StagedExecutor
 
 __all__ = ["ExecutorTests"]
 
@@ -33,53 +34,53 @@ class ExecutorTests:
     deadline_seconds: float = 60.0
 
     @pytest.fixture
-    def executor(self) -> Executor[Any, Any]:
+    def executor(self) -> StagedExecutor:
         """Return an executor with at least two workers. No test changes it, but for the one that calls `lose`."""
         raise NotImplementedError("define the fixture `executor`")
 
-    def context(self, executor: Executor[Any, Any]) -> ckptcore.Context:
+    def context(self, executor: StagedExecutor) -> ckptcore.Context:
         """Return the Context of the controller. Override it to add the handler of the leaves."""
         job = JobOptions(executor=executor, replicas=ReplicaOptions(piece_bytes=32))
         return ckptcore.Context(job=job, durability="none")
 
-    def split(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def split(self, executor: StagedExecutor, elements: HostArray) -> Any:
         """Return a leaf whose rows are divided evenly among the workers, in order."""
         raise NotImplementedError("define the method `split`")
 
-    def replicated(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def replicated(self, executor: StagedExecutor, elements: HostArray) -> Any:
         """Return a leaf with a full replica on every worker."""
         raise NotImplementedError("define the method `replicated`")
 
-    def alone(self, executor: Executor[Any, Any], elements: HostArray) -> Any:
+    def alone(self, executor: StagedExecutor, elements: HostArray) -> Any:
         """Return a leaf that exists only on worker 0."""
         raise NotImplementedError("define the method `alone`")
 
-    def elements(self, executor: Executor[Any, Any], leaf: Any) -> HostArray:
+    def elements(self, executor: StagedExecutor, leaf: Any) -> HostArray:
         """Return the elements of a leaf."""
         raise NotImplementedError("define the method `elements`")
 
-    def disturb(self, executor: Executor[Any, Any], leaf: Any) -> None:
+    def disturb(self, executor: StagedExecutor, leaf: Any) -> None:
         """Change or delete a leaf, as a program may after an asynchronous save has started."""
         raise NotImplementedError("define the method `disturb`")
 
-    def abstract(self, executor: Executor[Any, Any], spec: ArraySpec) -> Any:
+    def abstract(self, executor: StagedExecutor, spec: ArraySpec) -> Any:
         """Return an abstract split leaf without using workers. Called only after `lose`."""
         raise NotImplementedError("define the method `abstract`")
 
-    def lose(self, executor: Executor[Any, Any], worker: int) -> None:
+    def lose(self, executor: StagedExecutor, worker: int) -> None:
         """Stop a worker permanently. Skip the test if that is impossible."""
         pytest.skip("a worker of this executor cannot be stopped")
 
-    def test_workers_have_names(self, executor: Executor[Any, Any]) -> None:
+    def test_workers_have_names(self, executor: StagedExecutor) -> None:
         assert len(executor.workers) >= 2
         assert len(set(executor.workers)) == len(executor.workers)
 
-    def test_values_of_the_controller_are_rejected(self, executor: Executor[Any, Any]) -> None:
+    def test_values_of_the_controller_are_rejected(self, executor: StagedExecutor) -> None:
         for here in (np.zeros(3), 3, None, "text"):
             assert not executor.takes(here)
             assert not executor.makes(here)
 
-    def test_each_shard_of_a_split_leaf_has_one_replica(self, executor: Executor[Any, Any]) -> None:
+    def test_each_shard_of_a_split_leaf_has_one_replica(self, executor: StagedExecutor) -> None:
         count = len(executor.workers)
         leaf = self.split(executor, _numbers(count))
         assert executor.takes(leaf)
@@ -91,7 +92,7 @@ class ExecutorTests:
             rows = {(shard.box.start[0], shard.box.stop[0]) for shard in shards}
             assert (min(rows)[0], max(rows)[1]) == (4 * worker, 4 * worker + 4)
 
-    def test_each_worker_has_one_replica_of_a_replicated_leaf(self, executor: Executor[Any, Any]) -> None:
+    def test_each_worker_has_one_replica_of_a_replicated_leaf(self, executor: StagedExecutor) -> None:
         count = len(executor.workers)
         leaf = self.replicated(executor, _numbers(count))
         for worker in range(count):
@@ -99,14 +100,14 @@ class ExecutorTests:
             assert shard.box == Box.whole((4 * count, 6))
             assert (shard.replica, shard.replicas) == (worker, count)
 
-    def test_identity_differs_between_leaves(self, executor: Executor[Any, Any]) -> None:
+    def test_identity_differs_between_leaves(self, executor: StagedExecutor) -> None:
         elements = _numbers(len(executor.workers))
         first, second = self.split(executor, elements), self.split(executor, elements)
         assert executor.identity(first) == executor.identity(first)
         assert executor.identity(first) is None or executor.identity(first) != executor.identity(second)
 
     @pytest.mark.parametrize("blocking", [True, False])
-    def test_workers_write_their_own_shards(self, blocking: bool, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_workers_write_their_own_shards(self, blocking: bool, executor: StagedExecutor, tmp_path: Path) -> None:
         elements = _numbers(len(executor.workers))
         state = {
             "split": self.split(executor, elements),
@@ -121,7 +122,7 @@ class ExecutorTests:
             ckptcore.save_async(tmp_path / "it", state, layout=layout, context=context).result()
         self._expect(tmp_path / "it", split=elements, whole=elements + 1, alone=elements + 2, here=elements + 3)
 
-    def test_a_snapshot_does_not_change(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_a_snapshot_does_not_change(self, executor: StagedExecutor, tmp_path: Path) -> None:
         """The snapshot is written twice, the second time by an export."""
         elements = _numbers(len(executor.workers))
         leaf = self.split(executor, elements)
@@ -132,7 +133,7 @@ class ExecutorTests:
         self._expect(tmp_path / "it", leaf=elements)
         self._expect(tmp_path / "again", leaf=elements)
 
-    def test_layouts_are_pickled_for_workers(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_layouts_are_pickled_for_workers(self, executor: StagedExecutor, tmp_path: Path) -> None:
         """Workers get a pickled copy of the layout."""
         elements = _numbers(len(executor.workers))
         state = {"leaf": self.split(executor, elements)}
@@ -140,14 +141,14 @@ class ExecutorTests:
         self._expect(tmp_path / "it", leaf=elements)
 
     @pytest.mark.parametrize("length", [0, 1, 3_000_000])
-    def test_receipts_of_any_size_are_returned(self, length: int, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_receipts_of_any_size_are_returned(self, length: int, executor: StagedExecutor, tmp_path: Path) -> None:
         elements = _numbers(len(executor.workers))
         state = {"leaf": self.split(executor, elements)}
         layout = _ReportingLayout(length=length, workers=len(executor.workers))
         ckptcore.save(tmp_path / "it", state, layout=layout, context=self.context(executor))
         self._expect(tmp_path / "it", leaf=elements)
 
-    def test_workers_write_at_the_same_time(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_workers_write_at_the_same_time(self, executor: StagedExecutor, tmp_path: Path) -> None:
         elements = _numbers(len(executor.workers))
         (tmp_path / "met").mkdir()
         layout = _MeetingLayout(
@@ -157,7 +158,7 @@ class ExecutorTests:
         ckptcore.save(tmp_path / "it", state, layout=layout, context=self.context(executor))
         assert len(list((tmp_path / "met").iterdir())) == len(executor.workers)
 
-    def test_the_error_names_the_failed_worker(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_the_error_names_the_failed_worker(self, executor: StagedExecutor, tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         state = {"leaf": self.split(executor, elements)}
         with pytest.raises(RankFailedError, match=re.escape(executor.workers[1]) + ".*ValueError: rank 2 fails"):
@@ -166,7 +167,7 @@ class ExecutorTests:
         ckptcore.save(tmp_path / "it", state, context=context)
         self._expect(tmp_path / "it", leaf=elements)
 
-    def test_workers_build_the_loaded_leaves(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_workers_build_the_loaded_leaves(self, executor: StagedExecutor, tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         wanted = {"split": self.split(executor, elements), "whole": self.replicated(executor, elements)}
         stored = {"split": elements + 5, "whole": elements + 7}
@@ -176,7 +177,7 @@ class ExecutorTests:
             assert executor.takes(loaded[name])
             assert_same_bits(self.elements(executor, loaded[name]), expected, f"{name}, which workers made")
 
-    def test_a_worker_reports_a_corrupt_checkpoint(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_a_worker_reports_a_corrupt_checkpoint(self, executor: StagedExecutor, tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         wanted = {"split": self.split(executor, elements)}
         ckptcore.save(tmp_path / "it", {"split": elements})
@@ -189,7 +190,7 @@ class ExecutorTests:
         loaded = ckptcore.load(tmp_path / "it", wanted, context=context)
         assert_same_bits(self.elements(executor, loaded["split"]), elements, "the leaf that workers made")
 
-    def test_the_error_names_a_lost_worker(self, executor: Executor[Any, Any], tmp_path: Path) -> None:
+    def test_the_error_names_a_lost_worker(self, executor: StagedExecutor, tmp_path: Path) -> None:
         elements, context = _numbers(len(executor.workers)), self.context(executor)
         split, alone = self.split(executor, elements), self.alone(executor, elements)
         ckptcore.save(tmp_path / "before", {"split": split}, context=context)

@@ -16,18 +16,18 @@ import xxhash
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
-from ckptcore.loading.collective.broadcasts import READ_AHEAD, Broadcasts
-from ckptcore.loading.collective.joint import CollectiveAttempt
-from ckptcore.loading.collective.shares import Message, MessageSizes, RequestedBoxes, Round, SharedPlan, plan_shares
+from ckptcore.loading.joint import CollectiveAttempt
 from ckptcore.loading.reading import TreeRead
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Chunk, Pending, ReadItem
 from ckptcore.model.tree import JSON
-from ckptcore.planning.replicas import group_of
+from ckptcore.planning.replicas import ReadGroups, Reads
 from ckptcore.protocols import Channels
 from ckptcore.runtime import runtime_of
+from ckptcore_collective.broadcasts import READ_AHEAD, Broadcasts
+from ckptcore_collective.shares import Message, MessageSizes, RequestedBoxes, Round, SharedPlan, plan_shares
 
 __all__ = [
     "SharedArray",
@@ -239,7 +239,7 @@ class SharedAttempt(CollectiveAttempt[T]):
 
     def _shares(self, reading: TreeRead) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
-        group = group_of(rank, self._load.context.job.reads, self._decided["hosts"])
+        group = _group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
         arrays = sorted(wanted, key=lambda array: array.order)
@@ -331,6 +331,23 @@ def _decide(messages: Sequence[Any]) -> JSON:
         "hosts": [host for _, _, _, host in messages],
         "key": os.urandom(8).hex(),
     }
+
+
+def _group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks that share reads with a rank, including itself.
+
+    Args:
+        rank: the rank.
+        reads: the processes that read.
+        hosts: by rank, the name of its host.
+    """
+    if isinstance(reads, ReadGroups):
+        return next((group for group in reads.groups if rank in group), (rank,))
+    if reads == "broadcast":
+        return tuple(range(len(hosts)))
+    if reads == "per_node":
+        return tuple([other for other, host in enumerate(hosts) if host == hosts[rank]])
+    return (rank,)
 
 
 def _request_of(reading: TreeRead) -> RequestedBoxes:

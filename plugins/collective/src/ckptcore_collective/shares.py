@@ -12,7 +12,7 @@ from ckptcore.loading.stored_pieces import ALIGNMENT, BatchSizes, ChunkLookup, O
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.transfer import Chunk, ReadItem
-from ckptcore.planning.partition import ReaderSet, cut_by_readers
+from ckptcore.planning.partition import subtract
 
 __all__ = [
     "ChunksOf",
@@ -21,6 +21,7 @@ __all__ = [
     "RequestedBoxes",
     "Round",
     "SharedPlan",
+    "cut_by_readers",
     "message_offsets",
     "plan_shares",
 ]
@@ -30,6 +31,9 @@ RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 
 ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
 """Returns the chunks of an array by number of its leaf: all of them plain, or none. Empty if they are unknown."""
+
+ReaderSet: TypeAlias = frozenset[int]
+"""The numbers of the readers that request a box."""
 
 _LEAST_BYTES: Final = 4 << 20
 """Minimum size of messages except the last one: each costs a request, and ends at a block."""
@@ -252,6 +256,53 @@ def _requested_cells(
             readers_of.setdefault(box, set()).add(number)
     cells = cut_by_readers({box: frozenset(numbers) for box, numbers in readers_of.items()})
     return [(box, readers, box in readers_of) for box, readers in cells]
+
+
+def cut_by_readers(requests: Mapping[Box, ReaderSet]) -> list[tuple[Box, ReaderSet]]:
+    """Cut overlapping boxes at each other's boundaries into disjoint boxes.
+
+    Boxes that do not overlap are not cut. Takes about ``n log n`` time for n boxes of a grid.
+
+    Args:
+        requests: boxes of one array, each with its readers; empty boxes are skipped.
+
+    Returns:
+        Disjoint boxes in order of their starts, each with the readers of all boxes that contain it.
+    """
+    boxes = [box for box in requests if box.size]
+    if len(boxes) <= 1:
+        return [(box, requests[box]) for box in boxes]
+    axis = _sweep_axis(boxes)
+    done: list[tuple[Box, ReaderSet]] = []
+    active: list[tuple[Box, ReaderSet]] = []
+    for box in sorted(boxes, key=lambda box: (box.start[axis], box.start, box.stop)):
+        still: list[tuple[Box, ReaderSet]] = []
+        for cell in active:
+            (still if cell[0].stop[axis] > box.start[axis] else done).append(cell)
+        active = _overlay(still, box, requests[box])
+    return sorted([*done, *active], key=lambda cell: cell[0].start)
+
+
+def _sweep_axis(boxes: Sequence[Box]) -> int:
+    """Return the axis with the most different starts: a sweep along it has the fewest boxes active at once."""
+    counts = [len({box.start[axis] for box in boxes}) for axis in range(len(boxes[0].start))]
+    return counts.index(max(counts))
+
+
+def _overlay(cells: Sequence[tuple[Box, ReaderSet]], box: Box, readers: ReaderSet) -> list[tuple[Box, ReaderSet]]:
+    """Add a box to disjoint cells, and cut both where they overlap."""
+    overlaid: list[tuple[Box, ReaderSet]] = []
+    rest = [box]
+    for cell, before in cells:
+        common = cell.intersect(box)
+        if common is None:
+            overlaid.append((cell, before))
+            continue
+        overlaid.append((common, before | readers))
+        overlaid.extend([(part, before) for part in subtract(cell, box)])
+        rest = [part for piece in rest for part in subtract(piece, common)]
+    overlaid.extend([(part, readers) for part in rest])
+    return overlaid
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,22 +9,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from ckptcore_testing import strategies
-from hypothesis import given
-from hypothesis import strategies as st
-
-from ckptcore.loading.collective.shares import (
+from ckptcore_collective.shares import (
     ChunksOf,
     Message,
     MessageSizes,
     RequestedBoxes,
     SharedPlan,
+    cut_by_readers,
     message_offsets,
     plan_shares,
 )
+from ckptcore_testing import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptcore.model import Chunk, ReadItem
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.planning.partition import cut_box, cut_by_readers
+from ckptcore.planning.partition import cut_box
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {

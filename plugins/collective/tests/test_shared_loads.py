@@ -223,7 +223,7 @@ def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
 def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptcore.loading.collective.broadcasts import Broadcasts
+    from ckptcore_collective.broadcasts import Broadcasts
 
     run = Broadcasts.run
     newer = dict(STATE) | {"w": STATE["w"] + 1}

@@ -1,0 +1,311 @@
+"""`WorkerSave`: a save strategy by which the workers of a single controller write their leaves. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from ckptcore.model import ArrayRecord, Box, Pending, Receipt, Shard, WritePlan
+from ckptcore.planning import plan_write
+from ckptcore.planning.replicas import cut_for_replicas, owners_of
+from ckptcore.protocols import SaveCommit, SaveStrategy, StorageBackend
+from ckptcore.runtime import runtime_of
+from ckptcore.saving.parts import FilesDescription, PartDescription, SavePart
+from ckptcore.saving.preparing import share_replicas
+from ckptcore.saving.requests import Save, SaveDraft
+from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.writing import PlainSave
+from ckptcore_jax.worker_stages import WorkerOptions, WorkerPart, WriteParts, read_report
+
+if TYPE_CHECKING:
+    from ckptcore_jax.staged_executor import StagedExecutor
+
+__all__ = ["HeldElements", "LeafBoxes", "WorkerSave", "raise_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBoxes:
+    """Boxes of a leaf on one worker.
+
+    Attributes:
+        leaf: the leaf on the controller; its elements are on the workers.
+        boxes: the boxes, without overlap.
+    """
+
+    leaf: Any
+    boxes: tuple[Box, ...]
+
+
+class HeldElements(Protocol):
+    """Elements that one worker keeps in memory for a save. Thread-safe."""
+
+    def wait(self) -> None:
+        """Wait until the leaves can be changed or deleted.
+
+        Raises:
+            RankFailedError: if the worker failed or could not copy the elements.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the elements. Can be called repeatedly, and after the worker failed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSave(PlainSave):
+    """Save like another strategy, and let workers write the leaves at them. See `ckptcore.protocols.SaveStrategy`.
+
+    In the checkpoint the controller is rank 0, and the workers follow.
+
+    Attributes:
+        strategy: the other strategy.
+        executor: the workers.
+        held: the elements that workers write; None before `prepare`.
+    """
+
+    strategy: SaveStrategy[SaveDraft, Save]
+    executor: StagedExecutor
+    held: _WorkerElements | None = None
+
+    def prepare(self, draft: SaveDraft) -> Save:
+        """Prepare the save, and plan the boxes that each worker writes of it and of its further saves."""
+        save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
+        held = _WorkerElements(self.executor, save)
+        if not held.shares:
+            return save
+        further = [one._replace(strategy=WorkerSave(one.strategy, self.executor, held)) for one in save.further]
+        strategy = WorkerSave(save.strategy, self.executor, held)
+        return save._replace(strategy=strategy, further=further, capture_elsewhere=held.start)
+
+    def _cut(self, draft: SaveDraft, description: PartDescription) -> PartDescription:
+        """Cut large arrays for the workers that hold replicas of them."""
+        workers, context = len(self.executor.workers), draft.save.context
+        if not isinstance(description, TreeDescription) or workers < 2:
+            return description
+        if not any(self.executor.takes(description.boxes(number).leaf) for number in description.holders.local):
+            return description
+        if not share_replicas(description.layout, self.strategy, runtime_of(context).registry):
+            return description
+        shares = cut_for_replicas(description.tree, context.job.replicas, size=workers)
+        return description._replace(tree=shares.tree, shares=shares)
+
+    def begin(self, save: Save) -> SaveCommit:
+        """Return the commit of the save, with the receipts of the workers."""
+        assert self.held is not None  # set by `prepare`
+        return _WorkerCommit(self.strategy.begin(save._replace(strategy=self.strategy)), save, self.held)
+
+    def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
+        """Write the further saves of the other strategy."""
+        self.strategy.after_commit(save, write)
+
+
+@dataclass(slots=True, eq=False)
+class _WorkerShares:
+    """The boxes that workers write of a part.
+
+    Attributes:
+        part: the part; the reference keeps its id valid.
+        plans: the plans of the workers.
+        held: by worker, the plan with the positions of its boxes among those that the worker holds; after `start`.
+    """
+
+    part: SavePart
+    plans: Sequence[WritePlan]
+    held: list[WorkerPart]
+
+
+class _WorkerElements:
+    """The elements that workers hold for a save and its further saves. See `ckptcore.io.snapshot.StateCopy`.
+
+    Attributes:
+        executor: the workers.
+        shares: what workers write, by id of the part.
+        by_worker: the elements that each worker holds; a worker without any is left out.
+    """
+
+    def __init__(self, executor: StagedExecutor, save: Save) -> None:
+        """Plan what workers write. Parts of further saves have the same boxes as those of the save."""
+        self.executor = executor
+        self.shares: dict[int, _WorkerShares] = {}
+        self.by_worker: dict[int, HeldElements] = {}
+        self._save = save
+        self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
+        """By worker and id of a leaf, the boxes that the worker writes of it."""
+        for one in (save, *save.further):
+            for part in one.parts:
+                self._plan(part, is_further=one is not save)
+
+    def _plan(self, part: SavePart, *, is_further: bool) -> None:
+        leaves = dict(self._leaves(part))
+        if not leaves:
+            return
+        workers, plan = len(self.executor.workers), part.plan
+        plans = []
+        for worker in range(workers):
+            owners, shards = None, {}
+            for number, leaf in leaves.items():
+                if is_further:
+                    shards[number] = [Shard(box) for box in self._boxes.get((worker, id(leaf)), ())]
+                else:
+                    shards[number] = list(self.executor.shards(leaf, worker))
+            if not is_further and isinstance(part.source, TreeDescription) and part.source.shares is not None:
+                owners = owners_of(part.source.shares, rank=worker, size=workers)
+            ranks = {"rank": 1 + worker, "size": 1 + workers}
+            plans.append(plan_write(plan.tree, shards, **ranks, save_id=plan.save_id, name=plan.name, owners=owners))
+            self._boxes.update({(worker, id(leaves[item.leaf])): item.boxes for item in plans[-1].items})
+        part.layout.check(plan.tree, 1 + workers)
+        part.plan = plan._replace(size=1 + workers)
+        part.own = False  # finished with the receipts of the workers, at the commit
+        self.shares[id(part)] = _WorkerShares(part, plans, [])
+
+    def _leaves(self, part: SavePart) -> Iterator[tuple[int, object]]:
+        """Yield the leaves of a part that are at workers, with their numbers."""
+        source, tree = part.source, part.plan.tree
+        assert source is not None  # not captured yet
+        if isinstance(source, FilesDescription):
+            return
+        for number, record in enumerate(tree.leaves):
+            if not isinstance(record, ArrayRecord) or number in tree.aliases:
+                continue
+            if isinstance(source, TreeDescription) and number not in source.holders.local:
+                continue
+            leaf = source.boxes(number, ()).leaf
+            if self.executor.takes(leaf):
+                yield number, leaf
+
+    def start(self, copied: bool) -> Self:
+        """Begin to keep the boxes in the memory of the workers. See `Save.capture_elsewhere`."""
+        progress = self._save.recording.progress
+        if progress is not None:
+            items = [item for share in self.shares.values() for plan in share.plans for item in plan.items]
+            progress.plan(self._save.nbytes + sum([item.nbytes for item in items]))
+        try:
+            for worker in range(len(self.executor.workers)):
+                self._take(worker, copied=copied)
+        except BaseException:
+            self.end_writing()
+            raise
+        return self
+
+    def _take(self, worker: int, *, copied: bool) -> None:
+        boxes: dict[tuple[int, tuple[Box, ...]], LeafBoxes] = {}
+        numbers: dict[tuple[int, tuple[Box, ...]], int] = {}
+        for share in self.shares.values():
+            part, plan, positions = share.part, share.plans[worker], []
+            assert part.source is not None and not isinstance(part.source, FilesDescription)  # a tree, not captured yet
+            for item in plan.items:
+                leaf = part.source.boxes(item.leaf, ()).leaf
+                key = id(leaf), item.boxes
+                boxes.setdefault(key, LeafBoxes(leaf, item.boxes))
+                positions.append(numbers.setdefault(key, len(numbers)))
+            share.held.append(WorkerPart(part.directory, part.layout, plan, tuple(positions)))
+        if boxes:
+            self.by_worker[worker] = self.executor.take(worker, list(boxes.values()), copied=copied)
+
+    def wait(self) -> None:
+        """See `StateCopy`."""
+        for held in self.by_worker.values():
+            held.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """See `StateCopy`. Workers copy all of their boxes at once."""
+
+    def end_writing(self) -> None:
+        """See `StateCopy`."""
+        for held in self.by_worker.values():
+            held.close()
+
+
+class _WorkerCommit:
+    """The commit of another strategy, with the writes of workers between its claim and its commit. See `SaveCommit`."""
+
+    def __init__(self, commit: SaveCommit, save: Save, held: _WorkerElements) -> None:
+        self._commit = commit
+        self._save = save
+        self._held = held
+        self._shares = [held.shares[id(part)] for part in save.parts if id(part) in held.shares]
+        self._begun: list[tuple[int, Pending[bytes]]] = []
+        """The number and the pending report of each worker that writes."""
+
+    @property
+    def meaning(self) -> str:
+        """See `SaveCommit`."""
+        return self._commit.meaning
+
+    @property
+    def commit_meaning(self) -> str:
+        """See `SaveCommit`."""
+        return self._commit.commit_meaning
+
+    @property
+    def store(self) -> StorageBackend:
+        """See `SaveCommit`."""
+        return self._commit.store
+
+    def claim(self) -> None:
+        """Claim the location, and let the workers begin to write, while the controller writes its own boxes."""
+        self._commit.claim()
+        self._held.wait()
+        location, claimed, options = (
+            self._save.target.location,
+            self._save.info.claimed,
+            WorkerOptions.of(self._save.context),
+        )
+        for worker, held in self._held.by_worker.items():
+            parts = tuple([share.held[worker] for share in self._shares])
+            if any(part.plan.items for part in parts):
+                stage = WriteParts(location.address, claimed, parts, options)
+                self._begun.append((worker, self._held.executor.run_write(worker, stage, held)))
+
+    def _receipts(self) -> Sequence[tuple[SavePart, Receipt]]:
+        """Wait for all workers. Return their receipts, each with its part.
+
+        Raises:
+            CheckpointError: the error of a worker.
+            RankFailedError: if a worker failed with another error, or did not answer.
+        """
+        receipts: list[tuple[SavePart, Receipt]] = []
+        failed: list[Exception] = []
+        for worker, report in self._begun:
+            try:
+                reported: Sequence[Receipt] = read_report(report.result(), self._held.executor.workers[worker])
+                for share, receipt in zip(self._shares, reported, strict=True):
+                    receipts.append((share.part, receipt._replace(items=share.plans[worker].items)))
+            except Exception as error:  # noqa: BLE001  # raised below, after every worker has ended
+                failed.append(error)
+        self._begun.clear()
+        raise_first(failed)
+        return receipts
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """Wait for the workers, and commit their objects too."""
+        recording = self._save.recording
+        with recording.phase("write") as phase:
+            receipts = self._receipts()
+            phase.nbytes = sum([record.size for _, receipt in receipts for record in receipt.objects])
+        for part, receipt in receipts:
+            part.receipts = [*part.receipts, receipt]
+        if recording.progress is not None:
+            recording.progress.complete(sum([item.nbytes for _, receipt in receipts for item in receipt.items]))
+        self._commit.commit(payloads)
+
+    def settle(self, error: Exception | None) -> None:
+        """See `SaveCommit`."""
+        self._commit.settle(error)
+
+    def abort(self) -> None:
+        """Wait for the workers, which may not write after the objects are removed."""
+        with suppress(Exception):
+            self._receipts()
+        self._commit.abort()
+
+
+def raise_first(failed: Sequence[Exception]) -> None:
+    """Raise the first error with the others as notes, or return if there are none."""
+    if failed:
+        for other in failed[1:]:
+            failed[0].add_note(f"and then: {type(other).__name__}: {other}")
+        raise failed[0]
