@@ -409,8 +409,7 @@ def spawn(directory: Path) -> None:
 def test_strategies_that_do_not_use_the_io_are_refused_when_training_starts(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, remedy: str
 ) -> None:
-    if strategy is DeepSpeedStrategy:
-        pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed" if strategy is DeepSpeedStrategy else "lightning")
     # Of DeepSpeed, the test needs only the type: it starts no training, for which these strategies need GPUs.
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", True)
     made = strategy()
