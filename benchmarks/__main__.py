@@ -14,8 +14,6 @@ from benchmarks import BENCHMARKS
 from benchmarks.report import TABLE_HEAD, Row, write_report
 from benchmarks.setting import Setting
 
-__all__ = ["main", "measure"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write a report; return 1 if a target was missed."""

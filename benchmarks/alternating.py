@@ -14,8 +14,6 @@ from typing import Any
 
 from benchmarks.report import PageCache, Row
 
-__all__ = ["Case", "Contender", "Times", "compare", "huge", "measure", "timed_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Contender:

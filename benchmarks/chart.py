@@ -18,8 +18,6 @@ from xml.sax.saxutils import escape
 
 from benchmarks.peers import LOAD, SAVE
 
-__all__ = ["BEGIN", "END", "Bar", "bars", "caption", "draw", "main", "with_caption"]
-
 BEGIN: Final = "<!-- caption of the chart: written by python -m benchmarks.chart -->"
 END: Final = "<!-- end of the caption -->"
 

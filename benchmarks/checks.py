@@ -13,8 +13,6 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _AT_LEAST: Final = 20.0
 """The time of the save divided by that of the check."""
 

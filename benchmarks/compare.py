@@ -32,8 +32,6 @@ from typing import Any, Final, Self
 
 from benchmarks import BENCHMARKS
 
-__all__ = ["Comparison", "Options", "RowSamples", "compare_trees", "main", "spread", "summarise"]
-
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _MOST: Final = 1.05
 """Limit of new divided by old for times and bytes, unless the noise is larger. Counts must not grow."""

@@ -24,8 +24,6 @@ from benchmarks.alternating import Case, Contender, Times
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["Worker", "main"]
-
 
 class Worker:
     """Serves one benchmark.

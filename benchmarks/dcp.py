@@ -21,8 +21,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 
-__all__ = ["TorchDcp", "rows"]
-
 _FULL = ckptcore.Context()
 _FAST = ckptcore.Context(durability="none")
 

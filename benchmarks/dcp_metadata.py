@@ -33,8 +33,6 @@ from benchmarks.setting import Setting
 from ckptcore import model
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, TreeMetadata, WritePlan
 
-__all__ = ["rows"]
-
 _CHUNKS = 100_000
 """Number of tensors of a large model on a few hundred accelerators."""
 _RANKS = 64

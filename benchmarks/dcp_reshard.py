@@ -27,8 +27,6 @@ from benchmarks.in_jobs import joined_rows, joined_times, measure_rank, torchrun
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["CASES", "MeshShape", "ReshardCase", "rows"]
-
 _MATRICES: Final = 16
 _SIDE: Final = 4096
 _ROUNDS: Final = 3

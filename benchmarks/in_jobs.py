@@ -14,8 +14,6 @@ from pathlib import Path
 from benchmarks.alternating import Case, Contender, Times, measure, timed_rows
 from benchmarks.report import PageCache, Row
 
-__all__ = ["end", "jax_job", "joined_rows", "joined_times", "measure_rank", "start", "torchrun"]
-
 
 def torchrun(processes: int, module: str, *arguments: object) -> None:
     """Run a module in processes of torchrun, and wait for them.

@@ -23,8 +23,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
 
-__all__ = ["elements", "jax_matrices", "rows"]
-
 _PROCESSES: Final = 4
 _MATRICES: Final = 32
 _SIDE: Final = 4096

@@ -21,8 +21,6 @@ from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 from ckptcore.results import SaveHandle
 
-__all__ = ["Clearing", "State", "load_and_copy", "read_raw", "rows", "save_and_sync", "sync", "write_raw"]
-
 State = dict[str, torch.Tensor]
 
 _FAST = ckptcore.Context(durability="none")

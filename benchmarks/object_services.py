@@ -20,8 +20,6 @@ from obstore.store import GCSStore, S3Store
 import ckptcore
 from ckptcore.model import JSON
 
-__all__ = ["ObjectService", "gs", "s3"]
-
 _BUCKET: Final = "bucket"
 
 

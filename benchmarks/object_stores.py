@@ -31,8 +31,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
 
-__all__ = ["rows"]
-
 _ARRAYS: Final = 32
 _AT_ONCE: Final = 16
 _PART_BYTES: Final = 8 << 20

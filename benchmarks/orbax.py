@@ -22,8 +22,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
 
-__all__ = ["Orbax", "jax_state", "rows"]
-
 Arrays = dict[str, jax.Array]
 
 _FULL = ckptcore.Context()

@@ -19,8 +19,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state
 
-__all__ = ["LOAD", "SAVE", "rows"]
-
 SAVE: Final = "peers: save, durable"
 LOAD: Final = "peers: load into fresh memory"
 

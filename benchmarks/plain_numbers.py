@@ -16,8 +16,6 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _FAST: Final = ckptcore.Context(durability="none")
 _AT_LEAST: Final = 0.5
 """The time of torch divided by ours. Not above 1, because torch writes no checksums and no structure."""

@@ -15,8 +15,6 @@ from benchmarks.local import Clearing
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _TIMED = """
 import numpy, os, sys, time
 {setup}

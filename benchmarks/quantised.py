@@ -26,8 +26,6 @@ from benchmarks.local import State
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _MATRICES = 12
 _BLOCK = 128
 _TARGETS = {"load_file, transformers": 1.0}

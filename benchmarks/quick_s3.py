@@ -19,8 +19,6 @@ from email.utils import format_datetime
 from io import BufferedReader
 from typing import Final
 
-__all__ = ["serve_forever"]
-
 _READ_BYTES: Final = 1 << 20
 _MODIFIED: Final = format_datetime(datetime.now(UTC), usegmt=True)
 

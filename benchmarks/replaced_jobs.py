@@ -21,8 +21,6 @@ from benchmarks.jobs import elements, jax_matrices
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _MATRICES: Final = 8
 _SIDE: Final = 4096
 _PROCESSES: Final = (1, 4)

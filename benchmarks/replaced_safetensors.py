@@ -27,8 +27,6 @@ from benchmarks.local import Clearing, sync
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 
-__all__ = ["rows"]
-
 _QUICK = ckptcore.Context(durability="none")
 _ROWS = 16
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from benchmarks.setting import Setting
 
-__all__ = ["TABLE_HEAD", "PageCache", "Row", "write_report"]
-
 TABLE_HEAD: Final = f"{'case':44} {'contender':38} {'median':>11} {'ratio':>7} {'spread':>6}"
 """The header of the table. `Row.line` returns its rows."""
 

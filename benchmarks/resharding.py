@@ -38,8 +38,6 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import Layout, StorageCapabilities, StorageOptions
 
-__all__ = ["CASES", "Count", "MeshChange", "ParallelSizes", "counts", "rows", "subchunked", "whole_shards"]
-
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 16 * _BLOCK_BYTES
 _LEAST_BLOCKS = 64

@@ -29,8 +29,6 @@ from benchmarks.setting import Setting
 from ckptcore.model import BLOCK_BYTES, HostArray
 from ckptcore.runtime import runtime_of
 
-__all__ = ["rows"]
-
 _ARRAYS: Final = 16
 _FAST: Final = ckptcore.Context(durability="none")
 _MOST_COST: Final = 1.1

@@ -44,8 +44,6 @@ from ckptcore.saving.preparing import tree_digest
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import merge_objects
 
-__all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
-
 LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
 
 _SAVE_ID: Final = "0" * 16

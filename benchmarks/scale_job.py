@@ -22,8 +22,6 @@ import numpy as np
 import ckptcore
 from ckptcore.model import Box, Shard, dtype_from_name
 
-__all__ = ["LAYERS", "TrainingJob"]
-
 LAYERS: Final = 126
 _HIDDEN: Final = 16384
 _FEED_FORWARD: Final = 53248

@@ -34,8 +34,6 @@ from ckptcore.model import (
 )
 from ckptcore.planning.replicas import Owners
 
-__all__ = ["JobReceipts", "expect_alike"]
-
 _CHECKSUM_BYTES: Final = 8
 _APPROXIMATE: Final = ("offset", "nbytes", "elements", "length")
 """Columns of offsets and lengths in files. `expect_alike` compares only their number of entries."""

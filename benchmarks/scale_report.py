@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["plot", "table"]
-
 _COLORS: Final = {"safetensors": "#0072b2", "ocdbt": "#d55e00", "zarr3": "#009e73", "dcp": "#cc79a7"}
 _PHASES: Final = ("exchange", "decode", "cover", "finish", "root")
 _WIDTH, _HEIGHT, _MARGIN = 720, 400, 56

@@ -11,8 +11,6 @@ from ckptcore.errors import CoordinationTimeoutError, ObjectNotFoundError, Unsup
 from ckptcore.model import BLOCK_BYTES, HostArray, ObjectRecord, Segment, WritePlan
 from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress, StorageBackend
 
-__all__ = ["CountingStore", "DiscardingStorage", "PlannedSnapshot", "SimulatedCoordinator", "Wire"]
-
 _CHECKSUM_BYTES: Final = 8
 
 

@@ -30,8 +30,6 @@ from ckptcore import select
 from ckptcore.results import LoadReport
 from ckptcore.select import Selection
 
-__all__ = ["rows"]
-
 _FAST = ckptcore.Context(durability="none")
 _TRUSTING = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(verify=False))
 _LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")

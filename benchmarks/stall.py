@@ -27,8 +27,6 @@ from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.events import Event
 
-__all__ = ["rows"]
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _STEP_SECONDS = 0.05

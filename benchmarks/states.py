@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["large_state", "small_state"]
-
 
 def large_state(gigabytes: float = 1.5) -> dict[str, torch.Tensor]:
     """Return 75 bfloat16 tensors in the proportions of a Llama: embeddings, 8 layers of 9, and a norm."""

@@ -7,8 +7,6 @@ import sys
 from ckptcore.distributions import import_name
 from ckptcore.errors import MissingDistributionError
 
-__all__ = ["run"]
-
 
 def run() -> None:
     """Run the command line and exit with its code. Exit with 2 and one line on stderr if it is not installed."""

@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 
 from ckptcore.errors import MissingDistributionError
 
-__all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "installed_names", "lazy_names"]
-
 _EMPTY: Final[Mapping[str, str]] = {}
 
 

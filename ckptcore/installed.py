@@ -15,8 +15,6 @@ from functools import cache, reduce
 from importlib.machinery import PathFinder
 from typing import NamedTuple
 
-__all__ = ["EntryPoint", "entry_points", "version_of"]
-
 
 class EntryPoint(NamedTuple):
     """An entry point of a distribution.

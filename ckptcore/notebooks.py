@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckptcore.errors import MissingDistributionError
 
-__all__ = ["ShownInNotebooks"]
-
 
 class ShownInNotebooks:
     """An object that notebooks show as HTML, if the distribution that makes the HTML is installed."""

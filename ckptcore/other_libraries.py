@@ -7,20 +7,6 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
-__all__ = [
-    "ARGUMENTS",
-    "ARGUMENTS_OF",
-    "ATTRIBUTES",
-    "LAYOUTS",
-    "REFUSING_NUMPY",
-    "ExplainsAttributes",
-    "did_you_mean",
-    "explains_arguments",
-    "hint_of_framework",
-    "hint_of_step",
-    "instead_of",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

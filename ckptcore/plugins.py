@@ -34,8 +34,6 @@ from ckptcore.protocols import (
     StorageOpener,
 )
 
-__all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "expect_inherits", "installed_plugins"]
-
 logger = logger_named("ckptcore.plugins")
 
 Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler | FilesHandler

@@ -10,8 +10,6 @@ from typing import NamedTuple, TextIO, TypeAlias
 
 from ckptcore.errors import MissingDistributionError
 
-__all__ = ["ByteProgress", "Progress", "ProgressCallback", "show_bar", "show_progress"]
-
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """A function that is called with the bytes done and the total bytes, from any thread. Calls do not overlap."""
 

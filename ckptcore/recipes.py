@@ -8,8 +8,6 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final
 
-__all__ = ["recipe_for"]
-
 _TABLES: Final = (
     "save {name: column.to_numpy() for name, column in value.items()}, or column.to_list() for columns of text"
 )

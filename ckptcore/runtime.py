@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.root import ParsedRoots
     from ckptcore.io.chunk_reads import StoredFormat
 
-__all__ = ["Runtime", "refuse_in_signal_handler", "runtime_of", "with_registry"]
-
 _ATTRIBUTE = "_runtime"
 
 _VARIABLE_ARGUMENTS: Final = 4

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 
 from ckptcore.distributions import import_name
 
-__all__: list[str] = []
-
 if TYPE_CHECKING:
     from typing import Any
 

@@ -11,8 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run all parts. Return the exit code."""

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias
 
-__all__ = ["NOTE", "RESULTS", "FileResult", "LibraryResults", "Results", "fill_tables", "read_results", "write_results"]
-
 NOTE: Final = Path(__file__).parent.parent / "docs" / "design" / "replaced-libraries.md"
 RESULTS: Final = NOTE.with_suffix(".json")
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 
-__all__ = ["VARIABLE", "install"]
-
 VARIABLE = "CKPTCORE_MUTANT"
 """The environment variable that names the file that is replaced and the file that replaces it, as a JSON list."""
 

@@ -34,8 +34,6 @@ from typing import Final
 
 from tools.mutant_hook import VARIABLE, install
 
-__all__ = ["Mutant", "Result", "compare", "find_mutants", "main", "mutated_source", "try_mutant"]
-
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _PRELOADED: Final = ("numpy", "ml_dtypes", "pytest", "safetensors", "torch", "jax")
 

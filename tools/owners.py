@@ -21,8 +21,6 @@ import numpy as np
 
 from ckptcore.results import CheckpointMetadata
 
-__all__ = ["NotReadError", "read_as_owner"]
-
 _ZIP: Final = b"PK\x03\x04"
 _HEAD_BYTES: Final = 512
 

@@ -16,8 +16,6 @@ from typing import Final, Literal
 
 from playwright.sync_api import Browser, sync_playwright
 
-__all__ = ["QUESTIONS"]
-
 _REPORT: Final = Path("report.html")
 _IMAGES: Final = Path("docs/images")
 _QUESTIONS_DIRECTORY: Final = Path("pictures-of-questions")

@@ -34,8 +34,6 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError
 from ckptcore.results import CheckpointMetadata
 from tools.owners import NotReadError, read_as_owner
 
-__all__ = ["Leaves", "Line", "difference", "examine", "flatten", "main"]
-
 Leaves: TypeAlias = Mapping[tuple[str, ...], Any]
 """Arrays and values by the texts of their keys."""
 

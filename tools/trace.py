@@ -21,8 +21,6 @@ import numpy as np
 
 import ckptcore
 
-__all__ = ["NOTE", "SPINE", "Trace", "listing", "main", "spine_table", "trace", "trace_plain_load", "trace_plain_save"]
-
 _CORE: Final = Path(ckptcore.__file__).parent
 NOTE: Final = Path(__file__).parents[1] / "docs" / "design" / "read-the-core.md"
 _BEGIN: Final = "<!-- written by python -m tools.trace --write -->\n\n"

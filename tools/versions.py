@@ -26,18 +26,6 @@ from typing import Any, Final, NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = [
-    "OLDEST",
-    "OLDEST_ADAPTERS",
-    "Part",
-    "Run",
-    "find_interpreter",
-    "main",
-    "projects",
-    "requirements",
-    "runs_of",
-]
-
 ROOT: Final = Path(__file__).resolve().parents[1]
 
 OLDEST: Final = "constraints-oldest.txt"

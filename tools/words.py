@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Finding", "check_markdown", "check_python", "main"]
-
 _PATHS: Final = (
     "ckptcore", "plugins", "tools", "benchmarks", "examples", "conftest.py", "docs",
     "README.md", "PACKAGE.md", "CONTRIBUTING.md", "CHANGELOG.md",

@@ -11,8 +11,6 @@ from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.checking import check_values
 
-__all__ = ["check", "check_checkpointables"]
-
 
 @explains_arguments
 def check(state: object, *, layout: str | Layout = "safetensors", context: Context | None = None) -> None:

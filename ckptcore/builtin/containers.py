@@ -11,11 +11,6 @@ from typing import Any
 from ckptcore.model.tree import Attribute
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
-__all__ = [
-    "container_handler",
-    "is_builtin_container",
-]
-
 
 def _qualified(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"

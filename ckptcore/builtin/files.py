@@ -23,13 +23,6 @@ from ckptcore.protocols import (
     Priority,
 )
 
-__all__ = [
-    "SavesToDirectoryHandler",
-    "empty_directories",
-    "files_handler",
-    "state_of_files",
-]
-
 _EMPTY: Final = "empty_directories"
 
 _MAX_PARTS: Final = 1 << 17

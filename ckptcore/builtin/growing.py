@@ -13,8 +13,6 @@ from ckptcore.builtin.stateful import state_to_load
 from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
 
-__all__ = ["DequeHandler", "SetHandler", "growing_handler"]
-
 _IN_SETS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 

@@ -29,18 +29,6 @@ from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
-__all__ = [
-    "PLAIN_ARRAY_KINDS",
-    "PLAIN_KINDS",
-    "VALUE_KINDS",
-    "BufferHandler",
-    "HostArrayHandler",
-    "HostValueHandler",
-    "abstract_leaves",
-    "abstract_of_stored",
-    "leaf_handler",
-]
-
 _INLINE_BYTES: Final = 1 << 14
 """Largest str or bytes that is stored in the root, in bytes. A longer one is stored as an array of uint8."""
 

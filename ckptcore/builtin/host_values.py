@@ -21,8 +21,6 @@ from ckptcore.model.metadata import LeafRecord, ValueRecord
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["ValueForm", "ValueFormHandler", "form_handler"]
-
 
 class ValueForm(NamedTuple):
     """The stored form of the values of some types.

@@ -68,8 +68,6 @@ from ckptcore.protocols import (
     StorageOptions,
 )
 
-__all__ = ["LocalStorage", "LocalWriter", "open_local"]
-
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
 """Name prefix of the temporary files of `put`. No object may have such a name."""
 

@@ -12,8 +12,6 @@ from typing import Final, NamedTuple
 
 from ckptcore.builtin.local_calls import ABSENT
 
-__all__ = ["Attributes", "hide_from_others", "keep_attributes_below", "let_owner_delete", "read_attributes"]
-
 _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,
     errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE,

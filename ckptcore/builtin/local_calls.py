@@ -24,33 +24,6 @@ from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
-__all__ = [
-    "ABSENT",
-    "AT_FDCWD",
-    "NO_LINKS",
-    "NO_LOCKS",
-    "OPEN_TO_READ",
-    "allocate",
-    "c_function",
-    "close_descriptor",
-    "close_in_children",
-    "exchange",
-    "expect_encodable",
-    "has_succeeded",
-    "limit_open_files",
-    "local_error",
-    "open_inside",
-    "open_regular_file",
-    "open_without_links",
-    "real_path",
-    "rename_without_replacing",
-    "retry_stale",
-    "start_writeback",
-    "sync_directory",
-    "sync_file",
-    "working_directory",
-]
-
 T = TypeVar("T")
 
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK

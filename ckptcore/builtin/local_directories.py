@@ -27,16 +27,6 @@ from ckptcore.builtin.local_calls import (
 from ckptcore.builtin.local_mounts import find_mount_point, has_locks_of_all_hosts, is_mounted
 from ckptcore.errors import StorageError
 
-__all__ = [
-    "FileLock",
-    "LocalDirectories",
-    "can_lock",
-    "list_files",
-    "list_names",
-    "lock_object",
-    "try_to_lock",
-]
-
 
 def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
     """Return the files below a directory, as `prefix` plus relative path, sorted. Does not enter links to directories.

@@ -33,14 +33,6 @@ from ckptcore.builtin.local_mounts import is_local_file_system
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
 
-__all__ = [
-    "ColdReader",
-    "LocalFile",
-    "LocalFiles",
-    "StampedFile",
-    "open_cold_reader",
-]
-
 T = TypeVar("T")
 
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver

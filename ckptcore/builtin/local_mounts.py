@@ -16,18 +16,6 @@ from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, exchange,
 from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
-__all__ = [
-    "can_move",
-    "find_mount_point",
-    "has_locks_of_all_hosts",
-    "is_local_file_system",
-    "is_mounted",
-    "limits_of",
-    "locks_reach_all_hosts",
-    "mount_of",
-    "probe_directory",
-]
-
 _AT_SYMLINK_NOFOLLOW: Final = 0x100  # linux/fcntl.h
 _STATX_BYTES: Final = 256  # linux/stat.h, like the names and the slice: the size of struct statx
 _STATX_MNT_ID: Final = 0x1000  # since Linux 5.8; the number of another mount later

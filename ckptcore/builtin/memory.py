@@ -22,8 +22,6 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import check_directory_key, check_key
 from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageBackend, StorageOptions
 
-__all__ = ["MemoryStorage", "MemoryStorages"]
-
 _SCHEME: Final = "memory://"
 
 

@@ -12,8 +12,6 @@ from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import LeafRecord, ValueRecord
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
-__all__ = ["COLUMN_CONTAINER", "REQUESTED_COLUMN"]
-
 
 class _RequestedColumn(HostValueHandler):
     """A container that requests a stored column. Its own values are not encoded: the stored ones replace them all."""

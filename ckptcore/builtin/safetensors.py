@@ -56,9 +56,6 @@ from ckptcore.protocols import (
     WriteStore,
 )
 
-__all__ = ["SafetensorsLayout"]
-
-
 _STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
 _MAX_STEM_CHARACTERS: Final = 128
 

@@ -37,8 +37,6 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, unrea
 from ckptcore.model.tree import JSON, LEAF, Node
 from ckptcore.protocols import InspectedComposite, Inspection, ReadStore
 
-__all__ = ["inspect_files", "inspect_pipeline"]
-
 _FILE: Final = ".safetensors"
 _ADAPTER: Final = "adapter_model"
 _ADAPTER_CONFIG: Final = "adapter_config.json"

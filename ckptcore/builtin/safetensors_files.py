@@ -24,19 +24,6 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
 
-__all__ = [
-    "READER_OF_SLICES",
-    "Constants",
-    "FileHeader",
-    "TensorEntry",
-    "fits",
-    "parse_json_object",
-    "read_header",
-    "read_json_object",
-    "record_of",
-    "refuse_lost_root",
-]
-
 
 class TensorEntry(NamedTuple):
     """A tensor in a safetensors file.

@@ -25,23 +25,6 @@ from ckptcore.model.tree import JSON
 from ckptcore.planning import ChunkColumns
 from ckptcore.protocols import Snapshot, WriteStore
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_BITS",
-    "MAX_HEADER_BYTES",
-    "METADATA",
-    "PAIRS",
-    "PART",
-    "RAW",
-    "SHARDING",
-    "aligned_header",
-    "encode_header",
-    "file_metadata",
-    "file_names",
-    "header_entry",
-    "write_slices",
-]
-
 DTYPES: Final[Mapping[str, str]] = {
     "bool": "BOOL",
     "int8": "I8",

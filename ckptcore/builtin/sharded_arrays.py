@@ -15,8 +15,6 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
-__all__ = ["ArrayShard", "ShardedArray", "ShardedArrayHandler"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayShard:

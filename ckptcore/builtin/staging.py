@@ -16,8 +16,6 @@ from ckptcore.builtin.local_calls import NO_LOCKS
 from ckptcore.builtin.local_directories import FileLock, try_to_lock
 from ckptcore.errors import StorageError
 
-__all__ = ["StagingDirectory"]
-
 _PREFIX: Final = "ckptcore-staging-"
 
 

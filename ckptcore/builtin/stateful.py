@@ -20,21 +20,6 @@ from ckptcore.protocols import CheckpointableHandler, Priority
 if TYPE_CHECKING:
     import random
 
-__all__ = [
-    "GetStateHandler",
-    "NumpyGeneratorHandler",
-    "NumpyRandomStateHandler",
-    "PythonRandomHandler",
-    "StateDictHandler",
-    "StateTreeHandler",
-    "accepts_arguments",
-    "random_state_handler",
-    "required_parameters",
-    "state_handler",
-    "state_to_load",
-    "undo_by",
-]
-
 _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.locks import Lock, Locks
     from ckptcore.commit.single_file import FileTransaction
 
-__all__ = ["ConditionalPutMethod", "ConditionalPutTransaction", "new_claim"]
-
 logger = logger_named("ckptcore.commit")
 
 _ATTEMPTS: Final = 5

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
     from ckptcore.commit.target import FindForeign
 
-__all__ = ["OwnKeys", "expect_no_nested", "expect_removable", "find_other_files", "warn_of_other_files"]
-
 logger = logger_named("ckptcore.commit")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]

@@ -44,18 +44,6 @@ from ckptcore.events import logger_named
 from ckptcore.io.requests import IOThreads, map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 
-__all__ = [
-    "base_locks",
-    "bases_in",
-    "concerns_one_entry",
-    "delete_checkpoint",
-    "find_bases",
-    "forget_bases",
-    "note_bases",
-    "pin_name",
-    "referring_to",
-]
-
 logger = logger_named("ckptcore.commit")
 
 _PIN_SECONDS: Final = 90.0

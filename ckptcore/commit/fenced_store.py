@@ -27,8 +27,6 @@ from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondit
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
-__all__ = ["FencedStore", "save_lost"]
-
 _CHECK_SECONDS: Final = 20.0
 """A write checks the claim if the last check began more than this many seconds ago."""
 

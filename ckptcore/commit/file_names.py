@@ -9,8 +9,6 @@ from typing import Final
 from ckptcore.commit.location import AnyLocation, IndirectLocation, SubPath, shown_location
 from ckptcore.errors import InvalidLocationError
 
-__all__ = ["SAFETENSORS", "expect_directory_name", "file_suffix", "is_safetensors_file", "refuse_file_name"]
-
 SAFETENSORS: Final = ".safetensors"
 
 _WRITERS: Final[Mapping[str, str]] = {

@@ -30,24 +30,6 @@ from ckptcore.io.requests import reset_in_children
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import IfTag, PutCondition, StorageBackend
 
-__all__ = [
-    "LONGEST_LEASE_SECONDS",
-    "SYSTEM_CLOCK",
-    "Clock",
-    "EarlierOwner",
-    "Holder",
-    "Lease",
-    "LeaseObserver",
-    "SeenLease",
-    "absent_directory",
-    "break_lease",
-    "check_lease_seconds",
-    "decode_holder",
-    "new_holder",
-    "read_lease",
-    "take_lease",
-]
-
 logger = logger_named("ckptcore.commit")
 
 _EXIT_SECONDS: Final = 5.0

@@ -25,23 +25,6 @@ from ckptcore.protocols import (
 )
 from ckptcore.redaction import redacted_location
 
-__all__ = [
-    "AnyLocation",
-    "IndirectLocation",
-    "Location",
-    "LocationAddress",
-    "LocationLike",
-    "Storages",
-    "SubPath",
-    "absolute_location",
-    "commit_method",
-    "expanded_location",
-    "open_address",
-    "open_directory",
-    "resolve_location",
-    "shown_location",
-]
-
 LocationLike: TypeAlias = str | os.PathLike[str]
 """A path, or a URL such as ``memory://name/step_1``."""
 

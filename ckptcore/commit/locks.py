@@ -66,8 +66,6 @@ from ckptcore.io.background import call_within
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, DirectoryLock, IfTag, StorageBackend
 
-__all__ = ["DirectoryLocks", "IfInUse", "LeasedLocks", "Lock", "Locks", "Purpose", "SeenOwner"]
-
 logger = logger_named("ckptcore.commit")
 
 Purpose: TypeAlias = Literal["pins", "deleting", "saving"]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.locks import Lock, Locks
     from ckptcore.commit.single_file import FileTransaction
 
-__all__ = ["CommitMethod", "find_partial"]
-
 
 class CommitMethod(ABC):
     """How checkpoints in one directory are begun, committed, removed and locked. Thread-safe.

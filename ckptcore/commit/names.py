@@ -9,8 +9,6 @@ from typing import Final
 from ckptcore.errors import NameCollisionError
 from ckptcore.protocols import NameForm
 
-__all__ = ["ALL_FORMS", "existing_name", "folded", "merged_names", "names_merged", "too_long"]
-
 ALL_FORMS: Final[frozenset[NameForm]] = frozenset(("case", "accents", "trailing dots"))
 """The differences between names that some file systems ignore."""
 

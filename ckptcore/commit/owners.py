@@ -14,8 +14,6 @@ from ckptcore.errors import ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.protocols import DirectoryLock, StorageBackend
 
-__all__ = ["OWNER", "OWNER_LEASE", "OWNER_RECORD", "LockedOwner", "is_absent", "read_owner"]
-
 logger = logger_named("ckptcore.commit")
 
 OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"

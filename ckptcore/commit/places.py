@@ -18,14 +18,6 @@ from ckptcore.protocols import DirectoryFeatures, PlaceLimits
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
-__all__ = [
-    "expect_distinct",
-    "expect_place",
-    "naming_place",
-    "no_exchange",
-    "refuse_other_spelling",
-]
-
 
 _ANY_SAVE: Final = "0" * 16
 """As long as every save id."""

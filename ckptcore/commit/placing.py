@@ -33,8 +33,6 @@ from ckptcore.events import logger_named
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
-__all__ = ["PlacedObjects", "fixed_names"]
-
 logger = logger_named("ckptcore.commit")
 
 _JOURNAL: Final = "checkpoint.journal.json"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
     from ckptcore.commit.support import StorageSupport
 
-__all__ = ["EmulatedConditionalPuts", "creates_missing", "find_object", "refuse_storage", "try_conditional_puts"]
-
 
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.

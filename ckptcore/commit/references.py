@@ -9,16 +9,6 @@ from ckptcore.commit.root import References
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath
 
-__all__ = [
-    "MAPPINGS",
-    "containers_and_leaves",
-    "cut_containers",
-    "pruned",
-    "stored_leaves",
-    "stored_numbers",
-    "stored_tree",
-]
-
 MAPPINGS: Final = ("dict", "OrderedDict")
 
 

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.single_file import FileTransaction
     from ckptcore.commit.support import StorageSupport
 
-__all__ = ["RenameMethod", "RenameTransaction"]
-
 logger = logger_named("ckptcore.commit")
 
 _DENIED: Final = frozenset({errno.EACCES, errno.EPERM})

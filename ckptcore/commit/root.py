@@ -16,32 +16,6 @@ from ckptcore.installed import version_of
 from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, ValueRecord, check_key
 from ckptcore.model.tree import JSON, Node
 
-__all__ = [
-    "HOST_COPIES",
-    "MAX_ORDER",
-    "NO_LEAVES",
-    "PARTIAL_KEY",
-    "ROOT_KEY",
-    "AnyRoot",
-    "Base",
-    "Claim",
-    "CommittedRoot",
-    "CompositeRoot",
-    "Member",
-    "ParsedRoots",
-    "PartialSave",
-    "References",
-    "Role",
-    "Root",
-    "RootSummary",
-    "SaveOrder",
-    "Session",
-    "check_name",
-    "new_save_id",
-    "split_rank",
-    "this_writer",
-]
-
 NO_LEAVES: Final = TreeMetadata(Node("dict", (), ()), ())
 """The tree of files that an object wrote."""
 

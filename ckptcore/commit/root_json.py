@@ -54,22 +54,6 @@ from ckptcore.model.metadata import (
 from ckptcore.model.transfer import list_of_column
 from ckptcore.model.tree import JSON
 
-__all__ = [
-    "FORMAT_VERSION",
-    "HEAD_BYTES",
-    "RootHead",
-    "bases_of_root",
-    "decode_root",
-    "encode_claim",
-    "encode_partial",
-    "encode_root",
-    "is_claim",
-    "is_partial",
-    "read_head",
-    "summarize_root",
-    "with_order",
-]
-
 FORMAT_VERSION: Final = 1
 """The format version that is written, and the newest that can be read."""
 

@@ -22,8 +22,6 @@ from ckptcore.protocols import StorageBackend
 if TYPE_CHECKING:
     from ckptcore.commit.rename import RenameMethod
 
-__all__ = ["AsideCheckpoint"]
-
 logger = logger_named("ckptcore.commit")
 
 _REPLACES: Final = "checkpoint.replaces"

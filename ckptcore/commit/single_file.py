@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
     from ckptcore.commit.rename import RenameMethod, RenameTransaction
 
-__all__ = ["FileTransaction", "ObjectTransaction", "PlacedFile", "file_exists"]
-
 
 class FileTransaction(Protocol):
     """The right to write one file."""

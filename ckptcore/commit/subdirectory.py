@@ -22,8 +22,6 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["AtomicSubdirectories", "NewDirectory", "Subdirectory", "has_directories", "subdirectory"]
-
 
 class Subdirectory(StorageBackend):
     """A directory of a storage, as a storage."""

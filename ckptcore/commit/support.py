@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.locks import LeasedLocks
     from ckptcore.context import WithoutConditions
 
-__all__ = ["StorageSupport"]
-
 logger = logger_named("ckptcore.commit")
 
 _MAX_REMEMBERED: Final = 1024

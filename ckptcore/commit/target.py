@@ -35,39 +35,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.contents import OwnKeys
     from ckptcore.commit.location import Location
 
-__all__ = [
-    "INTERNAL_DIRECTORY",
-    "OVERWRITES",
-    "ExistingTarget",
-    "FindForeign",
-    "LocationVersion",
-    "Overwrite",
-    "deletion_mark",
-    "find_existing",
-    "has_members",
-    "is_claimed_by",
-    "is_hidden_name",
-    "is_leftover_name",
-    "is_save_of",
-    "name_of_partial",
-    "name_of_replaced",
-    "name_of_save",
-    "next_order",
-    "none_foreign",
-    "parse_root",
-    "partial_exists",
-    "read_root",
-    "read_version",
-    "refuse_inside",
-    "refuse_to_replace",
-    "replaced_by",
-    "root_bytes",
-    "root_version",
-    "save_of_hidden",
-    "saved_to",
-    "unknown_overwrite",
-]
-
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
 

@@ -16,21 +16,6 @@ from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = [
-    "Concatenation",
-    "Constant",
-    "Cut",
-    "Stored",
-    "WholeArray",
-    "WithoutInputs",
-    "concatenate",
-    "constant",
-    "copy_parts",
-    "cut",
-    "pad",
-    "walk",
-]
-
 
 class WithoutInputs:
     """A derived array without inputs."""

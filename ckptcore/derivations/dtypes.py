@@ -15,27 +15,6 @@ import numpy as np
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = [
-    "CastArray",
-    "FloatValues",
-    "PieceIndex",
-    "RoundedArray",
-    "TruncatedArray",
-    "accepts_kind_of",
-    "cast",
-    "copy_rounded",
-    "float_values",
-    "has_all_values_of",
-    "int_range",
-    "is_complex",
-    "is_int_or_bool",
-    "is_narrowing",
-    "is_truncating",
-    "narrow",
-    "pieces",
-    "truncate",
-]
-
 PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
 """An index of an array whose result is always an array, also for an array without axes."""
 

@@ -15,8 +15,6 @@ from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = ["Reshaped", "reshape"]
-
 _MAX_PARTS: Final = 1024
 """Limit of input boxes for one box; beyond it, their bounding box is read instead."""
 

@@ -19,15 +19,6 @@ from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.progress import ByteProgress, Progress, ProgressCallback
 from ckptcore.redaction import redacted_location
 
-__all__ = [
-    "BackgroundSaves",
-    "BackgroundThreads",
-    "LoadHandle",
-    "SaveHandle",
-    "call_within",
-    "wait_for_saves_to",
-]
-
 T = TypeVar("T")
 
 

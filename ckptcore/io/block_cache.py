@@ -13,8 +13,6 @@ from ckptcore.io.elements import new_bytes
 from ckptcore.io.requests import IOThreads, for_each, is_stamped_reader
 from ckptcore.protocols import Buffer, RangeReader, StampedReader
 
-__all__ = ["BlockCache", "RecentBlocks"]
-
 _FEW_BLOCKS: Final = 8
 """Below this number of blocks, the calling thread reads them without other threads."""
 

@@ -15,17 +15,6 @@ from ckptcore.model import BLOCK_BYTES, Checksum, ChecksumSegment, ObjectRecord,
 from ckptcore.model.metadata import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
 from ckptcore.protocols import Buffer
 
-__all__ = [
-    "BlockChecksums",
-    "ChunkCheck",
-    "InlineChecksum",
-    "RecordedChecksums",
-    "checksums_of",
-    "encoded",
-    "first_covered",
-    "inline_checksums",
-]
-
 _SUM: Final = struct.Struct("<Q")
 _SHOWN_BYTES: Final = 8
 """Bytes of the longest inline checksum that errors show."""

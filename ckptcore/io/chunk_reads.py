@@ -27,8 +27,6 @@ from ckptcore.model import (
 from ckptcore.planning.chunk_table import ChunkTable
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 
-__all__ = ["StoredFormat", "native_reader", "read_boxes"]
-
 _FETCHED_BYTES: Final = 32 << 20
 """Most bytes of encoded chunks that one request fetches, if they are close to each other."""
 

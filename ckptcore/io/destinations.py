@@ -24,8 +24,6 @@ from ckptcore.io.elements import (
 from ckptcore.io.requests import Sizes
 from ckptcore.model import Box, ChunkRead, HostArray
 
-__all__ = ["BoxDestination", "Destination", "ObjectShape", "RunDestination", "destinations_of"]
-
 _SMALL_BYTES: Final = 16 << 10
 """Up to this size an array is filled by NumPy assignment, which for some dtypes holds the interpreter lock."""
 

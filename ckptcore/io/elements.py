@@ -13,22 +13,6 @@ import numpy as np
 
 from ckptcore.model import HostArray
 
-__all__ = [
-    "Extent",
-    "bytes_of",
-    "c_strides",
-    "copy_elements",
-    "flat_boxes",
-    "intersect",
-    "is_little",
-    "little_dtype",
-    "new_bytes",
-    "plain",
-    "run_axis",
-    "runs",
-    "spans",
-]
-
 _LITTLE_HOST: Final = sys.byteorder == "little"
 """True if this host has the byte order of objects."""
 

@@ -16,17 +16,6 @@ from ckptcore.io.elements import copy_elements, plain
 from ckptcore.io.requests import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "PAGE_BYTES",
-    "Pages",
-    "StagingMemory",
-    "StagingPool",
-    "allocate",
-    "free",
-    "map_pages",
-]
-
 PAGE_BYTES: Final = 4096
 """Minimum alignment of the memory of `map_pages`."""
 

@@ -14,11 +14,6 @@ from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
 
-__all__ = [
-    "ObjectRecorder",
-    "ObjectWrites",
-]
-
 
 class ObjectWrites:
     """Running writes of objects to a storage. Threads call `work`; once all have returned, one thread calls `end`.

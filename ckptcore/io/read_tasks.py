@@ -14,8 +14,6 @@ from ckptcore.io.checksums import ChunkCheck
 from ckptcore.io.destinations import BoxDestination, Destination, ObjectShape, RunDestination, destinations_of
 from ckptcore.model import Checksum, ChunkRead
 
-__all__ = ["ReadPart", "ReadTask", "plan_object"]
-
 _SPARE_BLOCKS: Final = 2
 """Most unneeded blocks of an object that are read before inline checksums are used instead. Checksums of blocks are
 better, because they are in the root: only they prove that bytes belong to this save."""

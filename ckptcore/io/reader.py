@@ -31,8 +31,6 @@ from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 from ckptcore.protocols.storage import RangeReader, ReaderByKey
 
-__all__ = ["ObjectReader"]
-
 _RECENT_BYTES: Final = 32 << 20
 """Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
 

@@ -14,21 +14,6 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.protocols import RangeReader, StampedReader, StorageBackend, StorageCapabilities
 
-__all__ = [
-    "SIZES",
-    "CoalescedRange",
-    "IOThreads",
-    "Sizes",
-    "WorkerPool",
-    "call_into",
-    "coalesce",
-    "for_each",
-    "is_stamped_reader",
-    "map_ordered",
-    "requests_of",
-    "reset_in_children",
-]
-
 _MAX_THREADS: Final = 8
 _IDLE_SECONDS: Final = 10.0
 """Idle time after which threads for remote storages end."""

@@ -24,8 +24,6 @@ from ckptcore.io.elements import (
 from ckptcore.io.requests import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 
-__all__ = ["ObjectSegments", "WriteTask", "join_segments"]
-
 _SMALL_BYTES: Final = 16 << 10
 """Up to this size, copying the bytes of an array is faster than keeping a reference to it."""
 

@@ -14,16 +14,6 @@ from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler, Snapshot
 
-__all__ = [
-    "BoundedSnapshot",
-    "CopiedSnapshot",
-    "CountedSnapshot",
-    "StateBoxes",
-    "StateCopy",
-    "StateElements",
-    "ViewedSnapshot",
-]
-
 _AHEAD_BYTES: Final = 64 << 20
 """Bytes of transfers from devices that are started ahead of the writer."""
 

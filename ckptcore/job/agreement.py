@@ -15,8 +15,6 @@ from ckptcore.job.gathering import BLOCK_RANKS, Gathering, LateRanks
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 
-__all__ = ["Agreement", "Stage", "encode_outcome"]
-
 T = TypeVar("T", bound=JSON)
 
 _SHOWN: Final = 20

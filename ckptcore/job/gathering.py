@@ -24,14 +24,6 @@ from ckptcore.errors import CheckpointError, CoordinationTimeoutError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Coordinator, GathersInGroups, ReportsAwaited
 
-__all__ = [
-    "BLOCK_RANKS",
-    "ExchangeCounts",
-    "Gathering",
-    "LateRanks",
-    "exchange_counts",
-]
-
 
 class ExchangeCounts:
     """Counts the operations that this process began, by job and name. Thread-safe.

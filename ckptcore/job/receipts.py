@@ -19,8 +19,6 @@ from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.transfer import IntegerColumn, ItemColumns, Receipt
 from ckptcore.model.tree import JSON
 
-__all__ = ["decode_receipts", "encode_receipts"]
-
 _VERSION: Final = 1
 _FEW: Final = 8
 """Maximum length of a list of integers that stays in the JSON."""

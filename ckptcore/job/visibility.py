@@ -22,13 +22,6 @@ from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend
 
-__all__ = [
-    "expect_claim",
-    "expect_one_directory",
-    "seen_by_all",
-    "sees_claim",
-]
-
 _TIMEOUT_SECONDS: Final = 10.0
 """Time limit to find the object of the leader: network file systems cache missing names for seconds."""
 

@@ -22,8 +22,6 @@ from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray
 from ckptcore.runtime import runtime_of
 
-__all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
-
 _AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*|")
 
 

@@ -25,24 +25,6 @@ from ckptcore.runtime import runtime_of
 if TYPE_CHECKING:
     from ckptcore.loading.derived import Derived
 
-__all__ = [
-    "Checkpoint",
-    "CompositeCheckpoint",
-    "Origin",
-    "Source",
-    "arrays_at",
-    "check_additional",
-    "check_file",
-    "extents_of",
-    "file_pieces",
-    "missing_file",
-    "naming_additional",
-    "naming_arrays",
-    "naming_other_file",
-    "reader_of",
-    "stored_format",
-]
-
 _PIECE_BYTES: Final = 1 << 24
 
 

@@ -34,8 +34,6 @@ from ckptcore.loading.opening import (
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["FileCheck", "Problem", "StoredFiles", "has_expected_sizes", "lost_problem", "missing_members"]
-
 _FEW: Final = 8
 """Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
 

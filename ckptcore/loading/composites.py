@@ -36,8 +36,6 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions
 
-__all__ = ["Abstracts", "Changes", "CompositeLoad", "CompositeRequest", "MemberRequest"]
-
 logger = logger_named("ckptcore.loading")
 
 Abstracts: TypeAlias = Mapping[str, object] | Sequence[str] | None

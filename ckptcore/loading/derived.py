@@ -23,8 +23,6 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["BoxOutput", "Derived", "derive"]
-
 _DEFAULT_BYTES: Final = 256 << 20
 """Default limit of memory in addition to that of the computed arrays."""
 

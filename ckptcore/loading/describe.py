@@ -37,16 +37,6 @@ from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 
-__all__ = [
-    "CheckpointMetadata",
-    "CheckpointablesMetadata",
-    "TreeContents",
-    "describe_checkpoint",
-    "describe_found",
-    "describe_opened",
-    "describe_tree",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class TreeContents:

@@ -23,22 +23,6 @@ from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format
 from ckptcore.protocols import DerivedArray
 from ckptcore.tree.suggestions import NameSuggestions
 
-__all__ = [
-    "Difference",
-    "Remedy",
-    "adjust",
-    "adjusted",
-    "container_differences",
-    "key_differences",
-    "lost_scales",
-    "mismatch",
-    "missing_leaves",
-    "moved_parts",
-    "state_differences",
-    "structure_differences",
-    "unexpected_leaves",
-]
-
 _SHOWN: Final = 30
 """Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
 

@@ -23,8 +23,6 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
-__all__ = ["FoundRun", "find_run", "has_own_checkpoint", "held_in"]
-
 _ENTRIES_TRIED: Final = 20
 """Limit of directories that are listed for a message."""
 

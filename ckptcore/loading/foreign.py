@@ -34,19 +34,6 @@ from ckptcore.runtime import runtime_of
 if TYPE_CHECKING:
     from ckptcore.commit.contents import OwnKeys
 
-__all__ = [
-    "find_composite",
-    "foreign_checkpoints",
-    "format_names",
-    "inspect_tree",
-    "is_one_checkpoint",
-    "not_finalized",
-    "open_foreign",
-    "open_foreign_files",
-    "owner_of_files",
-    "several_checkpointables",
-]
-
 _FILES_TRIED: Final = 20
 """Limit of files that are inspected for the message about a directory that is not a checkpoint."""
 

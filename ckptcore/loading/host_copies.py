@@ -21,8 +21,6 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.planning.partition import subtract
 
-__all__ = ["with_copies"]
-
 logger = logger_named("ckptcore.loading")
 
 

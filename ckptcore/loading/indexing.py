@@ -11,8 +11,6 @@ import numpy as np
 
 from ckptcore.model.arrays import Box
 
-__all__ = ["AxisIndex", "BasicIndex", "index_box", "rows_of"]
-
 BasicIndex: TypeAlias = (
     "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"
 )

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from ckptcore.loading.composites import CompositeLoad, MemberRequest
     from ckptcore.loading.load import Load
 
-__all__ = [
-    "CollectiveAttempt",
-    "CollectiveRead",
-    "PeerFailure",
-    "Replaced",
-    "exchange_name",
-    "load_composite_collectively",
-    "take_step",
-]
-
 T = TypeVar("T")
 
 

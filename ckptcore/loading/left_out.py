@@ -19,8 +19,6 @@ from ckptcore.loading.opening import ConsistentRead, open_either, open_member, p
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["check_left_out", "in_directory_of", "left_out_of", "matches_any"]
-
 _STATE: Final = re.compile(
     r".*\.(pt|pth|ckpt|bin|pkl|pickle|npz|npy|msgpack|h5|hdf5|keras|safetensors|tar)|trainer_state\.json"
 )

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from ckptcore.loading.joint import CollectiveAttempt, CollectiveRead
     from ckptcore.select import Selection
 
-__all__ = [
-    "DEFAULT_REQUEST",
-    "Load",
-    "LoadAs",
-    "LoadRequest",
-    "LoadTarget",
-    "ReportBuilder",
-    "choose_strategy",
-    "recorded_load",
-]
-
 T = TypeVar("T")
 
 logger = logger_named("ckptcore.loading")

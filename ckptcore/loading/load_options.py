@@ -8,20 +8,6 @@ from typing import Final, Literal, SupportsComplex, SupportsFloat, get_args
 
 from ckptcore.model.arrays import ArraySpec
 
-__all__ = [
-    "EXACT",
-    "Casting",
-    "Keys",
-    "LeafChange",
-    "LoadReport",
-    "Matching",
-    "Missing",
-    "Sequences",
-    "ShapeChange",
-    "Unexpected",
-    "Values",
-]
-
 Unexpected = Literal["error", "ignore"]
 """Treatment of stored leaves that the abstract tree does not request."""
 

@@ -29,8 +29,6 @@ from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
-__all__ = ["MAX_PLANNED_CHUNKS", "LoadedBox", "iter_boxes"]
-
 MAX_PLANNED_CHUNKS: Final = 1 << 20
 """Limit of the chunks of an array that are sorted by storage order. Of more, chunks may be read twice."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ckptcore.loading.differences import Difference
     from ckptcore.loading.moves import Move
 
-__all__ = ["Matched", "match_leaves"]
-
 _SEQUENCES: Final = {"list", "tuple"}
 """The kinds of columns of which either may be requested."""
 

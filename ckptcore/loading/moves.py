@@ -13,8 +13,6 @@ from typing import Final
 
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
-__all__ = ["Move", "find_moves", "in_order", "whole_parts"]
-
 _CANDIDATES: Final = 50
 """Most stored leaves with the same last keys that are compared with one requested leaf."""
 

@@ -14,17 +14,6 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.protocols import LeafHandler
 
-__all__ = [
-    "FloatOfInt",
-    "NumberOfArray",
-    "are_interchangeable",
-    "array_of_number",
-    "is_scalar",
-    "number_difference",
-    "sort_of_elements",
-    "with_casts_of_numbers",
-]
-
 _NUMBER_TYPES: Final[dict[str, Callable[[Any], bool | int | float]]] = {"bool": bool, "int": int, "float": float}
 """The kinds of values that are numbers, and their types."""
 

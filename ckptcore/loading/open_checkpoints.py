@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 
-__all__ = ["OpenCheckpoint", "StoredPath", "StoredTree"]
-
 StoredPath: TypeAlias = PlainKey | Sequence[Key]
 """A path in an open tree: a key, a sequence of keys, or keys joined by ``/``."""
 

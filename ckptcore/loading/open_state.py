@@ -28,8 +28,6 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 
-__all__ = ["OpenState", "PlainExtent", "find_plain_extent", "map_array"]
-
 T = TypeVar("T")
 
 _FILE: Final = "file://"

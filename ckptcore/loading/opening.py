@@ -43,27 +43,6 @@ from ckptcore.loading.foreign import (
 )
 from ckptcore.runtime import runtime_of
 
-__all__ = [
-    "ATTEMPTS",
-    "ConsistentRead",
-    "MemberOpener",
-    "RootCache",
-    "existing_members",
-    "is_deleted",
-    "lost_members",
-    "member_opener",
-    "open_checkpoint",
-    "open_directory",
-    "open_either",
-    "open_files",
-    "open_member",
-    "open_names",
-    "open_tree",
-    "present_members",
-    "replaced_too_often",
-    "tree_attempts",
-]
-
 OpenedT = TypeVar("OpenedT", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 

@@ -12,17 +12,6 @@ from typing import Final
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
-__all__ = [
-    "BLOCKS",
-    "SCALES",
-    "SCALES_OF_BLOCKS",
-    "WEIGHT",
-    "find_quantized",
-    "find_scales",
-    "is_quantized",
-    "names_of_scales",
-]
-
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")

@@ -21,19 +21,6 @@ from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import PLACEHOLDER
 
-__all__ = [
-    "LeafRead",
-    "TreeRead",
-    "allocate_for",
-    "batches",
-    "check_sizes",
-    "default_handlers",
-    "incomplete_read",
-    "plan_leaf_reads",
-    "read_leaves",
-    "read_tree",
-]
-
 _MAX_GROWTH: Final = 1 << 16
 """Limit of the ratio of array bytes to stored bytes. Above 30,000, the factor by which zstd compresses zeros."""
 

@@ -12,8 +12,6 @@ from ckptcore.plugins import Plugins
 from ckptcore.tree.flattening import Flat
 from ckptcore.tree.shapes import LiveObject, objects_in
 
-__all__ = ["keeping_objects"]
-
 
 def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugins) -> Matched:
     """Add to a match the own values that objects keep, and the objects of which nothing is loaded.

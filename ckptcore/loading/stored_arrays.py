@@ -22,8 +22,6 @@ from ckptcore.model.tree import TreePath, format_path
 from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.runtime import runtime_of
 
-__all__ = ["StoredArray"]
-
 _RUN_BYTES: Final = 8 << 20
 """Limit of contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
 

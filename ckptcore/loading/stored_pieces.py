@@ -15,8 +15,6 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import Chunk
 from ckptcore.planning.partition import cut_box
 
-__all__ = ["ALIGNMENT", "BatchSizes", "ChunkLookup", "Order", "StoredPiece", "batches_of", "pieces_of"]
-
 ALIGNMENT: Final = 64
 """Alignment of elements in a message, in bytes: enough for any dtype and for vector instructions."""
 

@@ -32,8 +32,6 @@ from ckptcore.tree.flattening import PLACEHOLDER, rebuild
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["abstract_tree", "chosen_leaves", "files_instead", "prune", "stored_at", "stored_in", "transformed"]
-
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
     """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values.

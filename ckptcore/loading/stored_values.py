@@ -20,8 +20,6 @@ from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat, flatten, rebuild
 from ckptcore.tree.shapes import Container, NewContainer, Shape
 
-__all__ = ["is_plain_value", "with_stored_values"]
-
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 logger = logger_named("ckptcore.loading")
 
-__all__ = ["check_target", "holds_objects", "load_files_into", "load_into_target", "load_nothing", "load_value"]
-
 
 def load_value(
     source: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = DEFAULT_REQUEST

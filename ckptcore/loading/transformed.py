@@ -22,8 +22,6 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms
 from ckptcore.runtime import runtime_of
 
-__all__ = ["apply_transforms", "describe", "expect_transforms", "is_transform"]
-
 _METHODS: Final = ("apply", "describe")
 
 _LONGEST: Final = 1200

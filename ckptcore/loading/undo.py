@@ -9,8 +9,6 @@ from ckptcore.events import logger_named
 from ckptcore.loading.checkpoint import Source
 from ckptcore.tree.shapes import LiveObject
 
-__all__ = ["Undo"]
-
 logger = logger_named("ckptcore.loading")
 
 

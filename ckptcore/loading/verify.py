@@ -49,8 +49,6 @@ from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of
 
-__all__ = ["VerifyReport", "verify_checkpoint"]
-
 _READ_BYTES: Final = 1 << 24
 """Limit of the bytes that are read at once of an array in a base, or of one that is larger than memory."""
 

@@ -15,20 +15,6 @@ import numpy as np
 
 from ckptcore.errors import UnsupportedLeafError
 
-__all__ = [
-    "WHOLE_SAMPLE_BYTES",
-    "AbstractArray",
-    "ArraySpec",
-    "Box",
-    "HostArray",
-    "Shard",
-    "StridedMemory",
-    "dtype_from_name",
-    "name_of_dtype",
-    "sample_steps",
-    "sampled",
-]
-
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 

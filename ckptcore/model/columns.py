@@ -24,9 +24,6 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 
-__all__ = ["COLUMN_KINDS", "COLUMN_VALUES", "column_array", "column_record", "column_summary", "column_value",
-           "is_column", "is_plain"]  # fmt: skip
-
 COLUMN_KINDS: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", dict: "dict"}
 """The kind of the record of each type of column."""
 

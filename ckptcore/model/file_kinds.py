@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple
 
-__all__ = ["FILE_HEAD_BYTES", "FileKind", "directory_kind", "file_kind", "is_text", "kind_in_place_of", "whole_formats"]
-
 FILE_HEAD_BYTES: Final = 512
 """Bytes of a file by which it is recognized."""
 

@@ -13,24 +13,6 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLoca
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
 from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CHECKSUM_ALGORITHM",
-    "CHECKSUM_BYTES",
-    "PARTS",
-    "PLAIN_ARRAY",
-    "UNREADABLE",
-    "ArrayRecord",
-    "LeafRecord",
-    "ObjectRecord",
-    "TreeMetadata",
-    "ValueRecord",
-    "check_directory_key",
-    "check_key",
-    "unreadable_error",
-    "unreadable_leaf",
-]
-
 PLAIN_ARRAY: Final = "array"
 """The kind of a plain array."""
 

@@ -11,27 +11,6 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 
-__all__ = [
-    "ArraySegment",
-    "BytesSegment",
-    "Checksum",
-    "ChecksumSegment",
-    "Chunk",
-    "ChunkLocations",
-    "ChunkRead",
-    "IntegerColumn",
-    "ItemColumns",
-    "Pending",
-    "ReadItem",
-    "ReadPlan",
-    "Ready",
-    "Receipt",
-    "Segment",
-    "WriteItem",
-    "WritePlan",
-    "list_of_column",
-]
-
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 

@@ -11,34 +11,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = [
-    "JSON",
-    "LEAF",
-    "MAX_DEPTH",
-    "MAX_KEY_DEPTH",
-    "MAX_KEY_PARTS",
-    "Attribute",
-    "Key",
-    "Node",
-    "NodeKind",
-    "PlainKey",
-    "Skeleton",
-    "StoredObject",
-    "TreePath",
-    "are_indices",
-    "empty_nodes",
-    "float_from_json",
-    "float_to_json",
-    "format_path",
-    "is_name",
-    "leaf_count",
-    "leaf_paths",
-    "skeleton_from_json",
-    "skeleton_to_json",
-    "text_from_json",
-    "text_to_json",
-]
-
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 """The content of a JSON document."""
 

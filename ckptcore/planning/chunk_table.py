@@ -14,8 +14,6 @@ from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations, Pending
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
 
-__all__ = ["ChunkColumns", "ChunkTable", "natural_column"]
-
 _MAX_OFFSET: Final = 1 << 62
 
 

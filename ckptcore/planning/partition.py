@@ -16,18 +16,6 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
 
-__all__ = [
-    "WrittenBoxes",
-    "boxes_of_range",
-    "check_coverage",
-    "covers_exactly",
-    "cut_box",
-    "cut_flat_ranges",
-    "flat_range",
-    "subtract",
-    "uncovered",
-]
-
 _MAX_RANGES: Final = 1 << 16
 """Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
 _LEAST_PARTS: Final = 3

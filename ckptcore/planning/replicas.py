@@ -13,21 +13,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
-__all__ = [
-    "READS",
-    "BoxSplit",
-    "Owners",
-    "ReadGroups",
-    "Reads",
-    "ReplicaOptions",
-    "SplitTree",
-    "cells_of",
-    "cut_for_replicas",
-    "owned_cells",
-    "owners_of",
-    "written_boxes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadGroups:

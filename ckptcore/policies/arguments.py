@@ -6,8 +6,6 @@ import math
 import operator
 from collections.abc import Collection, Iterable
 
-__all__ = ["check_policies", "seconds", "step_numbers", "whole_number"]
-
 
 def whole_number(owner: object, name: str, value: object, at_least: int) -> int:
     """Return the value as an int; NumPy integers are accepted.

@@ -11,23 +11,6 @@ from typing import Final, Literal, Protocol, runtime_checkable
 
 from ckptcore.policies.arguments import check_policies, seconds, step_numbers, whole_number
 
-__all__ = [
-    "AnyPreservation",
-    "BestN",
-    "CustomPreservation",
-    "CustomSteps",
-    "EveryNSeconds",
-    "EveryNSteps",
-    "EveryNStepsClosest",
-    "LatestDuration",
-    "LatestN",
-    "PreservationPolicy",
-    "PreserveAll",
-    "StepInfo",
-    "explain",
-    "what_to_delete",
-]
-
 _NEWEST: Final = "the newest step, which is never deleted"
 
 

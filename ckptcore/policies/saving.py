@@ -8,21 +8,6 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from ckptcore.policies.arguments import check_policies, seconds, step_numbers, whole_number
 
-__all__ = [
-    "AnySave",
-    "ContinuousCheckpointing",
-    "CustomSave",
-    "EpochInterval",
-    "EveryStep",
-    "FixedInterval",
-    "InitialSave",
-    "PreemptionCheckpointing",
-    "SaveContext",
-    "SavePolicy",
-    "SpecificSteps",
-    "TimeInterval",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveContext:

@@ -11,16 +11,6 @@ from ckptcore.protocols.read_strategy import ReadStrategy
 from ckptcore.protocols.strategy import SaveStrategy
 from ckptcore.protocols.values import LeafHandler
 
-__all__ = [
-    "Channels",
-    "Collectives",
-    "Coordinator",
-    "Executor",
-    "GathersInGroups",
-    "Rejoinable",
-    "ReportsAwaited",
-]
-
 
 class Coordinator(Protocol):
     """Exchanges messages between the processes of a job. Thread-safe. Each exchange has a unique key.

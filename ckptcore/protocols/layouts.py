@@ -13,21 +13,6 @@ from ckptcore.model.transfer import Chunk, ChunkLocations, ChunkRead, Pending, R
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
-__all__ = [
-    "CheckpointInfo",
-    "ChunkIndex",
-    "InspectedComposite",
-    "Inspection",
-    "Layout",
-    "LayoutCapabilities",
-    "LayoutFactory",
-    "MemberKind",
-    "NativeReader",
-    "ReadStore",
-    "Snapshot",
-    "WriteStore",
-]
-
 
 class Snapshot(Protocol):
     """The arrays of one save, in host memory or in transfer to it. Thread-safe."""

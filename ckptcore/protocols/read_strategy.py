@@ -8,8 +8,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import ReadPlan
 
-__all__ = ["ReadBoxes", "ReadStrategy", "ReadThrough", "StagedLoad"]
-
 LoadT_contra = TypeVar("LoadT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
 

@@ -11,30 +11,6 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_chec
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 
-__all__ = [
-    "IF_ABSENT",
-    "AtomicDirectories",
-    "Buffer",
-    "CheckedWriter",
-    "DirectoryFeatures",
-    "DirectoryLock",
-    "IfAbsent",
-    "IfTag",
-    "NameForm",
-    "ObjectWriter",
-    "PlaceLimits",
-    "PutCondition",
-    "RangeReader",
-    "ReaderByKey",
-    "StampedReader",
-    "StorageAddress",
-    "StorageBackend",
-    "StorageCapabilities",
-    "StorageOpener",
-    "StorageOptions",
-]
-
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes. A `memoryview` is one-dimensional with format ``B``."""
 

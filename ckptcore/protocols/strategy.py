@@ -14,8 +14,6 @@ from typing import Protocol, TypeVar
 from ckptcore.protocols.layouts import Layout
 from ckptcore.protocols.storage import StorageBackend
 
-__all__ = ["SaveCommit", "SaveStrategy", "StepStrategy"]
-
 DraftT_contra = TypeVar("DraftT_contra", contravariant=True)
 SaveT = TypeVar("SaveT")
 StrategyT = TypeVar("StrategyT")

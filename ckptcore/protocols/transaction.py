@@ -7,8 +7,6 @@ from typing import Protocol
 
 from ckptcore.protocols.storage import StorageBackend
 
-__all__ = ["Transaction"]
-
 
 class Transaction(Protocol):
     """The right to write one checkpoint at a location. It ends with `commit`, `leave` or `abort`.

@@ -11,8 +11,6 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.values import LeafHandler
 
-__all__ = ["DerivedArray", "DerivedTree", "Part", "Transform", "TransformSource", "TransformedTree", "Transforms"]
-
 
 class Part(NamedTuple):
     """A box of an input from which a box of a derived array is computed.

@@ -21,20 +21,6 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, Key, NodeKind
 
-__all__ = [
-    "AbstractLeaves",
-    "CheckpointableHandler",
-    "ContainerHandler",
-    "Continuation",
-    "FilesHandler",
-    "Flattened",
-    "HostBytes",
-    "HostMemory",
-    "LeafHandler",
-    "Priority",
-    "StatefulCheckpointable",
-]
-
 
 class Priority:
     """The priority of a handler for a type. The highest one is used; a tie is an error that names both plugins."""

@@ -19,8 +19,6 @@ from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import PerProcess, flatten
 
-__all__ = ["check_values"]
-
 _SHOWN: Final = 50
 """Limit of refusals in the text of the error."""
 

@@ -38,17 +38,6 @@ from ckptcore.tree.flattening import PerProcess
 if TYPE_CHECKING:
     from ckptcore.builtin.staging import StagingDirectory
 
-__all__ = [
-    "ArraySource",
-    "Captured",
-    "FilesDescription",
-    "PartDescription",
-    "SavePart",
-    "TreeCaptured",
-    "describe_part",
-    "naming",
-]
-
 
 @dataclass(slots=True)
 class SavePart:

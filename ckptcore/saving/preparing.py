@@ -36,15 +36,6 @@ from ckptcore.saving.requests import (
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 
-__all__ = [
-    "keeps_others",
-    "prepare_save",
-    "refuse_per_process_objects",
-    "save_created",
-    "share_replicas",
-    "tree_digest",
-]
-
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
 _MOST_DIFFERENT: Final = 32

@@ -11,8 +11,6 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.protocols import LeafHandler
 from ckptcore.saving.tree_descriptions import TreeDescription
 
-__all__ = ["replica_digests"]
-
 
 def replica_digests(description: TreeDescription, rank: int, size: int) -> Mapping[str, int]:
     """Return the digests of the arrays that this process is assumed to have as other processes do.

@@ -23,24 +23,6 @@ from ckptcore.saving.parts import PartDescription, SavePart
 if TYPE_CHECKING:
     from ckptcore.commit.contents import OwnKeys
 
-__all__ = [
-    "NOTHING_COMMITTED",
-    "CommitInfo",
-    "CommitTarget",
-    "OneTree",
-    "Save",
-    "SaveDestination",
-    "SaveDraft",
-    "SaveHooks",
-    "SaveNotes",
-    "SaveRequest",
-    "as_integer",
-    "check_custom",
-    "fail_before_claim",
-    "fail_everywhere",
-    "foreign_checkpoints",
-]
-
 NOTHING_COMMITTED: Final = "nothing was committed"
 """The consequence of an error before the commit, on any rank, for messages."""
 

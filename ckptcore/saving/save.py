@@ -23,8 +23,6 @@ from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveRequest, fail_before_claim, fail_everywhere
 from ckptcore.saving.writing import write_save
 
-__all__ = ["begin_save", "perform_save"]
-
 
 def perform_save(request: SaveRequest, context: Context) -> None:
     """Save, and return once the checkpoint is committed. Arrays are copied block by block, only while they are written.

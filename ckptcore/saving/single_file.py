@@ -22,8 +22,6 @@ from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
 
-__all__ = ["file_request"]
-
 _NO_LIMIT: Final = 1 << 62
 _SHOWN: Final = 3
 

@@ -22,8 +22,6 @@ from ckptcore.protocols import (
 from ckptcore.tree.columns import saved_columns
 from ckptcore.tree.flattening import Flat, flatten, leaves_of_values, per_process_leaves, per_process_values
 
-__all__ = ["BoxHolders", "Placeholders", "TreeDescription", "describe_tree"]
-
 
 class BoxHolders(NamedTuple):
     """The processes that hold the boxes of a tree.

@@ -45,20 +45,6 @@ from ckptcore.saving.requests import (
     foreign_checkpoints,
 )
 
-__all__ = [
-    "PlainCommit",
-    "PlainSave",
-    "Recorder",
-    "build_root",
-    "complete_tree",
-    "finish_part",
-    "merge_objects",
-    "put_root",
-    "recorder_of",
-    "write_parts",
-    "write_save",
-]
-
 logger = logger_named("ckptcore.saving")
 
 

@@ -35,8 +35,6 @@ from ckptcore.training.run_directory import (
 from ckptcore.training.save_decisions import LastSave, PreemptionNotice, SaveDecider
 from ckptcore.training.step_saving import StepOptions, StepSaver, StepSaveRequest, StepSaves
 
-__all__ = ["Checkpointer", "WhenBusy"]
-
 WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 """Behaviour of a save while another runs. "wait": block. "skip": drop this save. "queue": copy now, write later."""
 

@@ -37,13 +37,6 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
-__all__ = [
-    "DeletionQueue",
-    "PendingDeletion",
-    "StepDeleter",
-    "policy_infos",
-]
-
 logger = logger_named("ckptcore.training")
 
 _MAX_ERRORS: Final = 100

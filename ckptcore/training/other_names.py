@@ -13,8 +13,6 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNameFormat, numbered
 
-__all__ = ["find_other_steps"]
-
 _TRIED: Final = 20
 """Limit of names with one prefix, and of directories without a checkpoint, that are inspected."""
 

@@ -26,15 +26,6 @@ from ckptcore.training.deletion import DeletionQueue, PendingDeletion, StepDelet
 from ckptcore.training.run_directory import Ownership, RunDirectory, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 
-__all__ = [
-    "OwnedDirectory",
-    "PathDirectory",
-    "as_run_directory",
-    "read_directory_metadata",
-    "refuse_existing",
-    "write_directory_metadata",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PathDirectory:

@@ -37,8 +37,6 @@ from ckptcore.training.steps import StepDirectory
 if TYPE_CHECKING:
     from ckptcore.select import Selection
 
-__all__ = ["CheckpointReader", "StepReader"]
-
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 1.0

@@ -29,8 +29,6 @@ from ckptcore.other_libraries import hint_of_step
 from ckptcore.saving.requests import as_integer
 from ckptcore.training.run_directory import RunSteps
 
-__all__ = ["SkippedStep", "StepLoad", "StepLoader"]
-
 logger = logger_named("ckptcore.training")
 
 T = TypeVar("T")

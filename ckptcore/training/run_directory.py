@@ -23,18 +23,6 @@ from ckptcore.saving.writing import PlainSave
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 
-__all__ = [
-    "OwnedRun",
-    "Ownership",
-    "RunDirectory",
-    "RunSaves",
-    "RunSteps",
-    "SavedStep",
-    "StepTarget",
-    "check_step_names",
-    "exchanges_of",
-]
-
 
 class RunSteps(Protocol):
     """The steps of a run, open for reading. Thread-safe.

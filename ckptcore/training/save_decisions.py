@@ -18,8 +18,6 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy
 
-__all__ = ["LastSave", "PreemptionNotice", "SaveDecider", "TerminationSignal"]
-
 PreemptionNotice: TypeAlias = Callable[[int], bool]
 """Returns True if this process will be preempted. Called with each step, on the training thread."""
 

@@ -26,8 +26,6 @@ from ckptcore.training.run_directory import OwnedRun, SavedStep
 from ckptcore.training.save_decisions import LastSave, SaveDecider
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["SaveOrders", "StepOptions", "StepSaveRequest", "StepSaver", "StepSaves"]
-
 logger = logger_named("ckptcore.training")
 
 

@@ -47,8 +47,6 @@ from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.other_names import find_other_steps
 
-__all__ = ["StepDirectory"]
-
 logger = logger_named("ckptcore.training")
 
 _ANSWERS: Final = (True, False)

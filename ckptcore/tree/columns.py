@@ -13,8 +13,6 @@ from ckptcore.model.tree import Key
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["ColumnRule", "RequestedColumns", "SavedColumns", "requested_columns", "saved_columns"]
-
 
 class ColumnRule(Protocol):
     """Decides which containers are one leaf."""

@@ -42,21 +42,6 @@ from ckptcore.protocols import (
 from ckptcore.tree.columns import ColumnRule, SavedColumns
 from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, rank_of_key
 
-__all__ = [
-    "PER_PROCESS",
-    "PLACEHOLDER",
-    "STATE_OF",
-    "Flat",
-    "PerProcess",
-    "flatten",
-    "leaves_of_values",
-    "own_values",
-    "per_process_leaves",
-    "per_process_objects",
-    "per_process_values",
-    "rebuild",
-]
-
 PLACEHOLDER: Final = ...
 """Placeholder in an abstract tree for a leaf or a subtree that is not to be loaded."""
 

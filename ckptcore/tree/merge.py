@@ -12,8 +12,6 @@ from ckptcore.model.columns import column_summary
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
-__all__ = ["merge_trees", "refuse_different_arrays"]
-
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _RULES: Final = {
     "rank": "Ranks may have different keys, but a leaf must be equal on every rank that has it. Wrap state that "

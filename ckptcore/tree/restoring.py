@@ -11,8 +11,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.tree.shapes import Container, NewContainer, ObjectNode, Shape, objects_in, unflatten
 
-__all__ = ["first_fixed", "restore", "shared_containers"]
-
 
 def restore(
     shape: Shape,

@@ -9,24 +9,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.protocols import CheckpointableHandler, ContainerHandler
 
-__all__ = [
-    "Container",
-    "LiveObject",
-    "NewContainer",
-    "ObjectNode",
-    "Part",
-    "Shape",
-    "holds_refusing",
-    "lacks_object_at",
-    "objects_in",
-    "objects_that_may_refuse",
-    "outer_objects",
-    "outer_parts",
-    "rank_of_key",
-    "unflatten",
-    "unflatten_states",
-]
-
 
 class Container(NamedTuple):
     """A container in a flattened value: itself, its handler, its children, and the leaves below it. See `Shape`."""

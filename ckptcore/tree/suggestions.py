@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["NameSuggestions"]
-
 _MAX_NAMES: Final = 20_000
 _MAX_REQUESTS: Final = 1000
 _MAX_LENGTH: Final = 300

@@ -17,8 +17,6 @@ from examples.handover.digits import SAVE_EVERY, STEPS
 from examples.handover.killing import hidden_directories, train_and_kill
 from examples.minilm.report import Report
 
-__all__ = ["main", "run_steps", "write_page"]
-
 _KILL_AFTER = STEPS // 2 - 1
 _PAGE = Path("report.html")
 _CLOSE = 1e-3

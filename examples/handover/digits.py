@@ -11,8 +11,6 @@ import grain
 import numpy as np
 from sklearn.datasets import load_digits
 
-__all__ = ["LEARNING_RATE", "SAVE_EVERY", "SHAPES", "STEPS", "batches"]
-
 STEPS: Final = 120
 SAVE_EVERY: Final = 10
 LEARNING_RATE: Final = 3e-4

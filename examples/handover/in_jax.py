@@ -14,8 +14,6 @@ import optax
 import ckptcore
 from examples.handover.digits import LEARNING_RATE, SHAPES, batches
 
-__all__ = ["Training"]
-
 OPTIMIZER = optax.adamw(LEARNING_RATE, weight_decay=0.01)  # the default weight decay of torch.optim.AdamW
 
 Params: TypeAlias = dict[str, jax.Array]

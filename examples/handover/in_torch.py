@@ -14,8 +14,6 @@ import ckptcore
 from ckptcore.policies import FixedInterval
 from examples.handover.digits import LEARNING_RATE, SAVE_EVERY, SHAPES, STEPS, batches
 
-__all__ = ["Training"]
-
 
 class Training:
     """A network, its optimizer and its data."""

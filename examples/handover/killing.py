@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Killed", "hidden_directories", "train_and_kill"]
-
 
 @dataclass(frozen=True, slots=True)
 class Killed:

@@ -24,8 +24,6 @@ from examples.minilm.pretrained import Sizes, model_directory
 from examples.minilm.report import Report
 from examples.minilm.tokens import tokenise
 
-__all__ = ["main", "run_steps"]
-
 SENTENCES = [
     "A man is playing a guitar on stage.",
     "Somebody makes music with a stringed instrument.",

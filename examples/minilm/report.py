@@ -11,8 +11,6 @@ try:
 except ModuleNotFoundError:
     Console = None  # type: ignore[assignment,misc]  # plain text then
 
-__all__ = ["Report"]
-
 
 @dataclass(slots=True)
 class Report:

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-__all__ = ["Tokens", "tokenise"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tokens:

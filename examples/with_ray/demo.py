@@ -17,8 +17,6 @@ from ckptcore.errors import RankFailedError
 from examples.minilm.report import Report
 from examples.with_ray.worker import Worker
 
-__all__ = ["main"]
-
 SIZE = 2
 SAVE_EVERY = 2
 

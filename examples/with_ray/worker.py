@@ -16,8 +16,6 @@ import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import LatestN
 
-__all__ = ["Worker"]
-
 FEATURES = 16
 EXAMPLES = 4096
 BATCH = 32

@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import torch
 
-__all__ = ["UntouchedMemory", "assert_same"]
-
 _PAGE = mmap.PAGESIZE
 
 

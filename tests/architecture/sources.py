@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-__all__ = ["ROOT", "Source", "core_sources", "plugin_sources", "project_files"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

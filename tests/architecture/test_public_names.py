@@ -1,10 +1,11 @@
-"""Public names: `__all__` is sorted and complete, and each has a docstring."""
+"""Public names: only public modules have an `__all__`, sorted and complete; each name has a docstring."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -41,6 +42,13 @@ COLLECTIONS = {
     "ckptcore_integrations.orbax_v1.library",
 }
 """Modules that also offer names of other modules, as packages do."""
+
+DOCUMENTED_MODULES = {
+    module
+    for page in (Path(__file__).parents[2] / "docs" / "reference").glob("*.md")
+    for module in re.findall(r"^\.\. automodule:: (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+}
+"""Modules whose names the reference lists."""
 
 PUBLIC_SOURCES = [source for source in (*core_sources(), *plugin_sources()) if source.public]
 
@@ -116,14 +124,19 @@ def _undocumented_methods(owner: ast.ClassDef) -> Iterator[str]:
 def wrong_exports(source: Source) -> Iterator[str]:
     """Return the errors in the `__all__` of a module."""
     exported, defined = exported_names(source.tree), defined_names(source.tree)
+    public = source.path.name == "__init__.py" or source.name in PUBLIC_MODULES | COLLECTIONS | DOCUMENTED_MODULES
+    if not public:
+        if exported is not None:
+            yield f"{source.path}: has an __all__, and is no public module"
+        return
     if exported is None:
         if defined:
             yield f"{source.path} defines {sorted(defined)} and has no __all__"
         return
     if exported != sorted(set(exported), key=isort_key):
         yield f"{source.path}: __all__ is not sorted, or names something twice: {exported}"
-    # An internal module may keep constants and aliases to itself without an underscore.
-    everything = source.name in PUBLIC_MODULES or source.name.startswith("ckptcore.model")
+    # A module of a plugin may keep constants and aliases to itself without an underscore.
+    everything = source.name in PUBLIC_MODULES
     expected = defined if everything else defined_functions_and_classes(source.tree)
     if not expected <= set(exported):
         yield f"{source.path}: not in __all__: {sorted(expected - set(exported))}"
@@ -212,10 +225,12 @@ def test_gaps_are_detected(tmp_path: Path) -> None:
     assert exported_names(tree) == ["b", "a"]
     assert defined_names(tree) == {"LIMIT", "A", "b"}
     assert list(undocumented(tree)) == ["the module", "A", "A.f", "b"]
-    assert list(wrong_exports(Source(path, "gaps"))) == [
+    assert list(wrong_exports(Source(path, "ckptcore_tools.exports"))) == [
         f"{path}: __all__ is not sorted, or names something twice: ['b', 'a']",
         f"{path}: not in __all__: ['A']",
         f"{path}: in __all__ and not defined here: ['a']",
     ]
     path.write_text("class A: ...\n", encoding="utf-8")
-    assert list(wrong_exports(Source(path, "gaps"))) == [f"{path} defines ['A'] and has no __all__"]
+    assert list(wrong_exports(Source(path, "ckptcore_tools.exports"))) == [f"{path} defines ['A'] and has no __all__"]
+    path.write_text('__all__ = ["A"]\nclass A: ...\n', encoding="utf-8")
+    assert list(wrong_exports(Source(path, "gaps"))) == [f"{path}: has an __all__, and is no public module"]

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Counter", "Files", "Linear", "staged"]
-
 
 class Linear:
     """A module: its state is a tree of arrays that can be filled in place."""

@@ -48,8 +48,6 @@ from ckptcore.protocols import (
     WriteStore,
 )
 
-__all__ = ["MARK", "ShelfLayout", "ShelfPlugin", "put_on_shelf"]
-
 MARK = "SHELF"
 INDEX = "index.shelf"
 TREE = "tree/"

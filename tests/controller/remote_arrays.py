@@ -12,8 +12,6 @@ from ckptcore.model.transfer import Pending
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 
-__all__ = ["RemoteArray", "RemoteArrayHandler"]
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:

@@ -26,8 +26,6 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
 from tests.controller.remote_arrays import RemoteArray
 
-__all__ = ["Crossing", "Elements", "WorkerProcesses"]
-
 Elements = Callable[[ArraySpec, Box], HostArray]
 """The elements of a box of an array, for tests; a function of a module, so that it can be sent to a process."""
 

@@ -11,8 +11,6 @@ from ckptcore.context import Context
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["new_place", "objects_at", "store_at"]
-
 _numbers = itertools.count()
 _NAMES: Final = "place"
 

@@ -27,8 +27,6 @@ from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-__all__ = ["LIMITS", "SAMPLES", "Sample"]
-
 Sample = Callable[[Path, int], None]
 """Writes a checkpoint into a new directory, with a number of about `n`."""
 

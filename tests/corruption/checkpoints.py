@@ -20,8 +20,6 @@ from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
 from tests.crashes.states import same_value
 
-__all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]
-
 _FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
 _SLACK_BYTES: Final = 1 << 16

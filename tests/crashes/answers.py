@@ -13,8 +13,6 @@ from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import IfTag, ObjectWriter, PutCondition, StorageBackend, StorageOpener, StorageOptions
 
-__all__ = ["SCHEME", "Answers", "Kept", "Mishap", "Storages"]
-
 SCHEME: Final = "answers"
 """The scheme of the storage."""
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
-__all__ = ["CALLS", "Call", "Disk", "calls_in"]
-
 CALLS: Final = (
     "openat", "mkdir", "write", "pwrite64", "fallocate", "fsync", "fdatasync", "rename", "renameat2", "unlink",
     "unlinkat",

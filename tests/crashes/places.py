@@ -17,8 +17,6 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
-__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through"]
-
 SCHEME: Final = "tested"
 """The scheme under which the tests open what they test."""
 

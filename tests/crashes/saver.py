@@ -24,8 +24,6 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
-__all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported", "partial_state"]
-
 OLD: Final = 1
 """The state that is there before a task."""
 

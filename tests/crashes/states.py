@@ -11,8 +11,6 @@ import numpy as np
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, CompositeCheckpointError
 
-__all__ = ["LARGE", "SMALL", "make_composite", "make_state", "same_value", "version_at", "version_of"]
-
 SMALL: Final = 200
 """Elements of an array of a state whose files are written in one piece."""
 

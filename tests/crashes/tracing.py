@@ -19,8 +19,6 @@ import pytest
 from tests.crashes.saver import NEW
 from tests.crashes.warm import WarmProgram
 
-__all__ = ["KillPoint", "Saver", "needs_strace"]
-
 _CALLS: Final = (
     "open", "openat", "creat", "close", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "symlink",
     "rename", "renameat", "renameat2", "write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "truncate",

@@ -22,8 +22,6 @@ from ckptcore.distributions import DISTRIBUTIONS
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.results import VerifyReport
 
-__all__ = ["digest", "outcomes"]
-
 
 def digest(value: object) -> str:
     """Return a hash of a loaded value: types, keys, dtypes, shapes and elements."""

@@ -15,8 +15,6 @@ from packaging.utils import canonicalize_name
 
 from tools.release import Wheel
 
-__all__ = ["Environment"]
-
 
 class Environment:
     """A virtual environment with some of our distributions, and with what they require.

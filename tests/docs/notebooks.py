@@ -19,8 +19,6 @@ from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock
 from tests.docs.running import page_module, run_python
 
-__all__ = ["Cell", "notebooks", "read_cells", "run_cells"]
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -9,8 +9,6 @@ from markdown_it import MarkdownIt
 
 from tests.architecture.sources import ROOT, project_files
 
-__all__ = ["CodeBlock", "code_blocks", "documentation_pages"]
-
 
 @dataclass(frozen=True)
 class CodeBlock:

@@ -11,8 +11,6 @@ from types import ModuleType
 
 from tests.docs.pages import CodeBlock
 
-__all__ = ["page_module", "run_program", "run_python"]
-
 
 def page_module(page: Path, purpose: str) -> ModuleType:
     """Create a module for the names of a page. Dataclasses and pickle find it in `sys.modules`.

@@ -19,8 +19,6 @@ from tests.fuzzing.places import Place
 from tests.fuzzing.reads import Read
 from tests.fuzzing.targets import Target
 
-__all__ = ["CORPUS", "Checker", "HarmError", "Observer"]
-
 CORPUS: Final = Path(__file__).parent / "corpus"
 """The seeds: for each target a directory of inputs. ``crash-*`` did harm once."""
 

@@ -11,8 +11,6 @@ from typing import Any, Final, Literal, TypeAlias
 import msgpack  # type: ignore[import-untyped]  # it has no types
 from ckptcore_testing.hostile_json import tamper
 
-__all__ = ["MUTATORS", "Mutator", "MutatorName"]
-
 MutatorName: TypeAlias = Literal["bytes", "json", "json lines", "msgpack", "pickle"]
 
 Mutator: TypeAlias = Callable[[bytes, random.Random], bytes | None]

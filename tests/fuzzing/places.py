@@ -18,21 +18,6 @@ from ckptcore_orbax.ocdbt.manifest import decode_manifest, encode_manifest
 
 from tests.fuzzing.mutations import MutatorName
 
-__all__ = [
-    "Files",
-    "Place",
-    "database_node_place",
-    "files_below",
-    "manifest_place",
-    "part_place",
-    "place",
-    "root_place",
-    "safetensors_place",
-    "session_place",
-    "shard_place",
-    "zip_place",
-]
-
 Files: TypeAlias = Mapping[str, bytes]
 """The contents of files, by their paths in a directory."""
 

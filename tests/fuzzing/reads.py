@@ -27,36 +27,6 @@ from ckptcore.events import timeline_from_json
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNameFormat, StepNames
 
-__all__ = [
-    "CONTEXT",
-    "READS",
-    "Read",
-    "convert",
-    "copy",
-    "delete",
-    "describe_lease",
-    "finalize",
-    "find_sound",
-    "list_manifest",
-    "load",
-    "load_dcp",
-    "load_members",
-    "load_safetensors",
-    "load_unverified",
-    "look",
-    "read_run",
-    "read_step_names",
-    "read_timeline",
-    "save_over",
-    "save_session",
-    "save_update",
-    "slice_safetensors",
-    "verify",
-    "view",
-    "view_with_parameters",
-    "with_own_temporary_files",
-]
-
 CONTEXT: Final = Context(durability="none", io=IOOptions(threads=1))
 _RELAXED: Final = Context(io=IOOptions(verify=False, threads=1))
 

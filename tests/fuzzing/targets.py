@@ -44,8 +44,6 @@ from tests.fuzzing.places import (
 )
 from tests.fuzzing.reads import Read
 
-__all__ = ["TARGETS", "Target"]
-
 _REPOSITORY: Final = Path(__file__).parents[2]
 _OURS: Final = _REPOSITORY / "tests/golden/checkpoints"
 _ORBAX: Final = _REPOSITORY / "plugins/layout_orbax/tests/golden"

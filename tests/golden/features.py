@@ -22,8 +22,6 @@ from ckptcore.policies import SpecificSteps
 from ckptcore.protocols import Coordinator
 from tests.golden.states import GOLDEN_PROCESSES, golden_composite, golden_state, golden_update
 
-__all__ = ["FEATURES", "METADATA", "host_state", "parts_state", "save_feature", "sessions", "sharded_state"]
-
 METADATA = {"made for": "tests/golden"}
 _QUICK = ckptcore.Context(durability="none")
 

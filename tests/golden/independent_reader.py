@@ -20,8 +20,6 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-__all__ = ["Leaf", "NotCommitted", "read_checkpoint", "read_composite"]
-
 _HEAD = re.compile(
     rb'\{"format":"ckptcore","version":\d+,"state":"(claimed|partial|committed)",'
     rb'"role":"(checkpoint|member|export)","save_id":"[0-9a-f]{16}",'

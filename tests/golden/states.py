@@ -13,18 +13,6 @@ import numpy as np
 
 import ckptcore
 
-__all__ = [
-    "GOLDEN_PROCESSES",
-    "GoldenFiles",
-    "Point",
-    "Settings",
-    "golden_composite",
-    "golden_files",
-    "golden_state",
-    "golden_update",
-    "large_state",
-]
-
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
     "complex64", "complex128", "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",

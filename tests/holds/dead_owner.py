@@ -12,8 +12,6 @@ from ckptcore.commit.location import commit_method
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import OPTIONS
 
-__all__ = ["leave_lease"]
-
 
 def leave_lease(directory: Path, setattr: Callable[[object, str, object], None] = setattr) -> locks.Lock:
     """Own a directory as a killed job does. From now on no locks of this process reach other hosts, as on FUSE.

@@ -10,8 +10,6 @@ from ckptcore_testing.faults import FaultPlan, SimulatedCrash, Step
 
 from ckptcore.commit.leases import Clock
 
-__all__ = ["Actor", "Choices", "Replay", "Turns", "every_order"]
-
 _STUCK_SECONDS: Final = 60.0
 _FREE_TURNS: Final = 100
 _MOST_TURNS: Final = 2000

@@ -14,8 +14,6 @@ from ckptcore.builtin.local import open_local
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
-__all__ = ["Counted", "Counting", "CountingPlugin", "assert_frugal"]
-
 _BLOCK_BYTES: Final = 1 << 20
 """Bytes of one checksum, which are read whole."""
 

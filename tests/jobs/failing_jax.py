@@ -16,8 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckptcore.protocols import Coordinator
 from tests.jobs.failing_job import PATIENCE_SECONDS, Cell, take_part, told_file
 
-__all__ = ["run"]
-
 
 class _JaxJob:
     """See `Job`."""

@@ -14,8 +14,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.protocols import Coordinator
 from tests.jobs.traps import SCHEME, Action, Trap, TrappedLayout, trapped_context
 
-__all__ = ["DEADLINE_SECONDS", "PATIENCE_SECONDS", "Cell", "Job", "take_part", "told_file"]
-
 DEADLINE_SECONDS: Final = 6.0
 """How long a rank waits for another where one is to be missing."""
 

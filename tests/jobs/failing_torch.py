@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ckptcore.protocols import Coordinator
 from tests.jobs.failing_job import Cell, take_part
 
-__all__ = ["run", "serve"]
-
 
 class _TorchJob:
     """See `Job`."""

@@ -20,8 +20,6 @@ import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
 from tests.jobs.failing_job import PATIENCE_SECONDS, Cell, told_file
 
-__all__ = ["fail", "name_of"]
-
 _MAY_COMMIT: Final = {
     "export",
     "rename",

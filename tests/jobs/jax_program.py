@@ -21,8 +21,6 @@ from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
 from tests.jobs.unequal_ranks import refusals, wait_for_late_rank
 
-__all__ = ["TASKS", "run"]
-
 P: Final[Any] = PartitionSpec
 ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)
 QUICK: Final = Context(durability="none")

@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 import ckptcore
 from tests.jobs.processes import Place
 
-__all__ = ["LAYERS", "Layers", "adamw", "go_on", "load_whole", "load_whole_by_torch", "optimizers", "stored_of"]
-
 LAYERS: Final = ("0", "1", "2", "3")
 """Of the whole model."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-__all__ = ["Place", "Program", "run_job"]
-
 _PATIENCE_SECONDS: Final = 240
 
 

@@ -7,8 +7,6 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-__all__ = ["LAYOUTS", "WHOLE", "assert_part"]
-
 LAYOUTS: Final = ("safetensors", "zarr3", "ocdbt", "dcp")
 
 WHOLE: Final = {

@@ -21,8 +21,6 @@ from ckptcore import PerProcess
 from ckptcore.errors import CheckpointError, RankFailedError
 from tests.jobs.processes import Place
 
-__all__ = ["TASKS", "run"]
-
 ROWS: Final = torch.arange(44.0).reshape(11, 4)
 _COLLECTIVES: Final = (
     "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced",

@@ -25,8 +25,6 @@ from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
 from tests.jobs.unequal_ranks import refusals, wait_for_late_rank
 
-__all__ = ["TASKS", "run"]
-
 QUICK: Final = ckptcore.Context(durability="none")
 
 

@@ -28,8 +28,6 @@ from ckptcore.policies import AnySave, FixedInterval, LatestN, PreemptionCheckpo
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.jobs.processes import Place
 
-__all__ = ["TASKS", "run"]
-
 LAYOUT: Final = "dcp"
 """In which each process has a file of its own."""
 

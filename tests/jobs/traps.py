@@ -20,8 +20,6 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, StorageBackend, StorageOpener, StorageOptions, WriteStore
 
-__all__ = ["SCHEME", "Action", "Trap", "TrappedError", "TrappedLayout", "trapped_context"]
-
 SCHEME: Final = "trapped"
 """The scheme of directories whose storage has traps."""
 

@@ -14,8 +14,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.job.gathering import LateRanks
 from tests.jobs.processes import Place
 
-__all__ = ["refusals", "wait_for_late_rank"]
-
 QUICK = Context(durability="none")
 
 

@@ -13,8 +13,6 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-__all__ = ["ARRAYS", "LAYOUTS", "STEP", "assert_box", "run_job"]
-
 LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
 STEP: Final = 7
 _PATIENCE_SECONDS: Final = 300

@@ -10,8 +10,6 @@ import torch
 
 from tests.launchers.states import ARRAYS
 
-__all__ = ["assert_is", "tensor_of"]
-
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """The same elements."""

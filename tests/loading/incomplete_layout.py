@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Layout, LayoutFactory
 
-__all__ = ["Incomplete"]
-
 
 class Incomplete:
     """Offers the layout ``incomplete``."""

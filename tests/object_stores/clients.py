@@ -21,8 +21,6 @@ from ckptcore.model import JSON
 from tests.crashes.states import make_state
 from tests.crashes.warm import WarmProgram
 
-__all__ = ["Client", "Program", "Task", "do"]
-
 _SECONDS: Final = 120
 
 Program = Literal["save", "overwrite", "step"]

@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CommitUnknownError
 
-__all__ = ["History"]
-
 _LONGEST_TEXT = 1500
 
 _FOREIGN = ("hyper::", "reqwest::", "object_store::", "Os {", "Kind:", "Traceback", "0x")

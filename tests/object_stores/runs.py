@@ -32,8 +32,6 @@ from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.histories import History
 from tests.object_stores.stores import LAYOUTS, ObjectStore, may_come_late
 
-__all__ = ["Outage", "Run", "expect_nothing_else", "release_directory", "run"]
-
 _PARTS: Final = 6 << 20
 """Elements of an array that is uploaded in parts."""
 

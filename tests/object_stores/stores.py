@@ -17,8 +17,6 @@ from ckptcore_testing import ProxiedRequest, StoreDialect
 import ckptcore
 from ckptcore.model import JSON
 
-__all__ = ["LAYOUTS", "STORES", "ObjectStore", "may_come_late"]
-
 LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
 """Every layout that saves."""
 

@@ -20,8 +20,6 @@ from ckptcore.policies import (
     StepInfo,
 )
 
-__all__ = ["POLICIES", "SINGLE_POLICIES", "histories"]
-
 METRIC_VALUES = st.one_of(st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(-3, 3).map(float))
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), METRIC_VALUES)

@@ -17,8 +17,6 @@ from ckptcore.loading.describe import describe_checkpoint
 from ckptcore.model import AbstractArray
 from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
 
-__all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
-
 Outcome: TypeAlias = str
 """The result of a reader as text: equal for two reads of the same save, different for two saves."""
 

@@ -19,19 +19,6 @@ from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.target import name_of_partial, name_of_save
 from tests.copying.places import objects_at, store_at
 
-__all__ = [
-    "LAYOUTS",
-    "SCHEMES",
-    "STATES",
-    "Objects",
-    "Place",
-    "save_composite",
-    "save_tree",
-    "save_update",
-    "state_of",
-    "tree_of",
-]
-
 LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
 """Every layout that saves."""
 

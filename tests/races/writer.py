@@ -17,8 +17,6 @@ import ckptcore
 from ckptcore.model import JSON
 from tests.races.states import LAYOUTS, save_composite, save_tree, save_update, tree_of
 
-__all__ = ["NOTHING", "Log", "State", "write"]
-
 _VERSIONS: Final = 3
 
 

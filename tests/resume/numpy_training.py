@@ -18,8 +18,6 @@ import ckptcore
 from ckptcore.policies import AnyPreservation, BestN, LatestN, PreservationPolicy
 from ckptcore.results import SaveHandle
 
-__all__ = ["POLICY", "digest", "main", "states"]
-
 POLICY: Final[PreservationPolicy] = AnyPreservation([LatestN(3), BestN(2, "loss", "min")])
 
 _ELEMENTS: Final = 20_000

@@ -13,8 +13,6 @@ import ckptcore
 from ckptcore.policies import LatestN
 from tests.resume.numpy_training import Batches
 
-__all__ = ["KEPT", "main", "make_state", "step_at"]
-
 KEPT: Final = 2
 """How many steps the process keeps."""
 

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Run", "Trainer", "trainer"]
-
 _SECONDS: Final = 120.0
 _EARLY: Final = (
     "ckptcore.training.checkpointer",

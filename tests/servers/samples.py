@@ -18,8 +18,6 @@ from ckptcore_testing import StorageSample
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOptions
 
-__all__ = ["SERVERS", "open_storage", "quick_sample"]
-
 SERVERS: Final[Mapping[str, StorageSample]] = {
     "azurite": AZURITE,
     server_kind(): S3,  # MiniStack, or what CKPTCORE_S3_SERVER names: Ceph

@@ -36,8 +36,6 @@ from ckptcore.training.steps import StepDirectory
 from tests.object_stores.stores import STORES
 from tests.storage.mounts import Mounts
 
-__all__ = ["PLACES", "Fault", "Place", "run"]
-
 _KEPT: Final = 4
 _ATTEMPTS: Final = 4
 """Failed saves of a step, after which everything is given back."""

@@ -17,8 +17,6 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.checkpointer.runs import ROOT, Watch, writes_arrays
 
-__all__ = ["Meeting", "Outage", "Silence", "Standstill"]
-
 
 class Standstill:
     """Lets whatever would write arrays to the far tier wait, until it is opened.

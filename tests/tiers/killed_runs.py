@@ -22,8 +22,6 @@ from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.checkpointer.runs import tree
 
-__all__ = ["STEPS", "count_requests", "kill_at", "open_far", "watched_tiers"]
-
 STEPS: Final = (3, 4)
 """Steps that the process saves, after steps 1 and 2."""
 

@@ -22,8 +22,6 @@ from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
 
-__all__ = ["TASKS", "run"]
-
 _SHAPE: Final = (12, 5)
 
 

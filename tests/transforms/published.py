@@ -11,8 +11,6 @@ import numpy as np
 import torch
 import transformers
 
-__all__ = ["EPSILON", "HEAD_DIM", "TOKENS", "logits", "publish"]
-
 HEAD_DIM, EPSILON = 16, 1e-6
 TOKENS = np.array([3, 65, 7, 7, 12, 0, 31])
 

@@ -13,8 +13,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from examples.minilm.pretrained import model_directory
 
-__all__ = ["BLOCK", "fp8_blocks", "minilm", "mxfp4_experts", "per_row", "per_tensor", "publish", "quantized"]
-
 BLOCK = (128, 128)
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -7,8 +7,6 @@ from typing import Any
 
 import xxhash
 
-__all__ = ["sealed"]
-
 
 def sealed(document: Any) -> bytes:
     """The bytes of a root that says this."""

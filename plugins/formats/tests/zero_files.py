@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FROZEN", "SHAPES", "array", "edit", "write_zero"]
-
 Shape = tuple[int, ...]
 SHAPES: Sequence[Mapping[str, Shape]] = (
     {"w": (5, 3, 2), "empty": (0, 3), "one": (1,), "long": (7, 11)},

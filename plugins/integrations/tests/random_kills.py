@@ -31,8 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-__all__ = ["Job", "Ledger", "LostError", "Process", "digest", "leftovers"]
-
 _CALLS: Final = ("open", "os.", "fcntl.", "shutil.")
 """Beginnings of the names of audit events that are calls of the operating system."""
 

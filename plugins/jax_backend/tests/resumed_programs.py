@@ -21,8 +21,6 @@ from orbax.checkpoint import v1
 
 import ckptcore
 
-__all__ = ["Program", "assert_all_resume", "assert_some_resume", "own"]
-
 
 class Program(NamedTuple):
     """A training program.

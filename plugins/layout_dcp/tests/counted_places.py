@@ -15,8 +15,6 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import LeafHandler, StorageBackend, StorageOpener, StorageOptions
 
-__all__ = ["CountedPlugin", "Part", "PartHandler", "counted", "place"]
-
 _SCHEME: Final = "counted"
 
 

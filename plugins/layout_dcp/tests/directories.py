@@ -10,8 +10,6 @@ from ckptcore.errors import ObjectNotFoundError
 from ckptcore.model import ChunkRead
 from ckptcore.protocols import StorageAddress
 
-__all__ = ["Directory"]
-
 
 @dataclass
 class Directory:

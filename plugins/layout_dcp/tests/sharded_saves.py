@@ -20,8 +20,6 @@ import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, Ready, Shard
 from ckptcore.protocols import Coordinator, LeafHandler
 
-__all__ = ["boxes_of", "save_ours", "save_torch"]
-
 
 def boxes_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> Sequence[Box]:
     """Return the box of each process of a mesh that divides the axes like DTensor and ``torch.chunk``."""

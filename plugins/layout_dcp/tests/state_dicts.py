@@ -15,20 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptcore.model import ArraySpec
 
-__all__ = [
-    "DTYPES",
-    "NESTED",
-    "VERSION",
-    "assert_same",
-    "blank",
-    "bytes_of",
-    "loaded",
-    "network",
-    "saved",
-    "tensor_of",
-    "trained",
-]
-
 VERSION = ("1.0.0",) if "version" in [field.name for field in dataclasses.fields(Metadata)] else ()
 """The argument of `Metadata` that PyTorch has had since version 2.8."""
 

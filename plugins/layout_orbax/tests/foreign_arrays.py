@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
 
-__all__ = ["DATABASES", "KNOWN_DTYPES", "ForeignArray", "foreign_arrays", "open_array", "tree_file", "write_arrays"]
-
 
 def _is_known(dtype: str) -> bool:
     try:

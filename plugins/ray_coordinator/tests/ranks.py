@@ -18,8 +18,6 @@ from ckptcore_ray.jobs import RayJob, make_job
 import ckptcore
 from ckptcore.protocols import Coordinator
 
-__all__ = ["Rank", "Ranks", "new_name"]
-
 T = TypeVar("T")
 
 

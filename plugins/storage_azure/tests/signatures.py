@@ -9,8 +9,6 @@ from urllib.parse import urlencode
 
 from ckptcore_azure.settings import EMULATOR_ACCOUNT, EMULATOR_KEY
 
-__all__ = ["account_signature"]
-
 
 def account_signature(permissions: str = "racwdl") -> str:
     """Return a signature for the blobs of the emulator's account.

@@ -14,8 +14,6 @@ from urllib.parse import parse_qs, unquote
 
 from plugins.storage_fsspec.tests.web_servers import RangesHandler
 
-__all__ = ["HubHandler"]
-
 REPOSITORY = "team/model"
 COMMIT = "a" * 40
 BUCKET = "team/box"

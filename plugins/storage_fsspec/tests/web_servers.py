@@ -13,8 +13,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PlainHandler", "RangesHandler", "serve_directory"]
-
 
 class PlainHandler(SimpleHTTPRequestHandler):
     """Python's own server: no ranges, but an index of each directory.

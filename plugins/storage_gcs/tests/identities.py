@@ -13,8 +13,6 @@ from typing import Any, Self
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-__all__ = ["TokenService"]
-
 
 class TokenService:
     """A local token service: https://oauth2.googleapis.com/token and the metadata server.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Reply", "ask", "in_two_parts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -13,8 +13,6 @@ from xml.sax.saxutils import escape
 
 from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply
 
-__all__ = ["HubGateway"]
-
 _DATE = "Sun, 29 Nov 2026 10:00:00 GMT"
 _PROXIED = ("aws-cli", "botocore", "aws-sdk-rust")
 _ENDS = ("/", "..")

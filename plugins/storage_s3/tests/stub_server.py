@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-__all__ = ["Reply", "Request", "StubServer", "error_reply", "stub_server"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -27,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptcore
 
-__all__ = ["CONDITIONS", "FORMS", "SOURCES", "Cell", "Run", "bits", "dense", "embedding", "job", "matrices", "wide"]
-
 Make: TypeAlias = Callable[[torch.nn.Module], Any]
 
 FORMS: Final = ("plain", "DDP", "recomputed", "compiled", "FSDP2")

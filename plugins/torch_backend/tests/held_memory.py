@@ -21,8 +21,6 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
 
-__all__ = ["OPERATIONS", "Operation", "State", "without_collector"]
-
 _SIZE: Final = 1 << 18
 """Elements of the large tensors: large enough for memory of their own."""
 

@@ -21,8 +21,6 @@ from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
 from ckptcore.protocols import Channels
 from ckptcore_collective.shares import Message, Round, SharedPlan, message_offsets
 
-__all__ = ["READ_AHEAD", "Broadcasts"]
-
 READ_AHEAD: Final = 4
 """Messages that are read ahead of sending."""
 

@@ -29,13 +29,6 @@ from ckptcore.runtime import runtime_of
 from ckptcore_collective.broadcasts import READ_AHEAD, Broadcasts
 from ckptcore_collective.shares import Message, MessageSizes, RequestedBoxes, Round, SharedPlan, plan_shares
 
-__all__ = [
-    "SharedArray",
-    "SharedAttempt",
-    "renumbered",
-    "stored_checkpoint",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedArray:

@@ -14,18 +14,6 @@ from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.transfer import Chunk, ReadItem
 from ckptcore.planning.partition import subtract
 
-__all__ = [
-    "ChunksOf",
-    "Message",
-    "MessageSizes",
-    "RequestedBoxes",
-    "Round",
-    "SharedPlan",
-    "cut_by_readers",
-    "message_offsets",
-    "plan_shares",
-]
-
 RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 

@@ -25,8 +25,6 @@ from ckptcore.temporary import TemporaryFile
 from ckptcore_formats.compressed_files import codec_of, decompressed, most_content_bytes
 from ckptcore_formats.tar_headers import is_tar, read_members
 
-__all__ = ["open_archive"]
-
 _HEAD_BYTES: Final = 512
 _ZIP_END_BYTES: Final = 22
 """Length of the last record of a zip without a comment (APPNOTE.TXT 4.3.16)."""

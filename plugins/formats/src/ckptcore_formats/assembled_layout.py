@@ -14,8 +14,6 @@ from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
 from ckptcore_formats.assembly import PLACES, RESTORE
 
-__all__ = ["AssembledLayout"]
-
 _SLAB_BYTES: Final = 1 << 24
 """Bytes that are read at a time to compare a checksum."""
 

@@ -41,23 +41,6 @@ from ckptcore.model.tree import leaf_count
 from ckptcore.planning import ChunkColumns
 from ckptcore.protocols import Inspection, ReadStore
 
-__all__ = [
-    "PLACES",
-    "RESTORE",
-    "Branch",
-    "Divided",
-    "Entry",
-    "Part",
-    "PartReader",
-    "Piece",
-    "Refused",
-    "Run",
-    "has_weights",
-    "inspection_of",
-    "pieces_of_part",
-    "run_of",
-]
-
 PLACES: Final = "places"
 """Key of the state for whole tensors, of `LocationColumns`."""
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple, Protocol
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.temporary import TemporaryFile
 
-__all__ = ["Codec", "codec_of", "decompressed", "decompressed_head", "most_content_bytes"]
-
 _BLOCK_BYTES: Final = 4 << 20
 _MAX_GROWTH: Final = 50
 """Most bytes of content for each byte of a file. A small file can contain terabytes, but no trained model."""

@@ -23,8 +23,6 @@ from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, has_weig
 from ckptcore_formats.deepspeed_universal import read_universal
 from ckptcore_formats.deepspeed_zero import Weights, Zero, named, rest_of
 
-__all__ = ["DeepSpeedLayout"]
-
 _OPTIM: Final = re.compile(
     r"((?:bf16_|fp16_)?zero_pp_rank_)([0-9]{1,9})(_mp_rank_([0-9]{1,9})_optim_states\.pt)", re.ASCII
 )

@@ -18,8 +18,6 @@ from ckptcore.protocols import ReadStore
 from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, Refused
 from ckptcore_formats.deepspeed_zero import PARTITIONS, Weights, named_groups, rest_of
 
-__all__ = ["read_universal"]
-
 _SUFFIX: Final = ".pt"
 _WEIGHT: Final = "fp32"
 _MAX_DEPTH: Final = 8

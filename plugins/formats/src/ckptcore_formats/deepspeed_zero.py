@@ -24,8 +24,6 @@ from ckptcore_formats.assembly import (
 from ckptcore_formats.flat_vectors import Vector, guarded, in_slices, in_vectors, stored_run
 from ckptcore_formats.rank_files import merge_parts
 
-__all__ = ["PARTITIONS", "Weights", "Zero", "named", "named_groups", "rest_of"]
-
 _FLAT_3: Final = "fp32_flat_groups"
 _FLAT_12: Final = "single_partition_of_fp32_groups"
 _STATE_3: Final = "optimizer_state_dict"

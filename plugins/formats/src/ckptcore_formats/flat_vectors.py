@@ -12,8 +12,6 @@ from ckptcore.model import ArraySpec
 from ckptcore.planning import boxes_of_range
 from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, Piece, Refused, Run, run_of
 
-__all__ = ["Vector", "guarded", "in_slices", "in_vectors", "stored_run"]
-
 
 def guarded(make: Callable[[], Entry]) -> Entry:
     """Return an array, or a leaf with the error if it cannot be read. The other leaves can be."""

@@ -47,8 +47,6 @@ from ckptcore_formats.inspections import first_member
 if TYPE_CHECKING:
     from ckptcore_formats.hdf5_objects import FileObjects
 
-__all__ = ["Hdf5Layout"]
-
 _MAGIC: Final = b"\x89HDF\r\n\x1a\n"
 _NAMES: Final = (".h5", ".hdf5")
 _WEIGHTS: Final = "model.weights.h5"

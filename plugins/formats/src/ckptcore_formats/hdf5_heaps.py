@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["HeapChecks"]
-
 _MAGIC: Final = b"GCOL\x01"
 _SUPERBLOCK: Final = b"\x89HDF\r\n\x1a\n"
 _LEAST_BYTES: Final = 4096

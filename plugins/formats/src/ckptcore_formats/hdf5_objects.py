@@ -20,8 +20,6 @@ from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
 from ckptcore_formats.hdf5_heaps import HeapChecks
 
-__all__ = ["Dataset", "FileObjects", "Place", "StoredFile", "open_file"]
-
 _WINDOW_BYTES: Final = 1 << 16
 _WINDOWS: Final = 8
 """Ranges that are kept: the library goes back and forth between the headers of groups, trees and datasets."""

@@ -17,8 +17,6 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LeafRecord, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf
 from ckptcore.protocols import Inspection
 
-__all__ = ["FileTree", "first_member", "inspection_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileTree:

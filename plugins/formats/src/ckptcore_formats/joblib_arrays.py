@@ -12,8 +12,6 @@ from ckptcore_dcp.pickle_reading import Call, Global, OutOfLine, Places, Value, 
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["JoblibArrays"]
-
 _WRAPPER: Final = Global("joblib.numpy_pickle", "NumpyArrayWrapper")
 _DTYPE: Final = Global("numpy", "dtype")
 _FROM_BUFFER: Final = Global("numpy._core.numeric", "_frombuffer")

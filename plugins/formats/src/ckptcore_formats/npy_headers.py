@@ -14,8 +14,6 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["HEAD_BYTES", "MAGIC", "NpyHeader", "read_header"]
-
 MAGIC: Final = b"\x93NUMPY"
 HEAD_BYTES: Final = 256
 """Bytes that have the header of most files: NumPy aligns arrays to 64 bytes."""

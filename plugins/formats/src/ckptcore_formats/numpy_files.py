@@ -38,8 +38,6 @@ from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_formats.inspections import FileTree, first_member, inspection_of
 from ckptcore_formats.npy_headers import HEAD_BYTES, MAGIC, NpyHeader, read_header
 
-__all__ = ["NumpyLayout"]
-
 _NPY: Final = ".npy"
 _NPZ: Final = ".npz"
 _SPARSE: Final = frozenset(["data", "format", "shape"])

@@ -38,8 +38,6 @@ from ckptcore_formats.compressed_files import Codec, codec_of, decompressed, dec
 from ckptcore_formats.inspections import FileTree, inspection_of
 from ckptcore_formats.joblib_arrays import JoblibArrays
 
-__all__ = ["PickleLayout"]
-
 _SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
 """Names of pickles of protocols 0 and 1, which have no first bytes of their own."""
 _WHOLE_BYTES: Final = 1 << 18

@@ -33,8 +33,6 @@ from ckptcore_formats.assembly import (
     pieces_of_part,
 )
 
-__all__ = ["RankFilesLayout", "merge_parts"]
-
 
 class _Kind(NamedTuple):
     """The names of the files of one kind, with the rank left out.

@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["TarMember", "is_tar", "read_members"]
-
 _BLOCK: Final = 512
 _REGULAR: Final = (b"0", b"\0", b"7")
 _LINKS: Final = {b"1": "a hard link", b"2": "a symbolic link"}

@@ -6,8 +6,6 @@ from typing import Final
 
 from ckptcore_testing import LayoutSample
 
-__all__ = ["DEEPSPEED", "HDF5", "NUMPY", "PICKLE", "RANKS", "TORCH_CHECKPOINTING"]
-
 DEEPSPEED: Final = LayoutSample(name="deepspeed", saves=False)
 HDF5: Final = LayoutSample(name="hdf5", saves=False)
 NUMPY: Final = LayoutSample(name="numpy", saves=False)

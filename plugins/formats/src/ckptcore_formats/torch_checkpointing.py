@@ -21,8 +21,6 @@ from ckptcore_formats.assembled_layout import AssembledLayout
 from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, has_weights, inspection_of
 from ckptcore_formats.rank_files import merge_parts
 
-__all__ = ["TorchCheckpointingLayout"]
-
 _METADATA: Final = "metadata.pkl"
 _ITEM: Final = re.compile(r"([\w-]+)_(0|[1-9][0-9]{0,8})\.pt", re.ASCII)
 _MAX_METADATA_BYTES: Final = 1 << 28

@@ -34,8 +34,6 @@ from ckptcore_incremental.session_claims import remove_unneeded, resume_sessions
 from ckptcore_incremental.session_tables import BEGIN_AGAIN, merge_sessions, read_sessions, session_key
 from ckptcore_incremental.sessions import expect_same_layout, expect_session_support
 
-__all__ = ["finalize_sessions"]
-
 _SHOWN: Final = 20
 """Maximum number of arrays in an error message."""
 

@@ -11,8 +11,6 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
 
-__all__ = ["OverlaidTree", "overlay"]
-
 _SHOWN: Final = 20
 """Maximum number of differences in an error message."""
 

@@ -32,18 +32,6 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import StorageBackend, Transaction
 
-__all__ = [
-    "OpenSession",
-    "PlannedSession",
-    "begin_session",
-    "expect_no_checkpoint",
-    "read_unchanged",
-    "remove_unneeded",
-    "resume_sessions",
-    "session_store",
-    "store_of_session",
-]
-
 T = TypeVar("T")
 
 

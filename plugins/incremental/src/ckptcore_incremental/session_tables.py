@@ -34,19 +34,6 @@ from ckptcore.model.tree import format_path
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.tree.merge import merge_trees
 
-__all__ = [
-    "BEGIN_AGAIN",
-    "SessionReceipts",
-    "decode_session",
-    "describe_session",
-    "encode_session",
-    "expect_unwritten",
-    "merge_sessions",
-    "read_sessions",
-    "session_key",
-    "written_boxes",
-]
-
 _VERSION: Final = 1
 BEGIN_AGAIN: Final = "remove this partial save, with all its sessions, by ckptcore.delete and begin again"
 """The remedy for a partial save that cannot be read, and of which there is no copy."""

@@ -38,8 +38,6 @@ from ckptcore_incremental.session_tables import (
     written_boxes,
 )
 
-__all__ = ["PartialSession", "expect_same_layout", "expect_session_support"]
-
 logger = logger_named("ckptcore.saving")
 
 

@@ -10,15 +10,6 @@ from ckptcore_torch.names import plain_module_names, plain_names
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = [
-    "adapter_tensors",
-    "frozen_names",
-    "gathered_adapters",
-    "has_adapters",
-    "is_data_parallel",
-    "outside_of_adapters",
-]
-
 
 def has_adapters(model: torch.nn.Module) -> bool:
     """Return True for a `PeftModel`, and for a model of Transformers after `add_adapter`."""

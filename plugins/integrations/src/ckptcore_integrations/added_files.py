@@ -15,17 +15,6 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.protocols import SaveCommit, StorageBackend
 
-__all__ = [
-    "MISSING_FILE",
-    "ObjectWithFiles",
-    "SaveWithFiles",
-    "check_files",
-    "digests_of",
-    "is_checkpoint",
-    "open_file",
-    "read_files",
-]
-
 MISSING_FILE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors of `open` if the directory has no such file. Others, such as those of a mount, say nothing about the file."""
 

@@ -26,8 +26,6 @@ from ckptcore import ArrayShard, ShardedArray
 from ckptcore.model import ArrayRecord, ArraySpec, Box, name_of_dtype
 from ckptcore.planning import boxes_of_range
 
-__all__ = ["OPTIMIZERS", "Fragment", "fragment_of_weight", "fragments_of"]
-
 OPTIMIZERS = (
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,

@@ -15,8 +15,6 @@ from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_integrations.deepspeed_fragments import Fragment, fragments_of
 
-__all__ = ["OptimizerState", "OptimizerStateHandler"]
-
 _NOT_ELEMENTWISE: Final = ("step", "eta", "mu", "mu_product")
 """Numbers in the states of PyTorch's optimizers, which have the shape of a parameter without axes."""
 

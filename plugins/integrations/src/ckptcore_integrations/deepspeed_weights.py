@@ -16,16 +16,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_integrations.deepspeed_fragments import OPTIMIZERS, fragment_of_weight, fragments_of
 
-__all__ = [
-    "SteppedWeights",
-    "SteppedWeightsHandler",
-    "Weights",
-    "WeightsHandler",
-    "has_sharded_weights",
-    "named_weights",
-    "steps_weights",
-]
-
 _MODULES: Final = ModuleHandler()
 
 

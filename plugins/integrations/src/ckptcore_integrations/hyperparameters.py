@@ -38,8 +38,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Layout
 
-__all__ = ["Notes"]
-
 logger = logger_named("ckptcore.integrations.hyperparameters")
 
 _Path: TypeAlias = tuple[str | int, ...]

@@ -22,8 +22,6 @@ from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore
 
 from ckptcore.events import logger_named
 
-__all__ = ["RandomGenerators", "load_counters", "neighbours", "state_of_counters"]
-
 logger = logger_named("ckptcore.integrations.keras")
 
 _COUNTERS: Final[Mapping[type, Sequence[str]]] = {

@@ -20,8 +20,6 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from ckptcore.events import logger_named
 
-__all__ = ["CommitsLater", "create_link", "install", "is_dangling", "newest_neighbor", "replacing_path", "saver_of"]
-
 logger = logger_named("ckptcore.integrations.lightning")
 
 _LINKED: Final = ".linking"

@@ -20,20 +20,6 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageErr
 from ckptcore_integrations.added_files import is_checkpoint
 from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
 
-__all__ = [
-    "as_directory",
-    "create_parent",
-    "delete",
-    "finish_replacement",
-    "is_directory",
-    "is_of_lightning",
-    "is_replaced_later",
-    "recover",
-    "replace_by_link",
-    "step_of",
-    "to_load",
-]
-
 _Path: TypeAlias = str | Path
 
 _SHARDED_METADATA: Final = "meta.pt"

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from ckptcore.protocols import ObjectWriter, RangeReader
 
-__all__ = ["InputStream", "OutputStream"]
-
 _BUFFER_BYTES: Final = 8 << 20
 """Smaller writes are collected up to this size."""
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from ckptcore.errors import CheckpointError
 
-__all__ = ["own_options"]
-
 _T = TypeVar("_T", bound=Callable[..., object])
 
 

@@ -16,8 +16,6 @@ from ckptcore.redaction import redacted_location
 from ckptcore.temporary import temporary_directory
 from ckptcore.training import expanded_location
 
-__all__ = ["Reference", "uploadable_copy"]
-
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 

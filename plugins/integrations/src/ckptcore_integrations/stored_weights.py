@@ -24,8 +24,6 @@ from ckptcore.model import Box
 from ckptcore.model.tree import Attribute, Key
 from ckptcore.results import StoredArray, StoredTree
 
-__all__ = ["StoredWeight", "StridedBox", "WeightReader", "elements_of", "strided_box"]
-
 _CPU: Final = torch.device("cpu")
 _PART: Final = Matching(unexpected="ignore")
 

@@ -21,16 +21,6 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from ckptcore.events import logger_named
 from ckptcore_integrations.added_files import MISSING_FILE, check_files, is_checkpoint, open_file
 
-__all__ = [
-    "bring_back",
-    "check_zip",
-    "delete_old_steps",
-    "delete_set_aside",
-    "newest_sound_step",
-    "set_aside",
-    "steps_of",
-]
-
 logger = logger_named("ckptcore.integrations.transformers")
 
 _STATE = "trainer_state.json"

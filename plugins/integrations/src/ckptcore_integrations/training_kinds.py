@@ -15,8 +15,6 @@ from ckptcore_torch.named_optimizers import NamedOptimizer
 from ckptcore import Context
 from ckptcore_integrations.adapters import adapter_tensors, is_data_parallel
 
-__all__ = ["Adapters", "Replicated", "Sharded", "TrainingKind", "optimizer_to_load", "training_kind"]
-
 
 class TrainingKind(Protocol):
     """A kind of training, such as FSDP. All processes call the methods together.

@@ -17,8 +17,6 @@ from ckptcore_jax import random_keys
 from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 from ckptcore_jax.shardings import sharding_from_notes
 
-__all__ = ["abstract_arrays", "abstract_leaves"]
-
 
 def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.

@@ -14,8 +14,6 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
 from ckptcore_jax.placements import box_of, placement_of
 
-__all__ = ["cast_elements", "check_dtype", "create_array", "is_on_cpu", "with_weak_type"]
-
 _SMALL_BYTES: Final = 1 << 20
 """Up to this size, copying twice is cheaper than a copy between arrays."""
 

@@ -16,8 +16,6 @@ from ckptcore.errors import PluginError, RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
 from ckptcore_jax.job_service import service_of_job
 
-__all__ = ["DeviceCollectives", "collectives_of_job"]
-
 _LEAST_BYTES: Final = 1 << 12
 """Smallest message size in bytes. Sizes are rounded up to powers of two, so that few computations are compiled."""
 

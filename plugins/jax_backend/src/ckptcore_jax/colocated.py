@@ -26,8 +26,6 @@ from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf
 from ckptcore_jax.worker_saves import HeldElements, LeafBoxes
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
-__all__ = ["ColocatedExecutor", "devices_by_host"]
-
 T = TypeVar("T")
 
 _CACHED: Final = 1 << 14

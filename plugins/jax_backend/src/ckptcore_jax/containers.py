@@ -22,8 +22,6 @@ from ckptcore_jax.static_content import (
     without_static,
 )
 
-__all__ = ["JoinPointHandler", "RegisteredContainer", "container_handler"]
-
 
 class RegisteredContainer(ContainerHandler):
     """Handler of registered containers: flattens them as JAX does.

@@ -21,8 +21,6 @@ from ckptcore.model import JSON, ArraySpec, Box, HostArray, Receipt, TreeMetadat
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_jax.staged_executor import StagedExecutor
 
-__all__ = ["ExecutorTests"]
-
 
 class ExecutorTests:
     """Conformance tests of an executor. Subclass it, and define the fixture `executor` and the methods for leaves.

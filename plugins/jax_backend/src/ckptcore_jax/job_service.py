@@ -10,8 +10,6 @@ from typing import Protocol, runtime_checkable
 
 from ckptcore.errors import PluginError
 
-__all__ = ["JobService", "KeyValueClient", "service_of_job"]
-
 _MODULE = "jax._src.distributed"
 
 

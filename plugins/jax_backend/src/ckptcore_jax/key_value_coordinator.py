@@ -12,8 +12,6 @@ from urllib.parse import quote
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore_jax.job_service import JobService, KeyValueClient, service_of_job
 
-__all__ = ["JobCoordinator", "KeyValueCoordinator", "coordinator_of_job"]
-
 _PIECE_BYTES: Final = 1 << 20
 """Maximum size of one value in bytes.
 

@@ -32,8 +32,6 @@ from ckptcore_jax.array_creation import create_array, is_on_cpu
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
 from ckptcore_jax.shardings import concrete_sharding
 
-__all__ = ["UNSUPPORTED_DTYPES", "JaxLeafHandler", "data_array", "is_committed", "leaf_handler", "with_elements"]
-
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
 )

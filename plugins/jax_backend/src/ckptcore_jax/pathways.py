@@ -10,8 +10,6 @@ import jax
 if TYPE_CHECKING:
     from ckptcore_jax.colocated import ColocatedExecutor
 
-__all__ = ["executor_of_pathways"]
-
 _PLATFORMS: Final = frozenset({"proxy", "pathways"})
 """Values of ``jax_platforms`` with Pathways. ``proxy`` is the documented value for Pathways on Cloud."""
 

@@ -14,8 +14,6 @@ from ckptcore.model import JSON, Box, Shard
 from ckptcore.planning import cuts_of
 from ckptcore_jax.shardings import notes_of
 
-__all__ = ["Placement", "box_of", "placement_of", "shards_in_process", "shards_of"]
-
 _CACHED = 1 << 14
 """Cache size for boxes of a sharding and a shape. A model has far fewer."""
 

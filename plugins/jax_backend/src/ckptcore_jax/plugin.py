@@ -10,16 +10,6 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArrayRecord
 from ckptcore.protocols import AbstractLeaves, Collectives, ContainerHandler, Coordinator, Executor, LeafHandler
 
-__all__ = [
-    "ckpt_collectives",
-    "ckpt_container_handler",
-    "ckpt_coordinator",
-    "ckpt_executor",
-    "ckpt_frameworks",
-    "ckpt_leaf_handler",
-    "ckpt_thread_settings",
-]
-
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:

@@ -14,19 +14,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
 from ckptcore_jax.array_creation import create_array
 
-__all__ = [
-    "KIND",
-    "build_keys",
-    "data_of",
-    "data_shape",
-    "data_sharding",
-    "dtype_of",
-    "expect_same_impl",
-    "impl_name",
-    "is_key",
-    "wrap_data",
-]
-
 KIND: Final = "jax.key"
 """Kind of a record whose elements are the data of random keys."""
 

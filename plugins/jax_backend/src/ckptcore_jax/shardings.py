@@ -13,8 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON
 
-__all__ = ["concrete_sharding", "notes_of", "sharding_from_notes"]
-
 _CACHED = 1 << 12
 """Cache size for notes of shardings. A model has far fewer."""
 

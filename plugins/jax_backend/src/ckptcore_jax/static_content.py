@@ -18,16 +18,6 @@ from ckptcore.model import Attribute, Key
 from ckptcore.model.tree import MAX_DEPTH
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
-__all__ = [
-    "MIXED_HANDLER",
-    "PYTHON_TYPES",
-    "MixedContainer",
-    "is_plain_named_tuple",
-    "merged_with_static",
-    "unwrapped",
-    "without_static",
-]
-
 _FUNCTION_TYPES: Final = frozenset(
     {
         types.BuiltinFunctionType,

@@ -16,8 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore_jax.leaves import UNSUPPORTED_DTYPES
 
-__all__ = ["SAMPLE", "SHARDED", "enable_x64", "host_memory"]
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["name"])
 @dataclasses.dataclass

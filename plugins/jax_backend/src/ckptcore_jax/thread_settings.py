@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.experimental
 
-__all__ = ["thread_settings"]
-
 
 def thread_settings() -> AbstractContextManager[None]:
     """Return a context manager that applies the settings of this thread to the thread that enters it.

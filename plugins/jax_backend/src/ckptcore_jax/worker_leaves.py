@@ -11,8 +11,6 @@ from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, Lea
 if TYPE_CHECKING:
     from ckptcore_jax.staged_executor import StagedExecutor
 
-__all__ = ["LeavesAtWorkers"]
-
 
 class LeavesAtWorkers(LeafHandler):
     """A leaf handler of a controller, which holds no boxes of leaves at its workers.

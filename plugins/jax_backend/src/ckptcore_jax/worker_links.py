@@ -20,8 +20,6 @@ from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.model import HostArray, dtype_from_name
 from ckptcore_jax.array_creation import cast_elements
 
-__all__ = ["Cuts", "ReadSpecs", "WorkerLink"]
-
 Cuts: TypeAlias = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
 """For each leaf of a write stage, its boxes: the number of the array that contains the box, and the slices."""
 

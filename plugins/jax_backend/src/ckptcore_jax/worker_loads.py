@@ -21,8 +21,6 @@ from ckptcore_jax.worker_stages import DerivationRecipe, LeafReads, ReadBoxes, W
 if TYPE_CHECKING:
     from ckptcore_jax.staged_executor import StagedExecutor
 
-__all__ = ["StagedReadResult", "WantedLeaf", "WorkerLoad"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from ckptcore_jax.worker_stages import WorkerOptions, WorkerPart, WriteParts, re
 if TYPE_CHECKING:
     from ckptcore_jax.staged_executor import StagedExecutor
 
-__all__ = ["HeldElements", "LeafBoxes", "WorkerSave", "raise_first"]
-
 
 @dataclass(frozen=True, slots=True)
 class LeafBoxes:

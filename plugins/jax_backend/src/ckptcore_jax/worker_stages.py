@@ -30,18 +30,6 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray, Layout
 from ckptcore.runtime import runtime_of
 
-__all__ = [
-    "DerivationRecipe",
-    "LeafReads",
-    "ReadBoxes",
-    "ReadStage",
-    "WorkerOptions",
-    "WorkerPart",
-    "WriteParts",
-    "WriteStage",
-    "read_report",
-]
-
 WriteStage: TypeAlias = Callable[[Sequence[Sequence[HostArray]]], bytes]
 """Called on a worker with the elements of the boxes of each held leaf. Returns the report. See `WriteParts`."""
 

@@ -22,8 +22,6 @@ from ckptcore_dcp.storages import (
 from ckptcore_dcp.streams import Streams, streamed_axes
 from ckptcore_dcp.zip_directories import STORED, Fetch
 
-__all__ = ["read_arrays"]
-
 
 def read_arrays(
     items: Sequence[ReadItem],

@@ -16,8 +16,6 @@ from ckptcore_dcp.storages import LocationColumns, StoredBytes, decode_locations
 from ckptcore_dcp.streams import Streams, verify_other_members
 from ckptcore_dcp.zip_directories import STORED
 
-__all__ = ["ItemIndex", "StorageIndex", "ZipIndex", "add_locations", "dcp_index"]
-
 _LOCATIONS: Final = "places"
 
 

@@ -21,8 +21,6 @@ from ckptcore_dcp.metadata import DcpMetadata
 from ckptcore_dcp.torch_files import read_torch_file
 from ckptcore_dcp.values import DecodedValue
 
-__all__ = ["with_common"]
-
 _COMMON: Final = "common.pt"
 _CONFIG: Final = "metadata.json"
 _OF_COMMON: Final = "torch"

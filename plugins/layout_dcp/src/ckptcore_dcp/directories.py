@@ -21,17 +21,6 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
 from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
 
-__all__ = [
-    "RANK_FILE",
-    "WRITER",
-    "dcp_files",
-    "find_dcp_files",
-    "find_rank_files",
-    "inspect_step_directory",
-    "is_torch_file",
-    "unfinished",
-]
-
 WRITER: Final = "torch.distributed.checkpoint"
 
 _METADATA: Final = ".metadata"

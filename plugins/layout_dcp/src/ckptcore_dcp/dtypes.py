@@ -7,18 +7,6 @@ from typing import Final
 
 from ckptcore.model import JSON, PLAIN_ARRAY, ArrayRecord, ArraySpec, Box
 
-__all__ = [
-    "FRAMEWORK",
-    "STORAGES",
-    "TORCH_DTYPES",
-    "known_dtype",
-    "physical_box",
-    "physical_spec",
-    "record_of_tensor",
-    "spec_and_kind",
-    "torch_dtype",
-]
-
 STORAGES: Final[Mapping[str, str]] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",

@@ -14,8 +14,6 @@ from ckptcore_dcp.pickles import Call, Global, OutOfLine, Persistent, Places, Va
 from ckptcore_dcp.stored_tensors import PickledBytes
 from ckptcore_dcp.zip_directories import Fetch
 
-__all__ = ["EmbeddedStorage", "EmbeddedStorages"]
-
 _LOAD: Final = Global("torch.storage", "_load_from_bytes")
 _ENCODE: Final = Global("_codecs", "encode")
 _FIRST_BYTES: Final = 1 << 11

@@ -20,8 +20,6 @@ from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import ZipMember, read_member
 
-__all__ = ["is_exported", "read_exported"]
-
 _FOLDERS: Final = {"data/weights/": "_weights_config.json", "data/constants/": "_constants_config.json"}
 """The end of the name of the list of tensors in each folder."""
 _DTYPES: Final = {

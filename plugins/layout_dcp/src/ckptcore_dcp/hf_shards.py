@@ -21,8 +21,6 @@ from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.dtypes import FRAMEWORK, spec_and_kind
 
-__all__ = ["inspect_shards"]
-
 _SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _INFO: Final = "DCP_SHARDING_INFO"
 _MAX_HEADER_BYTES: Final = 100_000_000

@@ -47,8 +47,6 @@ from ckptcore_dcp.pickled_trees import leaf_record
 from ckptcore_dcp.storages import LocationColumns
 from ckptcore_dcp.values import DecodedValue, ItemProblem, read_value_items, read_values
 
-__all__ = ["InspectedChunks", "inspect_dcp", "inspect_entries"]
-
 _METADATA: Final = ".metadata"
 _PICKLE: Final = b"\x80"
 """The first byte of a pickle of protocol 2 or later."""

@@ -23,8 +23,6 @@ from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["ItemRead", "StoredItem", "read_items"]
-
 _Templates: TypeAlias = TemplateCache[ArraySpec, ArrayLocation]
 
 _SMALL_BYTES: Final = 1 << 18

@@ -19,8 +19,6 @@ from isal import isal_zlib
 from ckptcore_dcp.zip_directories import DIRECTORY_ENTRY, STORED, ZipBytes, find_directory
 from ckptcore_dcp.zips import ZipMember
 
-__all__ = ["ItemTemplate", "TemplateCache"]
-
 Kind = TypeVar("Kind")
 Read = TypeVar("Read")
 

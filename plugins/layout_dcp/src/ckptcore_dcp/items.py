@@ -23,8 +23,6 @@ from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
 from ckptcore_dcp.zip_directories import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 from ckptcore_dcp.zips import DescriptorChecksum
 
-__all__ = ["TensorItem", "tensor_item", "value_item"]
-
 _FOLDER: Final = b"archive/"
 _ALIGNMENT: Final = 64
 """Alignment of elements within an item, in bytes. torch uses the same."""

@@ -27,8 +27,6 @@ from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, w
 from ckptcore_dcp.names import EntryCache, TreeEntries
 from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
 
-__all__ = ["DcpEntries", "DcpLayout"]
-
 _METADATA = ".metadata"
 _MANY_PROCESSES: Final = 1024
 """Default of `spread_from`. Object stores accept a few thousand requests a second per key prefix."""

@@ -18,8 +18,6 @@ from ckptcore_dcp.storages import StoredBytes
 from ckptcore_dcp.stored_tensors import storage_size
 from ckptcore_dcp.zip_directories import Fetch
 
-__all__ = ["is_legacy", "read_legacy"]
-
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _VERSION: Final = 1001
 _COUNT_BYTES: Final = 8

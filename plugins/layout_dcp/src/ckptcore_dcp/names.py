@@ -38,8 +38,6 @@ from ckptcore.planning import leaf_names
 from ckptcore_dcp.metadata import DcpPath
 from ckptcore_dcp.pickles import Call, Global, Value
 
-__all__ = ["ArrayEntry", "EntryCache", "TreeEntries", "ValueEntry", "tree_entries", "tree_of_names"]
-
 _ORDERED: Final = Global("collections", "OrderedDict")
 
 _COLUMNS: Final = ("list", "tuple", "dict")

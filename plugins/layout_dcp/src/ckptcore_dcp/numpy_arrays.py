@@ -18,8 +18,6 @@ from ckptcore_dcp.pickles import Call, Global, OutOfLine, Places, Value, brief, 
 from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
 from ckptcore_dcp.structures import Fields, arrays_of
 
-__all__ = ["MaskedArray", "NumpyReader", "NumpyValue", "Objects", "numpy_dtype"]
-
 _SCALAR: Final = "numpy.scalar"
 """Kind of the records of NumPy scalars, as the core saves them."""
 

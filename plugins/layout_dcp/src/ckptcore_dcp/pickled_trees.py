@@ -35,8 +35,6 @@ from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
 from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, stored_tensor
 from ckptcore_dcp.tensor_parts import TensorPart, tensor_part
 
-__all__ = ["Column", "Leaf", "Unreadable", "leaf_record", "tree_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:

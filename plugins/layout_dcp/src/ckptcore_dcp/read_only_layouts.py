@@ -10,8 +10,6 @@ from ckptcore.model import JSON, Receipt, TreeMetadata
 from ckptcore.protocols import ChunkIndex, Layout, Snapshot, WriteStore
 from ckptcore_dcp.chunk_index import StorageIndex
 
-__all__ = ["ReadOnlyLayout"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadOnlyLayout(Layout):

@@ -29,22 +29,6 @@ from ckptcore_dcp.stored_tensors import ByteForm, StoredTensor, c_strides, check
 from ckptcore_dcp.zip_directories import DEFLATED, MAX_INFLATE_RATIO, STORED, Fetch
 from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 
-__all__ = [
-    "ArrayLocation",
-    "LocationColumns",
-    "StoredBytes",
-    "damaged_storage",
-    "decode_locations",
-    "finish_buffer",
-    "gather",
-    "pickled_storages",
-    "read_box",
-    "read_storage",
-    "should_read_whole",
-    "verify_storage",
-    "zip_storages",
-]
-
 _FORMS: Final[Mapping[ByteForm, int]] = {
     "bytes": STORED, "text": 1 << 16, "escaped text": 1 << 17, "escaped bytes": 1 << 18,
 }  # fmt: skip

@@ -12,17 +12,6 @@ from ckptcore.model import PLAIN_ARRAY, ArraySpec
 from ckptcore_dcp.dtypes import STORAGES, known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
-__all__ = [
-    "ByteForm",
-    "FindStorage",
-    "PickledBytes",
-    "StoredTensor",
-    "c_strides",
-    "check_bounds",
-    "storage_size",
-    "stored_tensor",
-]
-
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
 _MAX_REPETITION: Final = 64

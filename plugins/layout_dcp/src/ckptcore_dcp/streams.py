@@ -21,8 +21,6 @@ from ckptcore_dcp.stored_tensors import c_strides
 from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, read_zip
 
-__all__ = ["Streams", "inflated_blocks", "streamed_axes", "verify_other_members"]
-
 _BLOCK_BYTES: Final = 8 << 20
 """Bytes that are read, or decompressed, at a time."""
 

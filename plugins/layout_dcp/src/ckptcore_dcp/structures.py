@@ -13,8 +13,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import name_of_dtype
 from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
 
-__all__ = ["Fields", "arrays_of"]
-
 Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
 """An array, what it is if it cannot be loaded, or the arrays of the fields of a structure by name."""
 

@@ -19,8 +19,6 @@ from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Value, brief
 from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, stored_tensor
 
-__all__ = ["TensorPart", "tensor_part"]
-
 _MAX_BOXES: Final = 1 << 12
 """Most boxes of one part. A `_StridedShard` of a real job has as many as the processes of one axis of its mesh."""
 _MAX_COUNT: Final = 1 << 62

@@ -6,6 +6,4 @@ from typing import Final
 
 from ckptcore_testing import LayoutSample
 
-__all__ = ["SAMPLE"]
-
 SAMPLE: Final = LayoutSample(name="torch", saves=False)

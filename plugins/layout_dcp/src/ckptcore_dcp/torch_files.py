@@ -48,8 +48,6 @@ from ckptcore_dcp.tensor_parts import TensorPart
 from ckptcore_dcp.zip_directories import STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["TorchFile", "TorchLayout", "read_torch_file"]
-
 _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
 """The stem, and the variant as older and newer versions of diffusers place it."""
 _KNOWN_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")

@@ -12,8 +12,6 @@ import zstandard
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 
-__all__ = ["undo_transforms"]
-
 _KNOWN: Final = "stream.zstd/1"
 
 

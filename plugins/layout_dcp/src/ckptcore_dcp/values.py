@@ -19,8 +19,6 @@ from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 
-__all__ = ["DecodedValue", "ItemProblem", "read_value_items", "read_values"]
-
 _Templates: TypeAlias = TemplateCache[None, None]
 ItemProblem: TypeAlias = CorruptCheckpointError | UnsupportedLeafError
 """The reason why an item cannot be read."""

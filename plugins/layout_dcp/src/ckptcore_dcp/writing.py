@@ -29,8 +29,6 @@ from ckptcore_dcp.items import tensor_item, value_item
 from ckptcore_dcp.metadata import ChunkRows, DcpChunkColumns, DcpValue
 from ckptcore_dcp.names import ValueEntry
 
-__all__ = ["MergedItems", "WrittenItems", "data_file_name", "write_items", "write_values"]
-
 _ALIGNMENT: Final = 64
 """Alignment of items in the file, in bytes. Preserves the alignment of elements within an item."""
 

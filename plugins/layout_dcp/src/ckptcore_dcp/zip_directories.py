@@ -12,27 +12,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = [
-    "DEFLATED",
-    "DESCRIPTOR_FOLLOWS",
-    "DIRECTORY_ENTRY",
-    "ENCRYPTED",
-    "END",
-    "END64",
-    "FULL16",
-    "FULL32",
-    "LOCAL_HEADER",
-    "LOCATOR",
-    "MAX_INFLATE_RATIO",
-    "STORED",
-    "DirectoryEntry",
-    "Fetch",
-    "ZipBytes",
-    "corrupt_zip",
-    "find_directory",
-    "read_entries",
-]
-
 LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
 """Fixed part of a local header, before the member's name (4.3.7)."""
 DIRECTORY_ENTRY: Final = struct.Struct("<4s6H3I5H2I")

@@ -31,8 +31,6 @@ from ckptcore_dcp.zip_directories import (
     read_entries,
 )
 
-__all__ = ["DescriptorChecksum", "ZipMember", "max_pickle_bytes", "read_member", "read_zip", "torch_members"]
-
 _ALIGNMENT: Final = 64
 """Minimum alignment of member content written by torch."""
 _NEAR_BYTES: Final = 1 << 16

@@ -10,8 +10,6 @@ import numpy as np
 
 from ckptcore.model import Checksum
 
-__all__ = ["CRC32C", "crc32c_of"]
-
 _POLYNOMIAL: Final = 0x82F63B78
 """Castagnoli polynomial, bit-reversed as in RFC 3720 appendix B.4: bit 31 is x^0, bit 0 is x^31."""
 

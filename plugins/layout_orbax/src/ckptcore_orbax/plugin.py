@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Layout, LayoutFactory
 
-__all__ = ["ckpt_layouts"]
-
 
 @hookimpl
 def ckpt_layouts() -> Mapping[str, LayoutFactory]:

@@ -12,8 +12,6 @@ from typing import Literal, TypeAlias
 from ckptcore_ray.outcomes import Delivered, LostRank, MissingRanks, Outcome
 from ckptcore_ray.progress import JobProgress, RankProgress, Waiting
 
-__all__ = ["Exchanges"]
-
 _Kind: TypeAlias = Literal["gather", "broadcast"]
 
 

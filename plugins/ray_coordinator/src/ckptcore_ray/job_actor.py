@@ -13,8 +13,6 @@ from ckptcore_ray.exchanges import Exchanges
 from ckptcore_ray.outcomes import EndedIncarnation, Outcome, RankMembership
 from ckptcore_ray.progress import JobProgress
 
-__all__ = ["JobActor", "process_token"]
-
 _POLL_SECONDS: Final = 0.5
 """Interval of the checks of awaited ranks."""
 

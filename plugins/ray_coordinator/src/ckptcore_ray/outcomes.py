@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Delivered", "EndedIncarnation", "LostRank", "MissingRanks", "Outcome", "RankMembership"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankMembership:

@@ -22,8 +22,6 @@ from ckptcore_azure.requests import AzureRequests
 from ckptcore_azure.service import AzureService
 from ckptcore_azure.uploads import BlockUpload
 
-__all__ = ["AzureContainer"]
-
 _MAX_BATCH_SIZE: Final = 256
 """https://learn.microsoft.com/rest/api/storageservices/blob-batch"""
 

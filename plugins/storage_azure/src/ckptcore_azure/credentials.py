@@ -12,8 +12,6 @@ from ckptcore_obstore.forks import reset_in_children
 
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["ANONYMOUS", "Credential", "CredentialSource", "DefaultTokens", "FixedCredential"]
-
 _SCOPE: Final = "https://storage.azure.com/.default"
 _EARLIER: Final = timedelta(minutes=5)
 """Time before the end of a token from which a new one is used."""

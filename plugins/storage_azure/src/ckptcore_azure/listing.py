@@ -10,8 +10,6 @@ from xml.etree import ElementTree
 from ckptcore_obstore.bucket_requests import BucketRequests
 from ckptcore_obstore.listing import ListPage, parse_response, text_of
 
-__all__ = ["list_blobs"]
-
 
 def list_blobs(
     bucket: BucketRequests, prefix: str, delimiter: str = "", *, uncommitted: bool = False

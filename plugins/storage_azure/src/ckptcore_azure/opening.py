@@ -16,8 +16,6 @@ from ckptcore_azure.containers import AzureContainer
 from ckptcore_azure.service import AzureService
 from ckptcore_azure.settings import Settings, settings_of
 
-__all__ = ["AzureContainers"]
-
 _CONTAINER: Final = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}|\$root|\$web")
 """https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata"""
 

@@ -12,8 +12,6 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 if TYPE_CHECKING:
     from ckptcore_azure.opening import AzureContainers
 
-__all__ = ["PLUGIN", "AzurePlugin"]
-
 _SCHEMES: Final = ("abfs", "abfss", "az", "azure")
 
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from ckptcore_obstore.failures import FailureKind, Refusal
 
-__all__ = ["REFUSALS"]
-
 _K = FailureKind
 _KEY: Final = "the blob or its scope has a customer-provided encryption key"
 _CUSTOMER: Final = "Use blobs without customer-provided encryption keys: this plugin does not support them"

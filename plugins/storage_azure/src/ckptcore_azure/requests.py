@@ -10,8 +10,6 @@ from ckptcore_obstore.plain_requests import PlainRequests, Response
 from ckptcore.protocols import Buffer
 from ckptcore_azure.service import AzureService
 
-__all__ = ["AzureRequests"]
-
 _VERSION: Final = "2023-11-03"
 """Version of the protocol: https://learn.microsoft.com/rest/api/storageservices/versioning-for-the-azure-storage-services"""
 

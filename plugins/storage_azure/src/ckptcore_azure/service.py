@@ -19,8 +19,6 @@ from ckptcore_azure.signing import shared_key_headers
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["AzureService"]
-
 _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the container and the account, or create it",

@@ -17,8 +17,6 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.model import JSON
 from ckptcore_azure.credentials import ANONYMOUS, Credential
 
-__all__ = ["EMULATOR_ACCOUNT", "EMULATOR_KEY", "OPTIONS", "Settings", "settings_of"]
-
 EMULATOR_ACCOUNT: Final = "devstoreaccount1"
 EMULATOR_KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _EMULATOR_URL: Final = f"http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"

@@ -14,8 +14,6 @@ from email.utils import format_datetime
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
-__all__ = ["shared_key_headers"]
-
 _SIGNED: Final = (
     "content-encoding",
     "content-language",

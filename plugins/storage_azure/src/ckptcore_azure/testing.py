@@ -22,8 +22,6 @@ from ckptcore_azure.requests import AzureRequests
 from ckptcore_azure.service import AzureService
 from ckptcore_azure.settings import EMULATOR_ACCOUNT, EMULATOR_KEY, settings_of
 
-__all__ = ["DIALECT", "SAMPLE", "Azurite", "azurite"]
-
 _PROGRAM: Final = "azurite-blob"
 _INSTALLED: Final = Path(sys.prefix, "azurite", "node_modules", ".bin")
 """The directory that `make azurite` installs it in."""

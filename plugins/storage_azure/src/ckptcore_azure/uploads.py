@@ -14,8 +14,6 @@ from ckptcore_obstore.failures import FailureKind, RequestFailed
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 
-__all__ = ["BlockUpload"]
-
 
 class BlockUpload:
     """A `PendingUpload` of blocks. Thread-safe.

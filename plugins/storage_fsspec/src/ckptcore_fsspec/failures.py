@@ -19,8 +19,6 @@ from ckptcore.errors import (
 )
 from ckptcore.redaction import chainable, redacted
 
-__all__ = ["MISSING_OBJECT_ERRORS", "converted_errors", "failure", "first_line", "is_about_credentials"]
-
 MISSING_OBJECT_ERRORS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Exceptions that file systems raise for a missing object."""
 

@@ -25,8 +25,6 @@ from ckptcore.model.tree import JSON
 from ckptcore.redaction import chainable, redacted_location
 from ckptcore_fsspec.failures import converted_errors, failure, first_line, is_about_credentials
 
-__all__ = ["PREFIX", "Connection", "FileSystem"]
-
 T = TypeVar("T")
 
 PREFIX: Final = "fsspec+"

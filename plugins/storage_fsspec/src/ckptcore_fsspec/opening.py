@@ -16,8 +16,6 @@ from ckptcore_fsspec.file_systems import PREFIX, Connection
 from ckptcore_fsspec.storage import FsspecStorage, ReadOnlyStorage
 from ckptcore_fsspec.web import WebStorage
 
-__all__ = ["open_url", "opens"]
-
 _WEB: Final = ("http", "https")
 
 _READ_ONLY: Final = ("data", "git", "github", "gist", "hf")

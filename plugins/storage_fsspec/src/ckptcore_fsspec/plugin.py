@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageOpener
 
-__all__ = ["ckpt_storage_for"]
-
 
 @hookimpl
 def ckpt_storage_for(scheme: str) -> StorageOpener | None:

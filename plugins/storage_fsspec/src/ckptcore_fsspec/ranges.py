@@ -8,8 +8,6 @@ from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["fill"]
-
 _MAX_GAP_BYTES: Final = 64 << 10
 """Largest gap between two ranges that one request reads."""
 

@@ -18,8 +18,6 @@ from ckptcore.errors import StorageError
 from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.file_systems import FileSystem
 
-__all__ = ["Response", "fetch", "fetch_to_file"]
-
 _SECONDS_TO_CONNECT: Final = 30.0
 _SECONDS_BETWEEN_BYTES: Final = 60.0
 _PIECE_BYTES: Final = 1 << 20

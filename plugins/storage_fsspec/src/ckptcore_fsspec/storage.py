@@ -27,9 +27,6 @@ from ckptcore_fsspec.ranges import fill
 from ckptcore_fsspec.write_methods import write_method_of
 from ckptcore_fsspec.writing import InOrderWriter
 
-__all__ = ["FsspecStorage", "ReadOnlyStorage"]
-
-
 _UNSIZED_READ_BYTES: Final = 64 << 20
 """Largest range that is read without knowing the size of the object."""
 

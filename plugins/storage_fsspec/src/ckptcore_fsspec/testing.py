@@ -10,8 +10,6 @@ from typing import Final
 
 from ckptcore_testing import StorageSample
 
-__all__ = ["SAMPLE"]
-
 
 @contextmanager
 def _open_memory(directory: Path) -> Iterator[str]:

@@ -20,8 +20,6 @@ from ckptcore_fsspec.ranges import fill
 from ckptcore_fsspec.requests import Response, fetch, fetch_to_file
 from ckptcore_fsspec.storage import ReadOnlyStorage
 
-__all__ = ["WebStorage"]
-
 logger = logger_named("ckptcore_fsspec.web")
 
 _MAX_DIRECTORIES: Final = 10_000

@@ -17,8 +17,6 @@ from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import FileSystem
 
-__all__ = ["Sink", "WriteMethod", "write_method_of"]
-
 T = TypeVar("T")
 
 _DELETIONS_AT_ONCE: Final = 32

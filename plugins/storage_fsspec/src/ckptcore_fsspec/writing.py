@@ -14,8 +14,6 @@ from ckptcore.temporary import TemporaryFile
 from ckptcore_fsspec.failures import converted_errors, first_line
 from ckptcore_fsspec.write_methods import Sink
 
-__all__ = ["InOrderWriter"]
-
 logger = logger_named("ckptcore_fsspec.writing")
 
 _MAX_BUFFERED_BYTES: Final = 32 << 20

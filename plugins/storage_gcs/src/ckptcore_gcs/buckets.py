@@ -14,8 +14,6 @@ from ckptcore_gcs.json_requests import MAX_BATCH_SIZE, JsonRequests
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.uploads import CompositeUpload
 
-__all__ = ["GcsBucket"]
-
 
 class GcsBucket(Bucket):
     """A bucket of GCS. Thread-safe. Methods raise `RequestFailed` if a request fails."""

@@ -17,8 +17,6 @@ from ckptcore.redaction import chainable, redacted
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
 
-__all__ = ["DefaultTokens", "FixedToken", "Token", "TokenSource"]
-
 _SCOPES: Final = ("https://www.googleapis.com/auth/devstorage.read_write",)
 
 _MAX_MESSAGE_LENGTH: Final = 300

@@ -20,8 +20,6 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failu
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
 
-__all__ = ["MAX_BATCH_SIZE", "MAX_COMPONENTS", "JsonRequests"]
-
 MAX_BATCH_SIZE: Final = 100
 """Maximum number of requests in a batch: https://cloud.google.com/storage/docs/batch"""
 

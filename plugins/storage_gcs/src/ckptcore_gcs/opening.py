@@ -14,8 +14,6 @@ from ckptcore_gcs.buckets import GcsBucket
 from ckptcore_gcs.service import GcsService
 from ckptcore_gcs.settings import Settings, settings_of
 
-__all__ = ["GcsBuckets"]
-
 _SCHEMES: Final = ("gs", "gcs")
 
 

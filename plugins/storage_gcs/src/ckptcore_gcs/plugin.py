@@ -11,8 +11,6 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 if TYPE_CHECKING:
     from ckptcore_gcs.opening import GcsBuckets
 
-__all__ = ["PLUGIN", "GcsPlugin"]
-
 
 class GcsPlugin:
     """Opens ``gs://bucket/directory``, and fsspec's spelling ``gcs://``. Thread-safe."""

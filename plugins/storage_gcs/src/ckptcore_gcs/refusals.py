@@ -13,8 +13,6 @@ from typing import Final
 
 from ckptcore_obstore.failures import SHARED_REFUSALS, FailureKind, Refusal
 
-__all__ = ["REFUSALS"]
-
 _K = FailureKind
 _BILLING: Final = "Check the billing of the project, or set the option 'user_project' to another"
 _PROJECT: Final = "Set the option 'user_project' to a project that exists and pays"

@@ -19,8 +19,6 @@ from ckptcore_gcs.settings import Settings
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["GcsService"]
-
 _PERMISSION: Final = re.compile(r"does not have ([a-zA-Z]+\.[a-zA-Z.]+) access")
 """The message of a missing permission."""
 

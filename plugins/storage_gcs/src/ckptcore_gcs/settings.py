@@ -14,8 +14,6 @@ from ckptcore_obstore.services import Tuning
 from ckptcore.errors import InvalidLocationError
 from ckptcore.model import JSON
 
-__all__ = ["OPTIONS", "Settings", "settings_of"]
-
 _OF_GOOGLE: Final = ("CLOUDSDK_", "GCE_", "GOOGLE_", "HOME")
 
 OPTIONS: Final[Mapping[str, Option]] = {

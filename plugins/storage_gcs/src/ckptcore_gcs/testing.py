@@ -9,8 +9,6 @@ from ckptcore_testing import StorageSample
 from ckptcore_testing.gcs_servers import gcs_server
 from ckptcore_testing.shared_buckets import SharedBucket
 
-__all__ = ["FAKE_GCS_SERVER", "SAMPLE"]
-
 SAMPLE: Final = StorageSample(scheme="gs", open=SharedBucket("gs", gcs_server).open, costly=True, aliases=("gcs",))
 """GCS on the strict server of ckptcore-testing."""
 

@@ -12,8 +12,6 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
 
-__all__ = ["CompositeUpload"]
-
 
 class CompositeUpload:
     """An object composed of temporary objects by the JSON API. Thread-safe.

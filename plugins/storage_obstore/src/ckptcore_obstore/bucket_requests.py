@@ -14,8 +14,6 @@ from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
 
-__all__ = ["PUT_ID_KEY", "BucketRequests", "ObjectState"]
-
 T = TypeVar("T")
 
 PUT_ID_KEY: Final = "ckptcoreput"

@@ -21,8 +21,6 @@ from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "ReadResult"]
-
 _LOG: Final = logger_named("ckptcore.storage")
 
 _MAX_DELETED_KEYS: Final = 1000

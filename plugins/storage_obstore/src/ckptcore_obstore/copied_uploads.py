@@ -14,8 +14,6 @@ from ckptcore.protocols import IF_ABSENT, Buffer, PutCondition
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.uploads import PendingUpload
 
-__all__ = ["TEMPORARY_INFIX", "CopiedUpload", "Copy", "upload_id_of"]
-
 TEMPORARY_INFIX: Final = ".ckptcore-upload-"
 """The key of a temporary object is that of the object, this, and an id."""
 

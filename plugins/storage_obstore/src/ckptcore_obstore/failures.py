@@ -12,19 +12,6 @@ from xml.etree import ElementTree
 
 from ckptcore.redaction import redacted
 
-__all__ = [
-    "SHARED_REFUSALS",
-    "Failure",
-    "FailureKind",
-    "Refusal",
-    "Refusals",
-    "RequestFailed",
-    "Tried",
-    "failure_of_response",
-    "failure_of_text",
-    "refusal_of",
-]
-
 
 class FailureKind(enum.Enum):
     """Kind of a failure, with its text in errors."""

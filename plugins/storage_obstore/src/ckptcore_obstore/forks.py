@@ -10,8 +10,6 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["reset_in_children"]
-
 
 class _Resettable(Protocol):
     """An object that can be reset."""

@@ -11,8 +11,6 @@ from typing import Final
 from ckptcore.events import logger_named
 from ckptcore_obstore.forks import reset_in_children
 
-__all__ = ["AdaptiveLimit"]
-
 _LOG: Final = logger_named("ckptcore.storage")
 
 _MIN_LIMIT: Final = 1

@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 from ckptcore_obstore.bucket_requests import BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 
-__all__ = ["ListPage", "key_decoder_of", "list_objects", "parse_response", "text_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ListPage:

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, TypeVar
 
-__all__ = ["OpenBuckets"]
-
 K = TypeVar("K", bound=Hashable)
 B = TypeVar("B")
 

@@ -11,8 +11,6 @@ from ckptcore.model import JSON
 from ckptcore_obstore.retrying import RetryPolicy
 from ckptcore_obstore.services import Tuning
 
-__all__ = ["Option", "check_options", "choice", "flag", "number", "text", "tuning_of", "tuning_options"]
-
 _MIB: Final = 1 << 20
 
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from ckptcore_obstore.uploads import MAX_PARTS
 
-__all__ = ["Part", "PartSizes"]
-
 _PARTS_PER_SIZE: Final = 1000
 """Number of parts of equal size in an object of unknown size.
 

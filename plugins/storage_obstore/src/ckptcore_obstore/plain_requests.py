@@ -20,8 +20,6 @@ from ckptcore_obstore.services import Service, read_certificates
 if TYPE_CHECKING:
     import urllib3
 
-__all__ = ["PlainRequests", "Response", "proxy_of"]
-
 _TUNNEL: Final = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
 """The message of `http.client` if a proxy refuses to connect to a host."""
 

@@ -12,8 +12,6 @@ from ckptcore.events import logger_named
 from ckptcore_obstore.failures import FailureKind, RequestFailed, Tried
 from ckptcore_obstore.limits import AdaptiveLimit
 
-__all__ = ["RetryPolicy", "try_request"]
-
 T = TypeVar("T")
 
 _LOG: Final = logger_named("ckptcore.storage")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-__all__ = ["runs_here"]
-
 _IMPORTED_IN: Final = os.getpid()
 """Process of the first request, which imports this module."""
 

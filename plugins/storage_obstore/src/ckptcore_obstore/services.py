@@ -14,8 +14,6 @@ from ckptcore_obstore.retrying import RetryPolicy
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Service", "Tuning", "client_options", "read_certificates"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:

@@ -14,8 +14,6 @@ from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.storage_errors import converted_errors, error_of
 from ckptcore_obstore.writer import PartWriter
 
-__all__ = ["ObjectStoreDirectory"]
-
 
 class ObjectStoreDirectory(StorageBackend):
     """Objects in a directory of a bucket. Thread-safe."""

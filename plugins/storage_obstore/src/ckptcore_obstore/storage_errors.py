@@ -26,8 +26,6 @@ from ckptcore_obstore.failures import FailureKind, RequestFailed, refusal_of
 from ckptcore_obstore.plain_requests import proxy_of
 from ckptcore_obstore.services import Service
 
-__all__ = ["converted_errors", "error_of"]
-
 _ERRORS: Final[dict[FailureKind, type[StorageError]]] = {
     FailureKind.MISSING: ObjectNotFoundError,
     FailureKind.NO_BUCKET: BucketNotFoundError,

@@ -13,8 +13,6 @@ from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
 from ckptcore_obstore.listing import key_decoder_of, parse_response, text_of
 
-__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "PendingUpload", "Upload", "list_uploads"]
-
 MAX_PARTS: Final = 10_000
 MIN_PART_BYTES: Final = 5 << 20
 """Limits of S3. The last part may be smaller than the minimum.

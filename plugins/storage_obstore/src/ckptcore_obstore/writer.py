@@ -17,8 +17,6 @@ from ckptcore_obstore.part_sizes import Part, PartSizes
 from ckptcore_obstore.storage_errors import converted_errors
 from ckptcore_obstore.uploads import PendingUpload
 
-__all__ = ["PartWriter"]
-
 _LOG: Final = logger_named("ckptcore.storage")
 
 

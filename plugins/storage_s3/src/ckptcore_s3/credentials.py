@@ -14,8 +14,6 @@ from ckptcore_obstore.forks import reset_in_children
 from ckptcore.redaction import chainable, redacted
 from ckptcore_s3.sessions import open_session, refused_settings
 
-__all__ = ["ChainCredentials", "CredentialSource", "Credentials", "FixedCredentials", "environment_credentials"]
-
 _CACHE_SECONDS: Final = 60.0
 """Time for which credentials are cached. Then botocore is asked again, and refreshes them if needed."""
 

@@ -15,8 +15,6 @@ from ckptcore.redaction import redacted_location
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import Settings, settings_of
 
-__all__ = ["S3Buckets"]
-
 _SCHEME: Final = "s3://"
 _DIRECTORY_BUCKET: Final = "--x-s3"
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html"""

@@ -11,8 +11,6 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 if TYPE_CHECKING:
     from ckptcore_s3.opening import S3Buckets
 
-__all__ = ["PLUGIN", "S3Plugin"]
-
 
 class S3Plugin:
     """Opens ``s3://bucket/directory``. Thread-safe."""

@@ -12,8 +12,6 @@ from typing import Final
 
 from ckptcore_obstore.failures import SHARED_REFUSALS, FailureKind, Refusal
 
-__all__ = ["REFUSALS"]
-
 _K = FailureKind
 _ENDPOINT: Final = "Check the endpoint and the option 'addressing_style'"
 _KEY: Final = "the KMS key of the bucket or of the option 'sse_kms_key_id' cannot be used"

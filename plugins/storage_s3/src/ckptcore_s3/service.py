@@ -26,8 +26,6 @@ from ckptcore_s3.signing import signed_headers
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["S3Service"]
-
 _ACTION: Final = re.compile(r"not authorized to perform: (\w+:\w+)")
 """The message of AccessDenied in the same account."""
 

@@ -20,8 +20,6 @@ from ckptcore.redaction import chainable, redacted
 if TYPE_CHECKING:
     from ckptcore_s3.settings import Settings
 
-__all__ = ["Place", "check_endpoint", "find_place", "open_session", "refused_settings"]
-
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 _VARIABLES: Final = {"config_file": "AWS_CONFIG_FILE", "credentials_file": "AWS_SHARED_CREDENTIALS_FILE"}

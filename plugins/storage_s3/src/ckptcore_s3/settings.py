@@ -15,8 +15,6 @@ from ckptcore.model import JSON
 from ckptcore_s3.credentials import Credentials
 from ckptcore_s3.sessions import check_endpoint
 
-__all__ = ["OPTIONS", "Settings", "settings_of"]
-
 OPTIONS: Final[Mapping[str, Option]] = {
     "endpoint": text("URL of the service; plain HTTP needs http:// here or in AWS_ENDPOINT_URL(_S3)"),
     "region": text("region of the bucket"),

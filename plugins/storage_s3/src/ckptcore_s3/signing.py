@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from ckptcore_s3.credentials import Credentials
 
-__all__ = ["signed_headers"]
-
 
 def signed_headers(
     method: str,

@@ -15,8 +15,6 @@ from ckptcore_gcs_server.objects import Properties, StoredObject, crc32c, md5
 from ckptcore_gcs_server.refusals import bucket_conflict, invalid, no_bucket, no_object
 from ckptcore_gcs_server.uploads import PartUpload, ResumableSession
 
-__all__ = ["Buckets", "Listing"]
-
 _LONGEST_NAME = 1024
 
 

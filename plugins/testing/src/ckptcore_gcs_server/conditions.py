@@ -15,8 +15,6 @@ from ckptcore_gcs_server.messages import Request
 from ckptcore_gcs_server.objects import StoredObject
 from ckptcore_gcs_server.refusals import condition_not_met, invalid, not_implemented, not_modified
 
-__all__ = ["Conditions", "check_entity_tags", "json_conditions", "refuse_conditions", "xml_conditions"]
-
 _XML_HEADERS: Final = (
     "x-goog-if-generation-match",
     "x-goog-if-generation-not-match",

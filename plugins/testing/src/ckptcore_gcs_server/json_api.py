@@ -15,8 +15,6 @@ from ckptcore_gcs_server.objects import Properties, StoredObject
 from ckptcore_gcs_server.ranges import media_response
 from ckptcore_gcs_server.refusals import Refusal, invalid, not_implemented
 
-__all__ = ["JsonApi", "generation_of", "page_start", "page_token", "properties_of"]
-
 _LONGEST_PAGE: Final = 1000
 _MAX_COMPONENTS: Final = 32
 _FIXED_FIELDS: Final = ("cacheControl", "contentDisposition", "contentEncoding", "contentLanguage")

@@ -12,8 +12,6 @@ from urllib.parse import parse_qsl, urlsplit
 from ckptcore_gcs_server.messages import Request, Response
 from ckptcore_gcs_server.refusals import invalid
 
-__all__ = ["answer_batch"]
-
 _MAX_REQUESTS: Final = 100
 _BOUNDARY: Final = "batch_of_the_fake"
 

@@ -17,8 +17,6 @@ from ckptcore_gcs_server.objects import Properties, crc32c, md5
 from ckptcore_gcs_server.refusals import Refusal, invalid, no_upload, not_implemented
 from ckptcore_gcs_server.uploads import ResumableSession
 
-__all__ = ["JsonUploads"]
-
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(?:(\d+)|\*)")
 
 

@@ -10,8 +10,6 @@ from xml.sax.saxutils import escape
 
 from ckptcore_gcs_server.refusals import Refusal, invalid
 
-__all__ = ["Intercept", "Request", "Response", "json_response", "refusal_as_json", "refusal_as_xml", "xml_response"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

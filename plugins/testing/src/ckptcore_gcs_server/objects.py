@@ -13,8 +13,6 @@ from urllib.parse import quote
 
 import google_crc32c
 
-__all__ = ["Properties", "StoredObject", "crc32c", "md5"]
-
 
 def md5(data: bytes) -> str:
     """Return the MD5 of bytes in base64, the service's format."""

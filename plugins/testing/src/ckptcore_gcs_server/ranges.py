@@ -8,8 +8,6 @@ from typing import Final
 from ckptcore_gcs_server.messages import Request, Response
 from ckptcore_gcs_server.objects import StoredObject
 
-__all__ = ["media_response"]
-
 _RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
 
 

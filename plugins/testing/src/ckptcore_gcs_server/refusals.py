@@ -6,19 +6,6 @@ https://cloud.google.com/storage/docs/xml-api/reference-status (``Code``).
 
 from __future__ import annotations
 
-__all__ = [
-    "Refusal",
-    "bucket_conflict",
-    "condition_not_met",
-    "invalid",
-    "no_bucket",
-    "no_object",
-    "no_upload",
-    "not_implemented",
-    "not_modified",
-    "unauthorized",
-]
-
 
 class Refusal(Exception):
     """A refused request.

@@ -14,8 +14,6 @@ from urllib.parse import parse_qsl, urlsplit
 from ckptcore_gcs_server.messages import Intercept, Request, Response
 from ckptcore_gcs_server.service import Service
 
-__all__ = ["StrictGcs"]
-
 
 class StrictGcs:
     """A GCS server on 127.0.0.1, in memory and in threads of this process. Use it as a context manager.

@@ -10,8 +10,6 @@ from ckptcore_gcs_server.messages import Request, Response, refusal_as_json, ref
 from ckptcore_gcs_server.refusals import Refusal, unauthorized
 from ckptcore_gcs_server.xml_api import XmlApi
 
-__all__ = ["Service"]
-
 
 class Service:
     """Answers requests. Thread-safe.

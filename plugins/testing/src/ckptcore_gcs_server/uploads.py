@@ -13,8 +13,6 @@ from ckptcore_gcs_server.conditions import Conditions
 from ckptcore_gcs_server.objects import Properties
 from ckptcore_gcs_server.refusals import Refusal, invalid
 
-__all__ = ["PartUpload", "ResumableSession"]
-
 _SMALLEST_PART: Final = 5 << 20
 _MAX_PARTS: Final = 10_000
 _QUANTUM: Final = 256 << 10

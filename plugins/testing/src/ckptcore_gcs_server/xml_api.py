@@ -16,8 +16,6 @@ from ckptcore_gcs_server.ranges import media_response
 from ckptcore_gcs_server.refusals import not_implemented
 from ckptcore_gcs_server.xml_uploads import XmlUploads, properties_in_headers, spelling
 
-__all__ = ["XmlApi"]
-
 _NAMESPACE: Final = "http://doc.s3.amazonaws.com/2006-03-01"
 _LONGEST_PAGE: Final = 1000
 

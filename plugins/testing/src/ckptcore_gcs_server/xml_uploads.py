@@ -16,8 +16,6 @@ from ckptcore_gcs_server.objects import Properties, crc32c
 from ckptcore_gcs_server.refusals import invalid, no_upload, not_implemented
 from ckptcore_gcs_server.uploads import PartUpload
 
-__all__ = ["XmlUploads", "properties_in_headers", "spelling"]
-
 _LONGEST_PAGE: Final = 1000
 _NAMESPACE: Final = re.compile(r"^\{.*\}")
 

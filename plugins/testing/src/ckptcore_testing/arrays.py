@@ -10,8 +10,6 @@ import numpy as np
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name, name_of_dtype
 
-__all__ = ["DTYPE_NAMES", "PORTABLE_DTYPES", "SHAPES", "assert_same_bits", "bit_patterns", "dtype_name", "same_bits"]
-
 
 def _is_dtype_name(name: str) -> bool:
     try:

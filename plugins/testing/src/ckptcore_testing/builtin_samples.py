@@ -16,8 +16,6 @@ from ckptcore.model import AbstractArray
 from ckptcore_testing.arrays import DTYPE_NAMES
 from ckptcore_testing.samples import ContainerSample, FrameworkSample, StorageSample
 
-__all__ = ["FILE", "MEMORY", "NUMPY"]
-
 _Named = namedtuple("_Named", ("first", "second"))
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-__all__ = ["check_each"]
-
 
 def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
     """Run a check with each combination of values, and raise all failures together.

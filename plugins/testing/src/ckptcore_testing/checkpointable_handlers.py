@@ -11,8 +11,6 @@ import pytest
 
 from ckptcore.protocols import CheckpointableHandler
 
-__all__ = ["CheckpointableExample", "CheckpointableHandlerTests"]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointableExample:

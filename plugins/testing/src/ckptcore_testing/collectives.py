@@ -13,8 +13,6 @@ from ckptcore.errors import RankFailedError
 from ckptcore.model import HostArray
 from ckptcore.protocols import Channels, Collectives
 
-__all__ = ["CollectivesTests"]
-
 T = TypeVar("T")
 
 

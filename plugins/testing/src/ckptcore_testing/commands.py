@@ -11,8 +11,6 @@ from typing import Any
 
 from click.testing import CliRunner
 
-__all__ = ["runner"]
-
 
 def runner() -> CliRunner:
     """Return a runner that separates the errors from the output, which Click always does since version 8.2."""

@@ -13,8 +13,6 @@ from ckptcore.model import Attribute
 from ckptcore.model.tree import NodeKind
 from ckptcore.protocols import ContainerHandler, Flattened
 
-__all__ = ["ContainerExample", "ContainerHandlerTests"]
-
 
 @dataclass(frozen=True, slots=True)
 class ContainerExample:

@@ -15,8 +15,6 @@ import pytest
 from ckptcore.errors import CoordinationTimeoutError
 from ckptcore.protocols import Coordinator, GathersInGroups, ReportsAwaited
 
-__all__ = ["CoordinatorTests"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from ckptcore.model import Box
 
-__all__ = ["assert_covers", "assert_inside"]
-
 
 def assert_inside(box: Box, shape: tuple[int, ...], where: str) -> None:
     """Fail unless a box has the axes of an array of this shape and is inside it."""

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["covering"]
-
 _Values: TypeAlias = tuple[tuple[int, str], ...]
 """Values of some parameters: the position of each parameter, in order, and its value."""
 

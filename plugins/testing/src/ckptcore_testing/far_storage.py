@@ -13,8 +13,6 @@ from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.errors import ObjectNotFoundError, StorageError
 from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageBackend, StorageCapabilities, StorageOptions
 
-__all__ = ["FarRequest", "FarRequestKind", "FarStorage"]
-
 FarRequestKind: TypeAlias = Literal["get", "head", "put", "begin", "part", "complete", "abort", "list", "delete"]
 """Kinds of requests. Objects that are written in parts have "begin", "part", "complete" and "abort"."""
 

@@ -33,8 +33,6 @@ from ckptcore_testing.request_faults import (
     Wait,
 )
 
-__all__ = ["PLAIN_HTTP", "FaultProxy", "LoggedRequest"]
-
 PLAIN_HTTP: Final = StoreDialect(
     is_list=lambda request: False,
     throttled=HTTPAnswer.make(503, "Service Unavailable", "text/plain", b"the test throttles this request"),

@@ -11,19 +11,6 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from ckptcore.errors import StorageFullError
 from ckptcore.protocols import Buffer, DirectoryLock
 
-__all__ = [
-    "CrashAt",
-    "FailAt",
-    "Fault",
-    "FaultPlan",
-    "FlipBitAt",
-    "FullAfter",
-    "Operation",
-    "ShortReadAt",
-    "SimulatedCrash",
-    "Step",
-]
-
 T = TypeVar("T")
 
 _CHANGES: Final = frozenset(

@@ -23,8 +23,6 @@ from ckptcore.protocols import (
 from ckptcore.runtime import with_registry
 from ckptcore_testing.faults import FaultPlan
 
-__all__ = ["FaultyDirectories", "FaultyStorage", "with_faults", "with_storage"]
-
 
 def with_faults(storage: StorageBackend, plan: FaultPlan) -> FaultyStorage:
     """Return a storage with the faults of a plan. It implements `AtomicDirectories` if `storage` does."""

@@ -14,8 +14,6 @@ import pytest
 
 from ckptcore.protocols import Continuation, FilesHandler
 
-__all__ = ["FilesExample", "FilesHandlerTests"]
-
 
 @dataclass(frozen=True, slots=True)
 class FilesExample:

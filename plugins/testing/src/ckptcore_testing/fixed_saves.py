@@ -15,8 +15,6 @@ from ckptcore.events import Event, timeline_to_json
 from ckptcore.model.tree import JSON
 from ckptcore.saving.preparing import save_created
 
-__all__ = ["fixed_saves"]
-
 _CREATED: Final = "2026-01-02T03:04:05.678+00:00"
 _CREATED_NANOSECONDS: Final = 1_767_323_045_678_000_000
 

@@ -17,8 +17,6 @@ from ckptcore.model import JSON
 from ckptcore_testing import HTTPAnswer, StoreDialect
 from ckptcore_testing.servers import Server, ServerCommand, serve
 
-__all__ = ["DIALECT", "GcsServer", "gcs_server"]
-
 DIALECT: Final = StoreDialect(
     is_list=lambda request: request.method == "GET" and "list-type" in request.query,
     throttled=HTTPAnswer.make(

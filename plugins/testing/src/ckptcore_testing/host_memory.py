@@ -6,8 +6,6 @@ import numpy as np
 
 from ckptcore.model import ArraySpec, HostArray, Pending
 
-__all__ = ["LateHostMemory"]
-
 
 class LateHostMemory:
     """A `ckptcore.protocols.HostMemory` that copies when the result is requested. Thread-safe."""

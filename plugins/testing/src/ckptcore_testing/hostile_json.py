@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from ckptcore.model import JSON
 
-__all__ = ["tamper", "tampered"]
-
 _DEEP: Any = []
 for _ in range(60):
     _DEEP = [_DEEP]

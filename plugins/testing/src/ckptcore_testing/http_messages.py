@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["ConnectionLost", "HTTPAnswer", "HTTPHead", "HTTPStream"]
-
 _HEAD_BYTES: Final = 1 << 18
 """Maximum size of a head."""
 

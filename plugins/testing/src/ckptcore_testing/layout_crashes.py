@@ -23,8 +23,6 @@ from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Opera
 from ckptcore_testing.faulty_storage import with_faults, with_storage
 from ckptcore_testing.samples import StorageSample
 
-__all__ = ["LayoutCrashTests"]
-
 _Fault = TypeVar("_Fault")
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")

@@ -25,8 +25,6 @@ from ckptcore_testing.thread_coordinator import ThreadJob
 if TYPE_CHECKING:
     from ckptcore_tools.dry_run import ObjectPlan, ProcessPlan, SavePlan
 
-__all__ = ["LayoutForecastTests"]
-
 _RANDOM: Final = re.compile(r"[0-9a-f]{16,}")
 """Random parts of names."""
 

@@ -15,8 +15,6 @@ from ckptcore.protocols import Layout
 from ckptcore_testing.layout_stores import local_directory, objects_below
 from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
 
-__all__ = ["LayoutPiecesTests"]
-
 _SPECS: Final = (
     ArraySpec((7, 5), "float32"),
     ArraySpec((3, 2, 9), "int64"),

@@ -29,18 +29,6 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import IF_ABSENT, ChunkIndex, ReadStore, StorageAddress, StorageBackend, StorageOptions
 from ckptcore_testing.coverage import assert_covers
 
-__all__ = [
-    "DirectoryReadStore",
-    "DirectoryWriteStore",
-    "MemorySnapshot",
-    "MutableObject",
-    "StrictReadStore",
-    "StrictWriteStore",
-    "WatchedIndex",
-    "local_directory",
-    "objects_below",
-]
-
 
 class MemorySnapshot:
     """A `ckptcore.protocols.Snapshot` of arrays in memory, with varying memory order and byte order.

@@ -49,8 +49,6 @@ from ckptcore_testing.layout_stores import (
     objects_below,
 )
 
-__all__ = ["Trial", "WrittenTrial", "flat_trial", "tree_trial", "write_metadata_files", "write_sessions", "write_trial"]
-
 SAVE_ID = "0123456789abcdef"
 CREATED = "2026-01-02T03:04:05.678+00:00"
 

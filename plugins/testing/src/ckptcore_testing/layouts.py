@@ -47,8 +47,6 @@ from ckptcore_testing.layout_trials import (
     write_trial,
 )
 
-__all__ = ["LayoutTests"]
-
 _REFUSALS: Final = (UnsupportedLeafError, NameCollisionError, UnsupportedKeyError)
 _EXAMPLE_BYTES: Final = 64 << 20
 """Memory limit of a read of the small test checkpoints, in bytes."""

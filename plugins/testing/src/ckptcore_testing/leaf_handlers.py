@@ -22,8 +22,6 @@ from ckptcore_testing.coverage import assert_covers, assert_inside
 from ckptcore_testing.host_memory import LateHostMemory
 from ckptcore_testing.trees import assert_same_value
 
-__all__ = ["LeafExample", "LeafHandlerTests"]
-
 _STRANGE_KIND: Final = "stranger.kind"
 
 

@@ -23,8 +23,6 @@ from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert
 from ckptcore_testing.covering import covering
 from ckptcore_testing.samples import FrameworkSample, LayoutSample, Samples, StorageSample, installed_samples
 
-__all__ = ["SaveLoadMatrixTests", "StorageMatrixTests"]
-
 _FAST: Final = ckptcore.Context(durability="none")
 
 

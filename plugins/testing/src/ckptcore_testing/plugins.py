@@ -22,8 +22,6 @@ from ckptcore.model import ArraySpec
 from ckptcore_testing.arrays import bit_patterns
 from ckptcore_testing.samples import FrameworkSample, Sample, StorageSample, installed_samples
 
-__all__ = ["PUBLIC_MODULES", "PluginTests", "internal_imports"]
-
 PUBLIC_MODULES: Final = (
     "ckptcore",
     "ckptcore.context",

@@ -14,30 +14,6 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptcore_testing.http_messages import HTTPAnswer
 
-__all__ = [
-    "CutContent",
-    "DeliverLater",
-    "Duplicate",
-    "InterruptAfter",
-    "InterruptBefore",
-    "LoseAnswer",
-    "ProxiedRequest",
-    "Refuse",
-    "Refusing",
-    "RepeatLater",
-    "RequestFault",
-    "RequestPlan",
-    "RequestsFailing",
-    "ResetAnswer",
-    "ResetRequest",
-    "SeededFaults",
-    "StaleList",
-    "StoreDialect",
-    "Throttle",
-    "TruncateAnswer",
-    "Wait",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ProxiedRequest:

@@ -21,17 +21,6 @@ from ckptcore.context import WithoutConditions
 from ckptcore.errors import PluginError
 from ckptcore.model import ArraySpec, HostArray
 
-__all__ = [
-    "SAMPLE_GROUP",
-    "ContainerSample",
-    "FrameworkSample",
-    "LayoutSample",
-    "Sample",
-    "Samples",
-    "StorageSample",
-    "installed_samples",
-]
-
 SAMPLE_GROUP: Final = "ckptcore_testing"
 """The entry point group of samples."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Server", "ServerCommand", "free_port", "serve"]
-
 _HOST: Final = "127.0.0.1"
 
 _SUPERVISOR: Final = """

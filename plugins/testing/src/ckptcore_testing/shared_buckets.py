@@ -13,8 +13,6 @@ from typing import Protocol
 
 import pytest
 
-__all__ = ["BucketServer", "SharedBucket"]
-
 
 class BucketServer(Protocol):
     """A server of an object store."""

@@ -17,8 +17,6 @@ from typing import Final, TypeAlias
 
 from ckptcore_testing.faults import SimulatedCrash
 
-__all__ = ["DiskDirectory", "DiskFile", "SimulatedDisk"]
-
 _PAGE_BYTES: Final = 4096
 
 

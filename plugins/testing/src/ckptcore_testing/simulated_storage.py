@@ -32,8 +32,6 @@ from ckptcore.protocols import (
 )
 from ckptcore_testing.simulated_disk import DiskDirectory, DiskFile, DiskNode, SimulatedDisk
 
-__all__ = ["SimulatedStorage", "open_simulated"]
-
 _TEMPORARY_PREFIX: Final = ".temporary-"
 
 _Path: TypeAlias = tuple[str, ...]

@@ -26,8 +26,6 @@ from ckptcore.protocols.storage import ReaderByKey
 from ckptcore_testing.cases import check_each
 from ckptcore_testing.storage_model import storage_machine
 
-__all__ = ["HOSTILE_KEYS", "UNUSUAL_KEYS", "StorageBackendTests"]
-
 HOSTILE_KEYS: Sequence[str] = (
     "", "/", "/absolute", "..", "../outside", "a/../b", "a/..", ".", "./a", "a/.", "a//b", "a/", "/a/", "//a", "nul\0",
     "a/nul\0/b",

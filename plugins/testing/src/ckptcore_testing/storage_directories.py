@@ -14,8 +14,6 @@ from ckptcore.errors import AtomicityError, ConditionFailedError, InvalidLocatio
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore_testing.storage import HOSTILE_KEYS
 
-__all__ = ["AtomicDirectoriesTests", "DirectoryStorage"]
-
 
 class DirectoryStorage(StorageBackend, AtomicDirectories, Protocol):
     """A storage with real directories."""

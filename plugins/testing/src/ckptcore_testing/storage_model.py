@@ -10,8 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from ckptcore.errors import ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 
-__all__ = ["storage_machine"]
-
 # No key is the directory of another one, because file systems cannot have both.
 _KEYS = st.sampled_from(["a", "b", "c/a", "c/b", "c/d/e", "c/d/f", "g/h/i", "c-d", "c.d"])
 _DIRECTORIES = st.sampled_from(["", "c", "c/d", "g", "g/h", "z"])

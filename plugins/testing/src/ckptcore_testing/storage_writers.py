@@ -12,8 +12,6 @@ from ckptcore.errors import ConditionFailedError, InvalidLocationError, ObjectNo
 from ckptcore.protocols import ObjectWriter, StorageBackend
 from ckptcore_testing.storage import HOSTILE_KEYS
 
-__all__ = ["NewObjectTests", "UploadsTests"]
-
 _PIECE_BYTES: Final = 1 << 20
 _SECONDS: Final = 60.0
 """Maximum time until an upload in the background begins."""

@@ -12,8 +12,6 @@ import numpy as np
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.model import HostArray, Pending, Ready
 
-__all__ = ["ThreadCollectives", "ThreadNetwork"]
-
 
 class ThreadNetwork:
     """The connection between the ranks of a `ThreadJob`. Thread-safe.

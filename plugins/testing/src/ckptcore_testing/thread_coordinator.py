@@ -10,8 +10,6 @@ from typing import TypeVar
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore.protocols import Coordinator
 
-__all__ = ["ThreadCoordinator", "ThreadJob"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from ckptcore_testing.arrays import assert_same_bits
 
-__all__ = ["assert_same_tree", "assert_same_value"]
-
 
 def assert_same_tree(found: Any, expected: Any, where: str = "the tree") -> None:
     """Fail with the path unless two trees of built-in containers, NumPy arrays and values are equal."""

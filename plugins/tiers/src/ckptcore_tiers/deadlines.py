@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Final
 
-__all__ = ["Deadline"]
-
 _STOP_SECONDS: Final = 5.0
 """Time in seconds after the deadline to stop threads and to release the directories."""
 

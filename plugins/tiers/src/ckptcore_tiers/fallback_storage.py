@@ -22,8 +22,6 @@ from ckptcore.protocols import (
     StorageCapabilities,
 )
 
-__all__ = ["FallbackLocation", "FallbackStorage"]
-
 logger = logger_named("ckptcore.tiers")
 
 T = TypeVar("T")

@@ -38,8 +38,6 @@ from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave, build_root
 from ckptcore_tiers.hosts import Hosts, shards_key
 
-__all__ = ["HostSave", "ReplicaShards", "copied_boxes"]
-
 ReplicaShards = Mapping[int, Sequence[Shard]]
 """For each leaf of a tree, the shards of a process that have more than one replica in the job."""
 

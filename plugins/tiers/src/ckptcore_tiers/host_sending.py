@@ -45,8 +45,6 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.hosts import Hosts
 
-__all__ = ["HostSender", "LeaderSender"]
-
 logger = logger_named("ckptcore.tiers")
 
 _UPLOADS: Final = f"{INTERNAL_DIRECTORY}/uploads"

@@ -29,8 +29,6 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["HostSteps", "Hosts", "find_hosts", "has_expected_sizes_on_host", "shards_key"]
-
 logger = logger_named("ckptcore.tiers")
 
 _HOST_PROBES: Final = f"{INTERNAL_DIRECTORY}/host-"

@@ -11,8 +11,6 @@ from ckptcore.commit.location import LocationLike, absolute_location
 from ckptcore.errors import InvalidLocationError
 from ckptcore.policies import EveryStep, LatestN, PreservationPolicy, SavePolicy
 
-__all__ = ["NearTier", "SeenBy"]
-
 SeenBy: TypeAlias = Literal["job", "host"]
 """Which processes share one near directory: all processes of the job, or those on one host."""
 

@@ -11,8 +11,6 @@ from ckptcore.commit.location import SubPath
 from ckptcore.context import Context
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["StepSender", "WholeStepSender"]
-
 
 class StepSender(Protocol):
     """Copies a committed step to the far directory, and commits it there."""

@@ -10,8 +10,6 @@ from ckptcore.results import Progress
 from ckptcore.training.restoring import SkippedStep
 from ckptcore.training.save_decisions import LastSave
 
-__all__ = ["UploadState", "UploadStatus"]
-
 _MAX_FINISHED: Final = 100
 """Maximum number of finished steps in each list of a status. The log also has older skipped and failed steps."""
 

@@ -14,8 +14,6 @@ from ckptcore_tiers.status import UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
 from ckptcore_tiers.tiered_steps import TieredSteps
 
-__all__ = ["TieredDirectory"]
-
 
 class TieredDirectory:
     """A `RunDirectory` with two directories: steps are saved to the near directory and uploaded to the far one.

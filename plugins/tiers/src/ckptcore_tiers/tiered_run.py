@@ -25,8 +25,6 @@ from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploads import Uploads, begin_uploads
 
-__all__ = ["TieredRun"]
-
 
 class TieredRun:
     """The `OwnedRun` of a `TieredDirectory`, in one process.

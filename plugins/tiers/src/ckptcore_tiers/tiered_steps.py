@@ -25,8 +25,6 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.fallback_storage import FallbackLocation
 from ckptcore_tiers.hosts import HostSteps
 
-__all__ = ["TieredSteps"]
-
 logger = logger_named("ckptcore.tiers")
 
 

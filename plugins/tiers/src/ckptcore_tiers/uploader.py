@@ -38,8 +38,6 @@ from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.sending import StepSender
 from ckptcore_tiers.status import UploadState, UploadStatus
 
-__all__ = ["Uploader"]
-
 logger = logger_named("ckptcore.tiers")
 
 _FIRST_PAUSE_SECONDS: Final = 1.0

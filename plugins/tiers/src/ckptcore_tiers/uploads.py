@@ -19,8 +19,6 @@ from ckptcore_tiers.status import UploadStatus
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploader import Uploader
 
-__all__ = ["Uploads", "begin_uploads"]
-
 
 @dataclass(frozen=True, slots=True)
 class Uploads:

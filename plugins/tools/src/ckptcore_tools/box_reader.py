@@ -10,8 +10,6 @@ from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.planning import plan_read
 
-__all__ = ["BoxReader", "boxes_within"]
-
 
 def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
     """Divide an array into boxes of at most `max_bytes`, but at least one element each, in C order."""

@@ -32,8 +32,6 @@ from ckptcore_tools.file_comparison import FilesComparison
 from ckptcore_tools.formatting import format_leaf_type
 from ckptcore_tools.locations import describe_directories
 
-__all__ = ["ArrayPair", "Side", "TreeComparison", "diff"]
-
 
 def diff(
     a: LocationLike,

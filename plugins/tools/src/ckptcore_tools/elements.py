@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from ckptcore.model import Box, HostArray
 
-__all__ = ["SAME", "Distance", "Tolerance", "WorstElement", "are_numbers", "distance", "numbers_of"]
-
 _SLICE_ELEMENTS: Final = 1 << 20
 _MAX_WORST: Final = 10
 

@@ -15,8 +15,6 @@ from ckptcore.loading.opening import ConsistentRead, open_files
 from ckptcore_tools.differences import Difference
 from ckptcore_tools.elements import Distance
 
-__all__ = ["FilesComparison"]
-
 _FILE_SLICE_BYTES: Final = 1 << 24
 
 

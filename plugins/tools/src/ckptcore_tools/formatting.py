@@ -11,16 +11,6 @@ from ckptcore.model import ArrayRecord, LeafRecord, TreeMetadata
 if TYPE_CHECKING:
     from ckptcore.results import Problem
 
-__all__ = [
-    "format_age",
-    "format_count",
-    "format_layout",
-    "format_leaf_type",
-    "format_metrics",
-    "format_problems",
-    "format_size",
-]
-
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 

@@ -15,15 +15,6 @@ from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, d
 from ckptcore.loading.opening import ConsistentRead, is_deleted, member_opener, open_either, present_members
 from ckptcore.runtime import runtime_of
 
-__all__ = [
-    "FileGivenError",
-    "child_location",
-    "describe_and_check",
-    "describe_directories",
-    "first_directories",
-    "names_in",
-]
-
 
 def child_location(directory: str, name: str) -> str:
     """Return the location of an entry of a directory."""

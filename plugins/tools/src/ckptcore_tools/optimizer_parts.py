@@ -9,8 +9,6 @@ from typing import Final
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import Attribute, Node, Skeleton, TreePath, leaf_count
 
-__all__ = ["OptimizerParts", "find_optimizers"]
-
 _NAMES: Final = frozenset((
     "opt", "opt_state", "opt_states", "optim", "optim_state", "optimizer", "optimizer_state", "optimizer_state_dict",
     "optimizer_states", "optimizer_variables", "optimizers",

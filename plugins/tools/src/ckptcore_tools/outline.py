@@ -15,8 +15,6 @@ from ckptcore import select
 from ckptcore.model import ArrayRecord, Attribute, Key, Node, TreeMetadata
 from ckptcore.model.tree import LEAF, Skeleton
 
-__all__ = ["Outline", "count_arrays", "leaf_filter", "outline_of"]
-
 _GLOB_CHARACTERS: Final = frozenset("*?[")
 
 _MAX_FOLDS: Final = 30

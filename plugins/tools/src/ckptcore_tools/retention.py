@@ -16,8 +16,6 @@ from ckptcore.training.deletion import policy_infos
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.run_steps import StepState, StepStatus, find_pinned, read_steps
 
-__all__ = ["DeletionPlan", "StepDecision", "plan_deletions"]
-
 _KEPT_BECAUSE: Mapping[StepState, str] = {
     "committed": "committed a moment ago",
     "foreign": "written by other software",

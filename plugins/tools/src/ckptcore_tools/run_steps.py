@@ -34,19 +34,6 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.formatting import format_problems
 from ckptcore_tools.locations import child_location, describe_and_check, names_in
 
-__all__ = [
-    "RunOwner",
-    "StepState",
-    "StepStatus",
-    "expect_steps",
-    "find_owner",
-    "find_pinned",
-    "find_run_at",
-    "find_runs",
-    "find_steps",
-    "read_steps",
-]
-
 StepState: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
 
 _THREADS: Final = 8

@@ -17,8 +17,6 @@ from ckptcore_tools.elements import are_numbers, numbers_of
 if TYPE_CHECKING:
     from ckptcore.results import OpenCheckpoint
 
-__all__ = ["ArrayStatistics", "Histogram", "read_statistics", "statistics_of"]
-
 _MAX_BINS: Final = 128
 _EXACT_BITS: Final = 53
 """Bits of a float64 that is an exact integer."""

@@ -11,8 +11,6 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Key, Node, Skeleton, format_path, leaf_count
 from ckptcore.tree.suggestions import NameSuggestions
 
-__all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys", "unknown_checkpointable"]
-
 SubtreePath: TypeAlias = str | Sequence[Key]
 """The path of a subtree: its keys, or one text with ``/`` between them. A text also matches the name of an attribute or
 the digits of an index, if no str key is equal to it. Empty: the whole tree."""

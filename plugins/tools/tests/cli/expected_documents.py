@@ -11,41 +11,6 @@ from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 from ckptcore.model import JSON
 
-__all__ = [
-    "AttributeKey",
-    "CheckpointableDocument",
-    "CheckpointablesDocument",
-    "ConsolidateDocument",
-    "ContainerDocument",
-    "ConvertDocument",
-    "CopiedDocument",
-    "CopiedStepDocument",
-    "CopyDocument",
-    "CopyStepsDocument",
-    "DiffDocument",
-    "DifferenceDocument",
-    "ErrorDocument",
-    "EventDocument",
-    "FailedPluginDocument",
-    "GcDocument",
-    "GcStepDocument",
-    "InspectDocument",
-    "KeyDocument",
-    "LeafDocument",
-    "ListDocument",
-    "ListedDocument",
-    "ObjectDocument",
-    "OwnerDocument",
-    "PluginDocument",
-    "PluginsDocument",
-    "ProblemDocument",
-    "StatisticsDocument",
-    "StepDocument",
-    "StepsDocument",
-    "TotalsDocument",
-    "VerifyDocument",
-]
-
 
 class ErrorDocument(TypedDict):
     """Any command that failed; its exit code is neither 0 nor 1."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from ckptcore.events import Event, Operation
 
-__all__ = ["BEGAN", "async_save", "event"]
-
 BEGAN = 1_700_000_000.0
 """When the operations of the tests begin, in seconds since the epoch."""
 

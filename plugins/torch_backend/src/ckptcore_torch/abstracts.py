@@ -19,16 +19,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, AbstractArray, ArrayRecord
 from ckptcore_torch.dtypes import encoding_of_stored
 
-__all__ = [
-    "abstract_leaves",
-    "abstract_like",
-    "abstract_state_like",
-    "abstract_subclass",
-    "abstract_tensor",
-    "empty_tensor",
-    "expect_device",
-]
-
 
 def abstract_tensor(stored: AbstractArray) -> object:
     """Return a tensor on the meta device, or `stored` itself if PyTorch lacks the dtype."""

@@ -13,8 +13,6 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
 from ckptcore.model.adapters import ADAPTER_METHODS
 
-__all__ = ["AdapterConfig", "SupportsToDict", "check_method", "config_json", "is_lora", "stored_config"]
-
 AdapterConfig: TypeAlias = Mapping[str, JSON]
 """Fields of ``adapter_config.json``."""
 

@@ -15,11 +15,6 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import NameCollisionError, TreeMismatchError
 
-__all__ = [
-    "PREFIX", "AdapterNames", "Biases", "LoraName", "check_stored_name", "names_of_adapter", "plain_name",
-    "without_wrappers",
-]  # fmt: skip
-
 PREFIX: Final = "base_model.model."
 """Prefix of the names in a file of PEFT."""
 

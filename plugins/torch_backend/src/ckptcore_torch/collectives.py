@@ -15,8 +15,6 @@ from ckptcore_torch.group_channels import DeviceChannels, HostChannels, JoinedGr
 from ckptcore_torch.store_coordinator import store_of_job
 from ckptcore_torch.transfers import CudaSideStream
 
-__all__ = ["GlooCollectives", "NCCLCollectives", "collectives_of_job"]
-
 
 class _StoreCollectives(ABC):
     """Collectives between processes that share a store.

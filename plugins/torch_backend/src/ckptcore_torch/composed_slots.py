@@ -12,8 +12,6 @@ from ckptcore.model import PARTS
 from ckptcore_torch.stored_parts import parse_text
 from ckptcore_torch.tensor_parts import inner_tensor, is_composed
 
-__all__ = ["with_composed_slots"]
-
 _SIGNED: Final = "exp_avg"
 """The only slot of torchao's optimizers with negative elements."""
 

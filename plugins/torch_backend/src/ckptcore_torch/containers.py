@@ -10,8 +10,6 @@ import torch
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 from ckptcore_torch.optimizer_objects import OptimizerObject, OptimizerObjectHandler
 
-__all__ = ["container_handler_of_type"]
-
 
 class _SizeHandler(ContainerHandler):
     priority = Priority.EXACT

@@ -9,8 +9,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray
 from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
-__all__ = ["copy_elements", "elements_as", "host_view", "shares_memory", "tensor_over"]
-
 
 def host_view(tensor: torch.Tensor) -> HostArray:
     """Return a NumPy array over the memory of a CPU tensor, with its strides.

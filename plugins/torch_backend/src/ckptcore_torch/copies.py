@@ -10,8 +10,6 @@ import torch
 from ckptcore.handlers import undo_by
 from ckptcore_torch.tensors import is_uninitialized, overlaps_itself
 
-__all__ = ["ModuleCopy", "OptimizerCopy"]
-
 
 class ModuleCopy:
     """The parameters, buffers and extra states of a module."""

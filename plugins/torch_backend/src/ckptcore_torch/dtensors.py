@@ -29,8 +29,6 @@ from ckptcore_torch.placements import DTensorPlacement, LocalPart, local_part, s
 from ckptcore_torch.tensor_parts import SubclassPartsHandler, is_composed
 from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
-__all__ = ["DTensorHandler"]
-
 _LOCAL_HANDLER: Final = TensorHandler()
 _PARTS: Final = SubclassPartsHandler()
 

@@ -12,8 +12,6 @@ import torch
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, PLAIN_ARRAY, dtype_from_name
 
-__all__ = ["FRAMEWORK", "Encoding", "encoding_of", "encoding_of_stored"]
-
 FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 """The notes of a saved tensor: it loads as a tensor into an object that does not have it yet."""
 

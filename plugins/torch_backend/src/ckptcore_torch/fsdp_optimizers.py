@@ -24,8 +24,6 @@ from ckptcore_torch.optimizer_names import NamedState
 from ckptcore_torch.optimizers import OptimizerHandler
 from ckptcore_torch.sharded_tensors import sharded_like
 
-__all__ = ["fsdp_named_state"]
-
 
 def fsdp_named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
     """Return the state by names. See `ckptcore_torch.optimizer_names.named_state`.

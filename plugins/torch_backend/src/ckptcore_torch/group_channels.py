@@ -12,8 +12,6 @@ from ckptcore.errors import RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
 from ckptcore_torch.transfers import DeviceEvent, SideStream
 
-__all__ = ["CollectiveWork", "DeviceChannels", "HostChannels", "JoinedGroup", "ProcessGroup", "named_rank_errors"]
-
 
 class CollectiveWork(Protocol):
     """A running collective, such as a `torch.distributed.Work`."""

@@ -11,8 +11,6 @@ from ckptcore.protocols import LeafHandler
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, is_sharded
 from ckptcore_torch.values import value_handler_of_type
 
-__all__ = ["leaf_handler_of_type"]
-
 _PLAIN: Final = TensorHandler()
 _SUBCLASSES: Final = SubclassHandler()
 

@@ -10,8 +10,6 @@ import torch
 
 from ckptcore_torch.names import plain_module_names
 
-__all__ = ["NO_LOADERS", "Loaders"]
-
 _WITHOUT_CHANGES: Final = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.")
 """Modules of PyTorch whose hooks and loaders neither rename entries nor change their form: wrappers."""
 

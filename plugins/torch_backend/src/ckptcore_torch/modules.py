@@ -21,8 +21,6 @@ from ckptcore_torch.names import has_wrappers, plain_module_names, plain_names, 
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
 
-__all__ = ["ModuleHandler"]
-
 
 class ModuleHandler(CheckpointableHandler):
     """Handler of `torch.nn.Module`. Saves its state dict under the names of the plain model.

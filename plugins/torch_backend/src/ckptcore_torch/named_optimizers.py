@@ -27,8 +27,6 @@ from ckptcore_torch.optimizer_forms import (
 from ckptcore_torch.optimizer_names import NamedState, named_state, names_of_parameters
 from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, refuse_meta, slots_to_load
 
-__all__ = ["NamedOptimizer", "NamedOptimizerHandler", "NamedOptimizerPart", "NamedOptimizerPartHandler"]
-
 _NUMBERED: Final = OptimizerHandler()
 
 

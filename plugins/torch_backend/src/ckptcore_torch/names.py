@@ -16,8 +16,6 @@ import torch
 
 from ckptcore.errors import NameCollisionError
 
-__all__ = ["has_wrappers", "plain_module_names", "plain_names", "wrapper_parts"]
-
 _WRAPPERS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),

@@ -16,8 +16,6 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 
-__all__ = ["refuse_other_class", "refuse_unmigrated"]
-
 _OF_ANY_CLASS: Final = frozenset(
     ("adjust_lr_fn", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 )

@@ -20,16 +20,6 @@ from typing import Any, Final, Protocol
 from ckptcore import PLACEHOLDER
 from ckptcore.errors import TreeMismatchError
 
-__all__ = [
-    "OptionsByName",
-    "StoredForm",
-    "form_of",
-    "group_options",
-    "with_others",
-    "without_others",
-    "without_placeholders",
-]
-
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
 _MAX_DEPTH: Final = 100

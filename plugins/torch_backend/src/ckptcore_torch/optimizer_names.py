@@ -20,8 +20,6 @@ from ckptcore_torch.optimizers import (
     with_parameter_shapes,
 )
 
-__all__ = ["NamedState", "named_state", "names_of_parameters"]
-
 
 @dataclass(frozen=True, slots=True)
 class NamedState:

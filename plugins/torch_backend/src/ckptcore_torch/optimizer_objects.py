@@ -18,9 +18,6 @@ from ckptcore.model import AbstractArray, Attribute, StoredObject
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 
-__all__ = ["OptimizerObject", "OptimizerObjectHandler", "objects_to_load", "with_objects", "wrapped_objects"]
-
-
 _CONTAINERS: Final = (dict, list, tuple)
 _ATOMS: Final = frozenset((torch.Tensor, torch.nn.Parameter, AbstractArray, bool, int, float, str, type(None)))
 """Types of nearly all values in states of optimizers, none of which is an object."""

@@ -22,17 +22,6 @@ from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, w
 from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
 from ckptcore_torch.tensors import same_memory
 
-__all__ = [
-    "OptimizerHandler",
-    "numbered_parameters",
-    "numbers_parameters",
-    "options_to_load",
-    "parameter_keys",
-    "refuse_meta",
-    "slots_to_load",
-    "with_parameter_shapes",
-]
-
 
 class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.

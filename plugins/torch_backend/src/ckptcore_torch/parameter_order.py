@@ -12,8 +12,6 @@ from typing import Any
 from ckptcore.errors import TreeMismatchError
 from ckptcore_torch.names import wrapper_parts
 
-__all__ = ["has_parameter_names", "in_order_of"]
-
 _NAMES_SHOWN = 10
 
 

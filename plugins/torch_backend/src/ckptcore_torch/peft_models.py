@@ -20,8 +20,6 @@ from ckptcore.model import JSON
 from ckptcore_torch.adapter_configs import config_json
 from ckptcore_torch.adapter_names import PREFIX, Biases, without_wrappers
 
-__all__ = ["PeftAdapter", "peft_adapter", "unsaved_error"]
-
 _MAX_NAMED: Final = 5
 
 

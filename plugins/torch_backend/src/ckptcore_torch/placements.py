@@ -23,8 +23,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box
 
-__all__ = ["DTensorPlacement", "LocalPart", "divides_chunks", "local_part", "sharding_cuts", "sharding_notes"]
-
 _CACHED: Final = 1 << 14
 
 IndexRange = tuple[int, int]

@@ -24,8 +24,6 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore_torch.placements import DTensorPlacement, sharding_cuts
 from ckptcore_torch.stored_parts import flat_shape
 
-__all__ = ["ShardedParts", "around"]
-
 _TABLES: Final = ("qmap",)
 """Names of tables that are equal on all processes."""
 

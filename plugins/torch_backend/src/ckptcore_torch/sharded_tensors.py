@@ -35,8 +35,6 @@ from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
 from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
-__all__ = ["ShardedTensorHandler", "sharded_like"]
-
 _LOCAL_HANDLER: Final = TensorHandler()
 
 

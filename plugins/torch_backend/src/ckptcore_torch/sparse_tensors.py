@@ -14,8 +14,6 @@ from ckptcore_torch.abstracts import empty_tensor
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.stored_parts import expect_parts, parse_text, stored_text
 
-__all__ = ["QuantizedHandler", "SparseHandler", "resize_sparse_buffers", "sparse_or_quantized_handler"]
-
 _COMPRESSED: Final[Mapping[torch.layout, tuple[str, str]]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),

@@ -23,8 +23,6 @@ from ckptcore_torch.named_optimizers import (
 )
 from ckptcore_torch.optimizers import OptimizerHandler
 
-__all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "checkpointable_handler_of_type"]
-
 logger = logger_named("ckptcore.torch")
 
 

@@ -16,8 +16,6 @@ from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
 from ckptcore_torch.watched_stores import WatchedStore, run_watched
 
-__all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
-
 T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")

@@ -19,8 +19,6 @@ from typing import Any, Final
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError
 from ckptcore_torch.watched_stores import WatchedStore
 
-__all__ = ["StoreHandshake", "StoreHandshakes", "handshakes"]
-
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 

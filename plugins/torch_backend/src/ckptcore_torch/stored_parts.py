@@ -10,8 +10,6 @@ from typing import Any
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import JSON, PARTS, AbstractArray
 
-__all__ = ["expect_parts", "flat_shape", "parse_text", "stored_text"]
-
 
 def stored_text(kind: str, shape: Sequence[int], **others: JSON) -> str:
     """Return the text for a tensor of a type and shape."""

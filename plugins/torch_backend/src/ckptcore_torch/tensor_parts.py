@@ -24,8 +24,6 @@ from ckptcore_torch.stored_parts import expect_parts, flat_shape, stored_text
 if TYPE_CHECKING:
     from ckptcore_torch.sharded_parts import ShardedParts
 
-__all__ = ["SubclassPartsHandler", "inner_tensor", "is_composed", "share_parts"]
-
 _FLAT: Final[Mapping[str, Sequence[str]]] = {
     "OptimState8bit": ("scale",),
     "OptimState4bit": ("codes", "scale"),

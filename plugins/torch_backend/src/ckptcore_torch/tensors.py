@@ -34,19 +34,6 @@ from ckptcore_torch.sparse_tensors import sparse_or_quantized_handler
 from ckptcore_torch.tensor_parts import SubclassPartsHandler, inner_tensor, is_composed, share_parts
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
-__all__ = [
-    "SubclassHandler",
-    "TensorHandler",
-    "expect_shape",
-    "identity_of",
-    "is_fake",
-    "is_sharded",
-    "is_uninitialized",
-    "overlaps_itself",
-    "same_memory",
-    "sampled_on_device",
-]
-
 
 class TensorHandler(LeafHandler):
     """Handler of `torch.Tensor` and `torch.nn.Parameter`, not of subclasses. Abstract leaves can be meta tensors.

@@ -13,8 +13,6 @@ from ckptcore_testing import DTYPE_NAMES, FrameworkSample
 
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name
 
-__all__ = ["SAMPLE"]
-
 _INTEGERS: Final[Mapping[int, str]] = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Integer dtypes that PyTorch and NumPy exchange, by item size in bytes."""
 

@@ -17,8 +17,6 @@ from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
 from ckptcore_torch.dtypes import encoding_of
 
-__all__ = ["CudaSideStream", "DeviceEvent", "HostCopy", "SideStream", "Transfers", "finish_work_on", "start_copy"]
-
 _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""
 

@@ -9,8 +9,6 @@ import torch
 from ckptcore.handlers import ValueForm, ValueFormHandler
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["value_handler_of_type"]
-
 
 def _named(kind: type, name: Any) -> object:
     """Return the object of a type with a name such as ``torch.float32``.

@@ -8,8 +8,6 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.errors import CoordinationTimeoutError, RankFailedError
 
-__all__ = ["WatchedStore", "run_watched"]
-
 T = TypeVar("T")
 
 _SERVER_HINT: Final = "it runs in the launcher (torchrun) or in the process of rank 0: check that this is running"

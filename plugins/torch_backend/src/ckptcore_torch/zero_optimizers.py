@@ -14,8 +14,6 @@ from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.copies import OptimizerCopy
 from ckptcore_torch.optimizers import OptimizerHandler
 
-__all__ = ["ZeroOptimizerHandler"]
-
 _NUMBERED = OptimizerHandler()
 
 

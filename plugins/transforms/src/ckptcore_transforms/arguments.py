@@ -10,18 +10,6 @@ from collections.abc import Iterable, Sequence
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray, name_of_dtype
 
-__all__ = [
-    "expect_callable",
-    "expect_dtype",
-    "expect_int",
-    "expect_ints",
-    "expect_number",
-    "expect_pattern",
-    "expect_sequence",
-    "expect_text",
-    "expect_texts",
-]
-
 
 def expect_pattern(transform: object, name: str) -> None:
     """Check that an argument is a pattern.

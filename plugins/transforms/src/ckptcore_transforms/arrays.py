@@ -25,20 +25,6 @@ from ckptcore_transforms.patterns import Pattern, Template
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
-__all__ = [
-    "Apply",
-    "Cast",
-    "EachArray",
-    "MergeAxes",
-    "Pad",
-    "Reshape",
-    "Scale",
-    "Slice",
-    "SplitAxis",
-    "Transpose",
-    "axis_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class EachArray(TreeTransform):

@@ -21,8 +21,6 @@ from ckptcore_transforms.quantized_arrays import block_scaled, mxfp4, reinterpre
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, TreeRewriter
 
-__all__ = ["Dequantize", "DequantizeAsConfigured", "DequantizeMxfp4"]
-
 ArrayFunction: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
 """Creates an array from values and scales. Raises `ValueError` if they do not fit."""
 

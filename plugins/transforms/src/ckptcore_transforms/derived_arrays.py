@@ -22,18 +22,6 @@ from ckptcore.derivations import (
 from ckptcore.model import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = [
-    "Computed",
-    "LowRankMerge",
-    "Permuted",
-    "WeightedSum",
-    "computed",
-    "merge_low_rank",
-    "permute",
-    "stack",
-    "weighted_sum",
-]
-
 _PRODUCT_ELEMENTS: Final = 1 << 21
 """Elements of a matrix product computed at a time.
 

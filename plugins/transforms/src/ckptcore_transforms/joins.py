@@ -18,8 +18,6 @@ from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
-__all__ = ["Fuse", "Split", "Stack", "Unstack"]
-
 _MAX_DIGITS: Final = 10
 """A position in a stack has fewer digits than this."""
 

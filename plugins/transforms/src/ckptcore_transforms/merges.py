@@ -18,8 +18,6 @@ from ckptcore_transforms.patterns import Fields, Template
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
-__all__ = ["Average", "MergeLora"]
-
 _NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
 """Prefixes of the names of dtypes that are not averaged."""
 

@@ -17,8 +17,6 @@ from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, ValueLeaf
 
-__all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
-
 _MAX_SHOWN: Final = 200
 """Maximum length of a path in an error, because paths can be hostile."""
 

@@ -10,8 +10,6 @@ from typing import Final, TypeAlias
 
 from ckptcore.model.tree import Key, TreePath
 
-__all__ = ["FieldMatch", "Fields", "Pattern", "Template", "exactly", "path_text", "text_path"]
-
 Pattern: TypeAlias = str | re.Pattern[str]
 """Selects leaves: a template, or a regular expression for the whole text of a path, with named groups as fields.
 

@@ -10,8 +10,6 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import JSON
 
-__all__ = ["Block", "Packing", "QuantizationConfig", "format_problems", "read_quantization"]
-
 _MAX_SHOWN: Final = 30
 """Maximum number of problems in an error."""
 

@@ -17,17 +17,6 @@ from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
 from ckptcore.protocols import DerivedArray, Part
 
-__all__ = [
-    "BlockScaled",
-    "Reinterpreted",
-    "UnpackedFp4",
-    "block_of",
-    "block_scaled",
-    "mxfp4",
-    "reinterpret",
-    "unpack_fp4",
-]
-
 _SCALES: Final = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """Supported dtypes of scales. float32 represents all their values."""
 

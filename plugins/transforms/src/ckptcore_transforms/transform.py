@@ -10,8 +10,6 @@ from ckptcore.loading.transformed import expect_transforms, is_transform
 from ckptcore.protocols import Transform, TransformedTree, Transforms
 from ckptcore_transforms.tree_rewriter import NothingMatches, TreeRewriter
 
-__all__ = ["IfPresent", "TreeTransform", "inverse", "not_invertible"]
-
 
 class TreeTransform(Transform, Protocol):
     """A transform of a `TreeRewriter`, which consecutive transforms of this package share."""

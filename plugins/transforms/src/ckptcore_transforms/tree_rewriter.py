@@ -16,8 +16,6 @@ from ckptcore.protocols import DerivedArray, DerivedTree, TransformedTree
 from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_transforms.patterns import Fields, Template, path_text
 
-__all__ = ["ArrayLeaf", "Leaf", "NothingMatches", "TreeRewriter", "ValueLeaf"]
-
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Kinds of arrays that transforms can compute with.
 

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["MODULES", "import_map", "page_file", "page_html"]
-
 MODULES: Final = (
     "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "metrics", "norms", "run",
     "summary", "tree",

@@ -21,8 +21,6 @@ from ckptcore_view.documents import BadRequestError
 from ckptcore_view.report import write_report
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["command"]
-
 T = TypeVar("T")
 
 _GARBAGE_THRESHOLD: Final = 200_000

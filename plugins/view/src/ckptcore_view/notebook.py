@@ -15,8 +15,6 @@ from ckptcore_tools.outline import Outline, outline_of
 from ckptcore.model import ArrayRecord, TreeMetadata, column_summary, format_path
 from ckptcore.results import CheckpointMetadata, OpenCheckpoint, StoredArray, StoredTree
 
-__all__ = ["to_html"]
-
 _MAX_ROWS: Final = 1_000
 _OPEN_ROWS: Final = 30
 """Containers with more rows are closed at first."""

@@ -19,8 +19,6 @@ from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
 from ckptcore.select import LeafTable, Selection
 
-__all__ = ["OpenTree"]
-
 
 class _Leaf(Selection):
     """One leaf by its number. Names would be compared with those of all leaves, for each array of a report."""

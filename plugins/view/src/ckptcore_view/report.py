@@ -28,8 +28,6 @@ from ckptcore_view.documents import BadRequestError, Document, Request, document
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import OTHER, Viewed
 
-__all__ = ["write_report"]
-
 _READ_BYTES: Final = 1_000_000_000
 """A report reads all arrays of a checkpoint if it reads at most these bytes, unless the caller chooses arrays."""
 

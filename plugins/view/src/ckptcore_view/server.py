@@ -30,8 +30,6 @@ from ckptcore_view.assets import MODULES, import_map, page_file, page_html
 from ckptcore_view.documents import BadRequestError, CancelledError, Document, Request, document_of
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["ViewServer", "application"]
-
 _logger = logger_named("ckptcore.view")
 
 _HOST: Final = "127.0.0.1"

@@ -10,8 +10,6 @@ from typing import Any, Final, TypeVar
 
 from ckptcore.model import ArrayRecord, Box
 
-__all__ = ["Sharding", "framework_of", "sharding_of", "sharding_text"]
-
 _MAX_AXES: Final = 64
 """Limit of the axes of a mesh. Arrays of NumPy have at most as many."""
 

@@ -32,8 +32,6 @@ from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.open_tree import OpenTree
 
-__all__ = ["OTHER", "Viewed", "ViewedKind"]
-
 OTHER: Final = "//other"
 """The place of the checkpoint that the viewed one is compared with. No name in a storage begins with slashes."""
 

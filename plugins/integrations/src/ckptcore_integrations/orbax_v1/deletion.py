@@ -9,8 +9,6 @@ import ckptcore
 from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import get_context, start_deletion, v1, validate_deletion
 
-__all__ = ["delete", "delete_async", "is_from_ckptcore"]
-
 _ROOT = "checkpoint.json"
 
 

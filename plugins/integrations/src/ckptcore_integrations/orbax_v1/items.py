@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-__all__ = ["Item"]
-
 
 class Item:
     """A checkpointable with its handler, as an object that saves itself into a directory."""

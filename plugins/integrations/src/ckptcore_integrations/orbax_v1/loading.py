@@ -12,20 +12,6 @@ from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import get_context, v1
 from ckptcore_integrations.orbax_v1.trees import remedy_of_equinox, with_tree_handler
 
-__all__ = [
-    "PLACEHOLDER",
-    "checkpointables_metadata",
-    "is_orbax_checkpoint",
-    "load",
-    "load_async",
-    "load_checkpointables",
-    "load_checkpointables_async",
-    "load_pytree",
-    "load_pytree_async",
-    "metadata",
-    "pytree_metadata",
-]
-
 PLACEHOLDER = v1.PLACEHOLDER
 
 T = TypeVar("T")

@@ -32,8 +32,6 @@ from ckptcore_integrations.orbax_v1.saving import prepare
 from ckptcore_integrations.orbax_v1.settings import context_of, layout_of
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER
 
-__all__ = ["finalize", "save", "save_async"]
-
 
 def save(path: Any, state: Any, *, custom_metadata: Any = None) -> None:
     """Save a part of a tree. See `orbax.checkpoint.v1.partial.save`."""

@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from ckptcore.results import SaveHandle
 
-__all__ = ["Response", "SaveResponse"]
-
 T = TypeVar("T")
 
 

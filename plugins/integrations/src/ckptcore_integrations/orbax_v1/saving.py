@@ -29,16 +29,6 @@ from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, lay
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, remedy_of_equinox, with_tree_handler
 from ckptcore_integrations.own_options import own_options
 
-__all__ = [
-    "prepare",
-    "save",
-    "save_async",
-    "save_checkpointables",
-    "save_checkpointables_async",
-    "save_pytree",
-    "save_pytree_async",
-]
-
 
 def save(
     path: Any,

@@ -14,8 +14,6 @@ import ckptcore
 from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore_integrations.orbax_v1.library import v1
 
-__all__ = ["array_rules", "context_of", "layout_of", "matching_of", "storage_options", "text_of"]
-
 _COMPRESSION: Final = "zstd"
 
 _UNLIMITED_BYTES: Final = 1 << 62

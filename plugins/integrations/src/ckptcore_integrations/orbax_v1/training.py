@@ -21,16 +21,6 @@ from ckptcore_integrations.orbax_v1.responses import Response
 from ckptcore_integrations.orbax_v1.saving import prepare
 from ckptcore_integrations.orbax_v1.trees import with_tree_handler
 
-__all__ = [
-    "CheckpointMetadata",
-    "Checkpointer",
-    "RootMetadata",
-    "errors",
-    "pathways",
-    "preservation_policies",
-    "save_decision_policies",
-]
-
 CheckpointMetadata = v1.training.CheckpointMetadata
 RootMetadata = v1.training.RootMetadata
 errors = v1.training.errors

@@ -25,8 +25,6 @@ from ckptcore.redaction import redacted_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
-__all__ = ["TREE_HANDLER", "TreeHandler", "remedy_of_equinox", "with_tree_handler"]
-
 TREE_HANDLER = typestr(v1.handlers.PyTreeHandler)
 """The class name of Orbax's handler of trees, as checkpoints store it."""
 

@@ -17,8 +17,6 @@ from ckptcore.plain_safetensors import DTYPE_BITS, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, TensorReader, checked_header
 from ckptcore_integrations.safetensors.writing import TensorBytes, save_bytes, save_to
 
-__all__ = ["SafeSlice", "deserialize", "safe_open", "safe_open_handle", "serialize", "serialize_file"]
-
 _FRAMEWORKS: Final = {
     "pt": "pytorch",
     "torch": "pytorch",

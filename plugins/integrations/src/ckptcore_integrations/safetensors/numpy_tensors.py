@@ -13,8 +13,6 @@ from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
 from ckptcore_integrations.safetensors.writing import TensorBytes
 
-__all__ = ["FlaxReader", "NumpyReader", "array_of", "arrays_bytes"]
-
 _DTYPES: Final = {stored: dtype_from_name(name) for name, stored in DTYPES.items()}
 
 

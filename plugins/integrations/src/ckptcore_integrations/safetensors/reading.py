@@ -14,8 +14,6 @@ from safetensors import SafetensorError
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, read_header
 
-__all__ = ["Backend", "OpenFile", "TensorReader", "checked_header", "checked_index"]
-
 Backend: TypeAlias = Literal["mmap", "pread"]
 """How the bytes of tensors are read: through mapped memory, or with system calls."""
 

@@ -12,8 +12,6 @@ from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
 from ckptcore_integrations.safetensors.writing import TensorBytes
 
-__all__ = ["TorchReader", "tensor_of", "tensors_bytes"]
-
 _PAIRS: Final = torch.float4_e2m1fn_x2  # two elements of F4 in a byte
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F4": _PAIRS,

@@ -13,8 +13,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.plain_safetensors import encode_header, replace_file
 from ckptcore.protocols import Buffer
 
-__all__ = ["TensorBytes", "save_bytes", "save_to"]
-
 
 class TensorBytes(NamedTuple):
     """A tensor to write.

@@ -8,8 +8,6 @@ import torch
 
 from ckptcore.model import HostArray, dtype_from_name
 
-__all__ = ["dtype_name", "fits_in_place", "host_array", "torch_dtype"]
-
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 from ckptcore.model import ArrayRecord, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath
 
-__all__ = ["Entry", "Steps", "entries_of", "tree_of"]
-
 Steps: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: text in mappings, numbers in lists."""
 

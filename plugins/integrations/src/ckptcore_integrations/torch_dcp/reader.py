@@ -51,8 +51,6 @@ from ckptcore_integrations.torch_dcp.memory import fits_in_place, host_array, to
 from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of
 from ckptcore_integrations.torch_dcp.writer import CUSTOM
 
-__all__ = ["Reader"]
-
 _TEXT_KINDS: Final = ("str", "bytes")
 _MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "builtins.set": set,

@@ -31,8 +31,6 @@ from ckptcore_integrations.own_options import own_options
 from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
 from ckptcore_integrations.torch_dcp.names import Steps, tree_of
 
-__all__ = ["CUSTOM", "Writer"]
-
 CUSTOM: Final = "torch_dcp"
 """Key of the custom metadata of a checkpoint.
 

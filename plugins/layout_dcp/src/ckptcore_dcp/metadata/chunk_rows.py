@@ -12,8 +12,6 @@ import numpy as np
 from ckptcore.model import HostArray
 from ckptcore_dcp.metadata.entries import DcpChunk, ItemRange
 
-__all__ = ["ChunkRows", "DcpChunkColumns", "join_chunks"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpChunkColumns:

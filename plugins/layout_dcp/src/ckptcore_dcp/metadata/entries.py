@@ -9,8 +9,6 @@ from typing import Final, TypeAlias
 from ckptcore.model import ValueRecord
 from ckptcore_dcp.pickles import Global
 
-__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue", "ItemRange", "torch_class_name"]
-
 DcpPath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: str for a key of a mapping, int for an index of a list."""
 ItemRange: TypeAlias = tuple[str, int, int, tuple[str, ...]]

@@ -19,8 +19,6 @@ from typing import Any, Final, TypeAlias
 from ckptcore_dcp.metadata.entries import torch_class_name
 from ckptcore_dcp.pickles import UNSET, Call, CompactObject, Global, Value
 
-__all__ = ["FastObjectReader"]
-
 _REFERENCE: Final = rb"(h.|j.{4})"
 """BINGET, LONG_BINGET."""
 _NUMBER: Final = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"

@@ -16,8 +16,6 @@ import numpy as np
 
 from ckptcore.model import HostArray
 
-__all__ = ["OpcodeField", "bytes_field", "encode_rows", "number_field", "reference_field", "size_fields"]
-
 _BLOCK_ROWS: Final = 1 << 13
 """Rows encoded at a time, so that their matrix stays in the cache."""
 _MAX_BY_OPCODE: Final = 4

@@ -14,8 +14,6 @@ from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpTensor, DcpVa
 from ckptcore_dcp.metadata.fast import FastObjectReader
 from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
 
-__all__ = ["MetadataDecoder", "read_fast", "read_metadata", "read_opcodes"]
-
 _ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
 """Byte ranges of items by name and offsets of a chunk; None for a value."""
 

@@ -19,8 +19,6 @@ from ckptcore_dcp.metadata.opcode_rows import (
     size_fields,
 )
 
-__all__ = ["write_metadata"]
-
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _INDEX: Final = (_METADATA, "MetadataIndex")

@@ -16,8 +16,6 @@ from typing import Any, Final
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 
-__all__ = ["write_pickle"]
-
 
 def _none_opcode(value: None) -> bytes:
     return b"N"

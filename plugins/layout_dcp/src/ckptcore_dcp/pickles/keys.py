@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from ckptcore_dcp.pickles.values import Call, CompactObject, Global, Persistent, brief, malformed
 
-__all__ = ["MAX_KEY_PARTS", "PLAIN_KEYS", "KeyCheck"]
-
 PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, CompactObject, Global})
 """Types whose hashes a file cannot choose. A `Call` or a `CompactObject` is hashed by identity."""
 

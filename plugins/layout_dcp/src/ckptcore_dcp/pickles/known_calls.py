@@ -13,8 +13,6 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore_dcp.pickles.keys import KeyCheck
 from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value
 
-__all__ = ["builtin_value"]
-
 _ENCODE: Final = Global("_codecs", "encode")
 """Protocols 0 to 2 store bytes as text with the same code points."""
 _TYPED: Final = ("restore_type_tag", *(f"build_{kind}list" for kind in ("int", "tensor", "double", "bool")))

@@ -16,8 +16,6 @@ from typing import Final, TypeAlias
 from ckptcore_dcp.pickles.values import Call, Global, Value, malformed, truncated
 from ckptcore_dcp.pickles.windows import DenseFileError
 
-__all__ = ["LITERALS", "Literal", "line", "unquoted"]
-
 Literal: TypeAlias = Callable[[bytes, int, str], tuple[Value, int]]
 
 _MAX_INTEGER: Final = 1024

@@ -18,8 +18,6 @@ from ckptcore_dcp.pickles.state import ObjectReader, RawReader, State
 from ckptcore_dcp.pickles.values import Places, Value, malformed, truncated
 from ckptcore_dcp.pickles.windows import Window
 
-__all__ = ["read_pickle"]
-
 _REFUSED: Final = {
     ord("i"): "INST",
     ord("o"): "OBJ",

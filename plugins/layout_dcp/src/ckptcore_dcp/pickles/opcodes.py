@@ -15,8 +15,6 @@ from ckptcore_dcp.pickles.literals import LITERALS, Literal
 from ckptcore_dcp.pickles.state import UNSET, State
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, malformed, truncated
 
-__all__ = ["OPCODES", "Opcode"]
-
 Opcode: TypeAlias = Callable[[State, int], int]
 """Receives the offset after the opcode; returns the offset after its argument."""
 _HIGHEST_PROTOCOL: Final = 5

@@ -11,8 +11,6 @@ from ckptcore_dcp.pickles.literals import line
 from ckptcore_dcp.pickles.values import Call, Global, Places, Value
 from ckptcore_dcp.pickles.windows import Window
 
-__all__ = ["UNSET", "ObjectReader", "RawReader", "State"]
-
 
 class _Unset:
     """A memo entry without a value: not set by the pickle, or a part of a `CompactObject`."""

@@ -15,20 +15,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = [
-    "Call",
-    "CompactObject",
-    "Global",
-    "OutOfLine",
-    "Persistent",
-    "Place",
-    "Places",
-    "Value",
-    "brief",
-    "malformed",
-    "truncated",
-]
-
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | "
     "set[Value] | frozenset[Value] | Global | Call | CompactObject | OutOfLine | Persistent"

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from ckptcore_dcp.pickles.values import OutOfLine
 
-__all__ = ["DenseFileError", "Window"]
-
 _FIRST_WINDOW_BYTES: Final = 1 << 11
 """Bytes that are read after a long literal: the next one often follows soon."""
 _WINDOW_BYTES: Final = 1 << 16

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore_orbax.ocdbt.varints import decode_varints
 
-__all__ = ["ByteRange", "Cursor"]
-
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:

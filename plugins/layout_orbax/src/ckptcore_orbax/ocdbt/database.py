@@ -16,8 +16,6 @@ from ckptcore_orbax.ocdbt.frame import HEAD_BYTES, MANIFEST_MAGIC, frame_length
 from ckptcore_orbax.ocdbt.manifest import Manifest, Version, decode_manifest
 from ckptcore_orbax.ocdbt.node import LeafNode, Node, NodeReference, ValueLocation, decode_node
 
-__all__ = ["Database"]
-
 _MANIFEST: Final = "manifest.ocdbt"
 _NUMBERED: Final = re.compile(r"manifest\.[0-9a-f]{16}")
 _TRIES: Final = 5

@@ -25,8 +25,6 @@ from ckptcore_orbax.ocdbt.node import (
 from ckptcore_orbax.ocdbt.paths import DataFile, encode_files
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
-__all__ = ["EncodedDatabase", "encode_database"]
-
 _ENTRY_BYTES: Final = 16
 """Approximate size of an entry in a node, without its key and an inline value."""
 

@@ -14,8 +14,6 @@ from ckptcore.errors import ChecksumError, UnsupportedVersionError
 from ckptcore_orbax.crc32c import crc32c_of
 from ckptcore_orbax.ocdbt.cursor import ByteRange
 
-__all__ = ["HEAD_BYTES", "MANIFEST_MAGIC", "NODE_MAGIC", "decode_frame", "encode_frame", "frame_length"]
-
 MANIFEST_MAGIC: Final = bytes.fromhex("0cdb3a2a")
 NODE_MAGIC: Final = bytes.fromhex("0cdb20de")
 

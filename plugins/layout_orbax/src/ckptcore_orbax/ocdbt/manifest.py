@@ -21,8 +21,6 @@ from ckptcore_orbax.ocdbt.node import MAX_BYTES, MAX_HEIGHT, NodeReference, Stat
 from ckptcore_orbax.ocdbt.paths import decode_files, encode_files
 from ckptcore_orbax.ocdbt.varints import encode_varint
 
-__all__ = ["Manifest", "Version", "decode_manifest", "encode_manifest"]
-
 _MISSING: Final = 2**64 - 1
 """Offset and length of the root of an empty tree."""
 

@@ -28,20 +28,6 @@ from ckptcore_orbax.ocdbt.cursor import ByteRange, Cursor
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, decode_frame
 from ckptcore_orbax.ocdbt.paths import DataFile, decode_files
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_HEIGHT",
-    "MAX_INLINE_BYTES",
-    "MAX_KEY_BYTES",
-    "InteriorNode",
-    "LeafNode",
-    "Node",
-    "NodeReference",
-    "Statistics",
-    "ValueLocation",
-    "decode_node",
-]
-
 MAX_BYTES: Final = (1 << 62) - 1
 """Limit for offsets and lengths, so that the sum of two is a signed 64-bit number."""
 

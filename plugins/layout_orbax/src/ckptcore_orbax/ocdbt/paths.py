@@ -20,8 +20,6 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore_orbax.ocdbt.cursor import Cursor
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
-__all__ = ["NODES", "VALUES", "DataFile", "check_path", "decode_files", "encode_files"]
-
 NODES: Final = "ocdbt_meta"
 """Directory of nodes, if values are in another one."""
 

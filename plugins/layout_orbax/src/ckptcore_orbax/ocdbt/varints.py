@@ -7,8 +7,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["decode_varints", "encode_varint", "encode_varints"]
-
 _MAX_BYTES: Final = 10
 """Maximum length of a 64-bit number in bytes: nine groups of 7 bits, and one bit."""
 

@@ -18,8 +18,6 @@ from ckptcore.model import ArraySpec, HostArray, dtype_from_name, unreadable_lea
 from ckptcore_orbax.orbax.json_files import unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
-__all__ = ["AGGREGATE_FILE", "OTHER_PROCESSES", "is_aggregate", "parse_aggregate", "unpack"]
-
 AGGREGATE_FILE: Final = "checkpoint"
 
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")

@@ -15,15 +15,6 @@ from typing import Any, Final, TypeVar
 from ckptcore.errors import PluginError
 from ckptcore.protocols import Continuation, Priority
 
-__all__ = [
-    "AwaitableDirectory",
-    "DeferredAwait",
-    "SavesToDirectoryAsyncHandler",
-    "path_for_object",
-    "run",
-    "run_first_phase",
-]
-
 T = TypeVar("T")
 
 _LAST_TURNS: Final = 10

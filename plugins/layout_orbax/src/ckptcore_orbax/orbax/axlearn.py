@@ -14,8 +14,6 @@ from ckptcore_orbax.orbax.aggregate import unpack
 from ckptcore_orbax.orbax.json_files import expect_text, expect_type, parse_json, unexpected
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tree
 
-__all__ = ["AxlearnStep", "find_axlearn"]
-
 _INDEX: Final = "index"
 _ARRAYS: Final = "gda"
 _ITERATOR: Final = "<class '"

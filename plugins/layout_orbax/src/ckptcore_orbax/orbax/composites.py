@@ -27,8 +27,6 @@ from ckptcore_orbax.orbax.markers import (
     parse_checkpoint_file,
 )
 
-__all__ = ["Composite", "find_composite"]
-
 _METRICS: Final = "metrics"
 _PREFERRED: Final = ("state", "default", "pytree", "params")
 """Names of the default tree, by priority. Orbax version 1 uses the first one, `CheckpointManager` the second."""

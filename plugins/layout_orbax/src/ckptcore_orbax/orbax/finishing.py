@@ -40,8 +40,6 @@ from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, dime
 from ckptcore_orbax.zarr.version2 import zarr2_array
 from ckptcore_orbax.zarr.version3 import zarr3_array
 
-__all__ = ["finish_arrays"]
-
 _INLINE_BYTES: Final = 1 << 14
 """Longest value in a node of the database. Longer ones, which are lists of numbers, are in a file of their own."""
 

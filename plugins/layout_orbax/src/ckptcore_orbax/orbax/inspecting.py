@@ -36,8 +36,6 @@ from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["inspect_composite", "inspect_file", "inspect_tree"]
-
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
 """Maximum chunk boundaries per axis that count as shard boundaries; more belong to small read chunks."""

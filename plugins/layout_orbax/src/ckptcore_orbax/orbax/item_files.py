@@ -22,17 +22,6 @@ from ckptcore_orbax.orbax.shardings import SHARDING_FILE, encode_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, encode_tree, orbax_name
 from ckptcore_orbax.orbax.values import value_text, value_type
 
-__all__ = [
-    "ARRAY_METADATA",
-    "STRINGS_FILE",
-    "ArrayMetadata",
-    "Strings",
-    "encode_array_metadata",
-    "encode_strings",
-    "item_files",
-    "parse_array_metadata",
-]
-
 ARRAY_METADATA: Final = "array_metadatas"
 """Directory of array metadata files."""
 

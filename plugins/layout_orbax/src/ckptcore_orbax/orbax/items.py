@@ -27,22 +27,6 @@ from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_orbax.orbax.values import NONE, value_record
 
-__all__ = [
-    "TEMPORARY",
-    "Item",
-    "ItemKind",
-    "arrays_directory",
-    "expect_commit",
-    "find_file",
-    "find_item",
-    "item_kind",
-    "key_in",
-    "kind_of_handler",
-    "names_in",
-    "random_key_form",
-    "without_other_file",
-]
-
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]
 """Kind of an item. ``array``: one array or number, which Orbax's handler stores in a dict under a name of its own."""
 

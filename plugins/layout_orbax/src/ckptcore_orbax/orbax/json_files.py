@@ -11,17 +11,6 @@ from typing import TypeVar
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
 
-__all__ = [
-    "encode_json",
-    "expect_counts",
-    "expect_object",
-    "expect_shape",
-    "expect_text",
-    "expect_type",
-    "parse_json",
-    "unexpected",
-]
-
 T = TypeVar("T")
 
 

@@ -31,8 +31,6 @@ from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 from ckptcore_orbax.zarr.writing import Forecast, forecast_arrays, write_arrays
 
-__all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
-
 _CHUNK_BYTES: Final = 64 << 20
 """Default target size of a read chunk, in bytes. Readers that decode whole chunks need this much memory."""
 

@@ -14,19 +14,6 @@ from ckptcore_orbax.orbax.json_files import encode_json, expect_object, expect_t
 from ckptcore_orbax.zarr.documents import encode_group
 from ckptcore_orbax.zarr.options import LayoutOptions
 
-__all__ = [
-    "COMMIT_FILE",
-    "DELETION_FILE",
-    "INDICATOR_FILE",
-    "METADATA_FILE",
-    "PYTREE_HANDLER",
-    "CheckpointFile",
-    "encode_metrics",
-    "marker_files",
-    "parse_checkpoint_file",
-    "write_marker_files",
-]
-
 INDICATOR_FILE: Final = "orbax.checkpoint"
 """Empty file that marks a checkpoint of Orbax version 1."""
 

@@ -20,8 +20,6 @@ from ckptcore_orbax.orbax.json_files import (
     unexpected,
 )
 
-__all__ = ["SHARDING_FILE", "encode_shardings", "parse_shardings"]
-
 SHARDING_FILE: Final = "_sharding"
 
 _MAX_LISTED: Final = 256

@@ -20,8 +20,6 @@ from ckptcore_orbax.orbax.json_files import (
 from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, OrbaxTree, TreeLeaf, build_tree
 from ckptcore_orbax.orbax.values import NONE, value_type
 
-__all__ = ["TREE_FILE", "TreeFile", "encode_tree", "orbax_name", "parse_tree"]
-
 _ENTRY: Final = "ValueMetadataEntry"
 
 

@@ -10,8 +10,6 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LEAF, ArraySpec, Attribute, HostArray, Key, Node, Skeleton, ValueRecord
 from ckptcore_orbax.orbax.values import value_record
 
-__all__ = ["MAX_DEPTH", "ContainerType", "OrbaxTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
-
 MAX_DEPTH: Final = 200
 """Maximum depth of a tree, in containers. The core has the same limit."""
 

@@ -20,8 +20,6 @@ from ckptcore.model import (
     float_to_json,
 )
 
-__all__ = ["NONE", "scalar_record", "value_array", "value_record", "value_text", "value_type"]
-
 NONE: Final = ValueRecord("none", None)
 """The record of None."""
 

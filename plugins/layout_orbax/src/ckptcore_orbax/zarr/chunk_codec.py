@@ -26,9 +26,6 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 from ckptcore_orbax.zarr.version3 import inner_array
 
-__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "ReadErrors", "expect_dtype"]
-
-
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     "UNAUTHENTICATED": StorageCredentialsError,
     "PERMISSION_DENIED": StoragePermissionError,

@@ -17,8 +17,6 @@ from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, expe
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import begin_use, clear_frames, using_tensorstore
 
-__all__ = ["ChunkDecoder", "DecodedChunk", "is_native", "read_natively"]
-
 
 class ChunkDecoder:
     """Decodes the read chunks of one array.

@@ -20,8 +20,6 @@ from ckptcore_orbax.zarr.tensorstore_guard import using_tensorstore
 if TYPE_CHECKING:
     from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
-__all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
-
 ENCODED_FILE_BYTES: Final = 64 << 20
 """Approximate bytes of encoded chunks that wait to be written, and maximum bytes of a data file of encoded chunks."""
 

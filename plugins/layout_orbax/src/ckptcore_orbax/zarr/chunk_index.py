@@ -44,8 +44,6 @@ from ckptcore_orbax.zarr.version3 import inner_array
 if TYPE_CHECKING:
     from ckptcore_orbax.zarr.chunk_decoding import ChunkDecoder
 
-__all__ = ["ZarrIndex"]
-
 
 _NATIVE_BYTES: Final = 128 << 20
 """Limit of the read chunks, and of the indexes of shards, that tensorstore reads from a storage by itself, in bytes.

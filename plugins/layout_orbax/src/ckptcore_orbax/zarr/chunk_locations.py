@@ -16,16 +16,6 @@ from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 
-__all__ = [
-    "ChunkLocation",
-    "DatabaseCache",
-    "LocatedChunks",
-    "expect_length",
-    "locate_chunk",
-    "locate_chunks",
-    "open_database",
-]
-
 DatabaseCache = WeakKeyDictionary[ReadStore, dict[str, Database]]
 """Open databases of a store, by directory, so that all loads from one store share their nodes."""
 

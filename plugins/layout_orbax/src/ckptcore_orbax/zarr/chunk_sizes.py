@@ -14,8 +14,6 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ZarrArray
 from ckptcore_orbax.zarr.version3 import inner_array
 
-__all__ = ["expect_justified", "expect_reasonable"]
-
 _MAX_CHUNK_BYTES: Final = 1 << 30
 """Larger read chunks, in bytes, must be at most 4 times the array: hostile metadata may state any size."""
 

@@ -15,8 +15,6 @@ from ckptcore_orbax.zarr.chunking import iter_chunks
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_view
 
-__all__ = ["ChunkSource"]
-
 
 class ChunkSource:
     """One array of a snapshot. Takes the array for its first chunk, and releases it after the last. Thread-safe.

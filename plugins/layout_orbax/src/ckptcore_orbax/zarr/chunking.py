@@ -13,16 +13,6 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box
 
-__all__ = [
-    "MAX_CHUNKS",
-    "check_chunk_count",
-    "flatten_index",
-    "iter_chunks",
-    "read_chunk_shape",
-    "unflatten_index",
-    "write_chunk_shape",
-]
-
 MAX_CHUNKS: Final = 1 << 24
 """Limit for the number of chunks of one array that are read at a time. A hostile shape may state any number.
 

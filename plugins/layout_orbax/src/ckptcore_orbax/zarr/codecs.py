@@ -11,8 +11,6 @@ from ckptcore.model import JSON
 from ckptcore_orbax.zarr.documents import expect, parse_chunk_shape
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 
-__all__ = ["ChunkCodecs", "chunk_codecs", "codec_names", "codecs_to_json", "expect_blosc_size", "is_blosc"]
-
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
 """Name and configuration. The configuration is None if the codec has members other than these two."""
 

@@ -13,17 +13,6 @@ from ckptcore.model import JSON, ArraySpec
 from ckptcore.model.file_kinds import kind_in_place_of
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
-__all__ = [
-    "check_sizes",
-    "enclosing_groups",
-    "encode_document",
-    "encode_group",
-    "expect",
-    "parse_chunk_shape",
-    "parse_document",
-    "parse_shape",
-]
-
 T = TypeVar("T")
 
 _MAX_AXES: Final = 32

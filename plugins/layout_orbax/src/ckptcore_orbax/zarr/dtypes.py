@@ -9,8 +9,6 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, dtype_from_name, name_of_dtype
 
-__all__ = ["STORED_DTYPES", "Endian", "ZarrFormat", "dtype_of_version2", "stored_spec", "version2_of_dtype"]
-
 ZarrFormat: TypeAlias = Literal[2, 3]
 """Version of the zarr specification."""
 

@@ -13,8 +13,6 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, dtype_from_name
 
-__all__ = ["parse_fill_version2", "parse_fill_version3", "zero_of_version3"]
-
 _NOT_NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
 

@@ -11,8 +11,6 @@ from ckptcore.model import JSON, ArraySpec
 from ckptcore_orbax.zarr.documents import encode_document
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
-__all__ = ["ArrayFormat", "ChunkKeys", "Compression", "CompressionName", "encode_metadata"]
-
 _INDEX_ENTRY_BYTES: Final = 16
 _CRC_BYTES: Final = 4
 

@@ -12,8 +12,6 @@ from ckptcore.errors import NameCollisionError
 from ckptcore.model import TreePath, format_path
 from ckptcore.planning import leaf_names
 
-__all__ = ["directory_names", "key_names", "orbax_files"]
-
 _RESERVED_NAMES: Final = frozenset(
     {
         "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",

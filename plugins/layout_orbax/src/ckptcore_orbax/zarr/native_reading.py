@@ -26,8 +26,6 @@ from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 
-__all__ = ["BoxRead", "check_native_files", "expect_chunks", "native_spec", "native_store", "read_native"]
-
 _QUOTED: Final = re.compile(r"^s3://.*(%20| )")
 
 

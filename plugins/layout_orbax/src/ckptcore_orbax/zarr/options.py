@@ -9,8 +9,6 @@ from typing import Final, Literal, cast, get_args
 
 from ckptcore_orbax.zarr.formats import Compression, CompressionName
 
-__all__ = ["ArrayOptions", "ArrayRule", "LayoutOptions", "array_options", "check_chunk_bytes", "parse_compression"]
-
 _MIN_CHUNK_BYTES: Final = 1
 
 

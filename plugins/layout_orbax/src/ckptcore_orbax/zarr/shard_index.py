@@ -12,8 +12,6 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
 from ckptcore_orbax.zarr.formats import ArrayFormat
 
-__all__ = ["MISSING", "ShardIndex", "decode_index", "dense_index", "encode_index", "index_range", "inner_offsets"]
-
 MISSING: Final = -1
 """Offset of an inner chunk that is not stored."""
 

@@ -16,8 +16,6 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.version2 import parse_zarr2
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 
-__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "ZarrArray", "array_prefix"]
-
 DIGEST_BYTES: Final = 8
 """Length of the xxh3_64 of a read chunk's elements, in bytes."""
 

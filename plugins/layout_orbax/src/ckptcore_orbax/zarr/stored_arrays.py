@@ -19,15 +19,6 @@ from ckptcore_orbax.zarr.options import ArrayOptions, LayoutOptions, array_optio
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3, zarr3_array
 
-__all__ = [
-    "SESSION_WRITERS",
-    "array_names",
-    "dimension_names",
-    "stored_box",
-    "stored_format",
-    "stored_view",
-]
-
 SESSION_WRITERS: Final = 2
 """Number of writers assumed for an array written in sessions. All numbers above 1 give the same chunk shape."""
 

@@ -18,8 +18,6 @@ from typing import Final
 
 from ckptcore.errors import CheckpointError
 
-__all__ = ["begin_use", "clear_frames", "expect_usable", "using_tensorstore"]
-
 _PATIENCE_SECONDS: Final = 10.0
 """Maximum wait at exit for daemon threads to leave tensorstore, because a read from a storage may hang."""
 

@@ -12,8 +12,6 @@ from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, dtype_of_version2, version
 from ckptcore_orbax.zarr.fills import parse_fill_version2
 from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
 
-__all__ = ["parse_zarr2", "zarr2_array"]
-
 _CACHED_BYTES: Final = 2048
 
 

@@ -14,8 +14,6 @@ from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
 from ckptcore_orbax.zarr.fills import parse_fill_version3, zero_of_version3
 from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
 
-__all__ = ["inner_array", "parse_zarr3", "zarr3_array"]
-
 _MEMBERS: Final = frozenset(
     [
         "attributes", "chunk_grid", "chunk_key_encoding", "codecs", "data_type", "dimension_names", "fill_value",

@@ -33,8 +33,6 @@ from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, stored_format
 
-__all__ = ["Forecast", "forecast_arrays", "write_arrays"]
-
 Forecast: TypeAlias = tuple[JSON, frozenset[str], int]
 """The state of a receipt, the keys of objects that may be smaller, and the size of the largest buffer in bytes."""
 

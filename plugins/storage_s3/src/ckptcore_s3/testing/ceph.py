@@ -21,8 +21,6 @@ from typing import Final
 
 from ckptcore_testing.servers import Server, ServerCommand, free_port, serve
 
-__all__ = ["PROGRAMS", "serve_ceph"]
-
 PROGRAMS: Final = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 """Programs that must be installed."""
 

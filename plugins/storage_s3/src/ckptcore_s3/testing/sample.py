@@ -10,8 +10,6 @@ from ckptcore_testing.shared_buckets import SharedBucket
 
 from ckptcore_s3.testing.servers import s3_server
 
-__all__ = ["MOTO", "SAMPLE"]
-
 SAMPLE: Final = StorageSample(scheme="s3", open=SharedBucket("s3", s3_server).open, costly=True)
 """S3 on the default test server; see `s3_server`."""
 

@@ -20,8 +20,6 @@ from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import settings_of
 from ckptcore_s3.testing.ceph import serve_ceph
 
-__all__ = ["ACCESS_KEY_ID", "DIALECT", "SECRET_ACCESS_KEY", "S3Server", "ServerKind", "s3_server", "server_kind"]
-
 ServerKind: TypeAlias = Literal["ministack", "moto", "ceph"]
 """Kinds of server that `s3_server` can run."""
 

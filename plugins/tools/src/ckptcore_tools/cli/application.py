@@ -14,8 +14,6 @@ from ckptcore.tree.suggestions import NameSuggestions
 from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode
 from ckptcore_tools.cli.output import error_line
 
-__all__ = ["application"]
-
 _OWN_PACKAGE: Final = "ckptcore_tools."
 
 _SYNONYMS: Final[Mapping[str, str]] = {

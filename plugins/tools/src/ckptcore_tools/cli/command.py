@@ -37,20 +37,6 @@ from ckptcore.model.tree import JSON
 from ckptcore.redaction import redacted
 from ckptcore_tools.cli.output import error_line, print_document
 
-__all__ = [
-    "EXIT_CODE_HELP",
-    "NAMED_HELP",
-    "TAKE_OVER_HELP",
-    "ExitCode",
-    "begin_context",
-    "checkpoint_command",
-    "command_context",
-    "discard_unwritable_output",
-    "exit_code_of",
-    "shell_text",
-    "system_text",
-]
-
 NAMED_HELP: Final = "The name of one step, such as epoch-0010, if the steps have unusual names."
 TAKE_OVER_HELP: Final = "If the lock of another job seems abandoned, wait until it expires and take it over."
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ckptcore_tools.copies import CopyReport, StepsCopyReport
     from ckptcore_tools.copies.copying import CopyVerification
 
-__all__ = ["consolidate_command", "convert_command", "copy_command"]
-
 
 _OVERWRITE_HELP: Final = "Replace the checkpoint at DESTINATION atomically."
 _LEAVE_OUT_HELP: Final = "A file of other software, or a pattern, that need not be copied. Repeatable."

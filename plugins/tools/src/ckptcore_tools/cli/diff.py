@@ -15,8 +15,6 @@ from ckptcore_tools.differences import Difference, Differences
 from ckptcore_tools.elements import WorstElement
 from ckptcore_tools.formatting import format_count, format_size
 
-__all__ = ["command"]
-
 _MARKS: Final = {"only_in_a": ("-", "red"), "only_in_b": ("+", "green")}
 
 

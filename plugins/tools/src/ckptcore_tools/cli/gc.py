@@ -27,8 +27,6 @@ from ckptcore_tools.policy_text import parse_preservation
 from ckptcore_tools.retention import DeletionPlan, StepDecision, plan_deletions
 from ckptcore_tools.run_steps import expect_steps, find_steps
 
-__all__ = ["command"]
-
 _COLUMNS = (
     Column("step", "right"),
     Column("name"),

@@ -43,8 +43,6 @@ from ckptcore_tools.outline import Outline, count_arrays, leaf_filter, outline_o
 from ckptcore_tools.statistics import ArrayStatistics, read_statistics
 from ckptcore_tools.timelines import format_timeline
 
-__all__ = ["command"]
-
 _STATISTICS: Final = (
     "elements", "nan", "infinite", "zeros", "minimum", "maximum", "mean", "deviation", "norm",
 )  # fmt: skip

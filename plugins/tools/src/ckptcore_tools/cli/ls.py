@@ -18,8 +18,6 @@ from ckptcore_tools.formatting import format_count, format_layout, format_proble
 from ckptcore_tools.locations import FileGivenError, child_location, describe_and_check, names_in
 from ckptcore_tools.outline import count_arrays
 
-__all__ = ["Entry", "command"]
-
 State: TypeAlias = Literal[
     "committed", "foreign", "incomplete", "uncommitted", "leftover", "corrupt", "unreadable", "run"
 ]

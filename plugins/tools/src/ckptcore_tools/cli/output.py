@@ -25,25 +25,6 @@ from ckptcore.model import Attribute
 from ckptcore.progress import ProgressCallback, show_bar
 from ckptcore.redaction import redacted
 
-__all__ = [
-    "UNSET",
-    "Cell",
-    "Column",
-    "Unset",
-    "byte_progress",
-    "error_line",
-    "json_number",
-    "prepare_streams",
-    "print_document",
-    "print_line",
-    "print_lines",
-    "print_table",
-    "printable",
-    "terminal_width",
-    "to_json",
-]
-
-
 _LINES_AT_ONCE: Final = 1000
 
 

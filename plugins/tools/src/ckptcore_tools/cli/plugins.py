@@ -10,8 +10,6 @@ from ckptcore.plugins import FailedPlugin, PluginInfo
 from ckptcore_tools.cli.command import ExitCode, checkpoint_command
 from ckptcore_tools.cli.output import print_document, print_line, printable, to_json
 
-__all__ = ["command"]
-
 _OFFERS = {
     "ckpt_leaf_handler": "leaves",
     "ckpt_container_handler": "containers",

@@ -31,8 +31,6 @@ from ckptcore_tools.formatting import format_age, format_count, format_metrics, 
 from ckptcore_tools.locations import child_location
 from ckptcore_tools.run_steps import RunOwner, StepStatus, expect_steps, find_owner, find_pinned, find_steps, read_steps
 
-__all__ = ["StepCheck", "command", "step_names"]
-
 
 class StepCheck(NamedTuple):
     """The result of verifying a step.

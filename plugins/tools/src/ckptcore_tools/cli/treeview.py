@@ -14,8 +14,6 @@ from ckptcore_tools.formatting import format_count, format_size
 from ckptcore_tools.outline import Outline
 from ckptcore_tools.statistics import ArrayStatistics
 
-__all__ = ["StatisticsOf", "TreeLine", "format_lines", "tree_lines"]
-
 StatisticsOf = Callable[[int], ArrayStatistics | None]
 """Returns the statistics of a leaf; None if it has none."""
 

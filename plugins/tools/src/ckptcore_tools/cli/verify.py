@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from ckptcore.results import Problem, VerifyReport
 
-__all__ = ["command", "print_unused", "problem_documents"]
-
 
 @checkpoint_command("verify", "Verify the checksums of a checkpoint.")
 @click.argument("location")

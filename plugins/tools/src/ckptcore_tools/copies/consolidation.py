@@ -62,8 +62,6 @@ from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
-__all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
-
 FilePath: TypeAlias = str | os.PathLike[str]
 """Path of a local file."""
 

@@ -45,8 +45,6 @@ from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.optimizer_parts import find_optimizers
 
-__all__ = ["SourceReplacedError", "convert_checkpoint"]
-
 logger = logger_named("ckptcore.copying")
 
 _SLICE_BYTES: Final = 1 << 24

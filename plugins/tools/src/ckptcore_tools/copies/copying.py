@@ -50,8 +50,6 @@ from ckptcore_tools.copies.destinations import refuse_destination
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest
 from ckptcore_tools.copies.transfers import Transfer
 
-__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "copy_whole"]
-
 logger = logger_named("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]

@@ -8,8 +8,6 @@ from ckptcore.commit.target import read_root
 from ckptcore.errors import InvalidLocationError
 from ckptcore.loading.checkpoint import Checkpoint
 
-__all__ = ["refuse_destination", "refuse_further"]
-
 
 def refuse_destination(source: Location, destination: Location) -> None:
     """Refuse a destination that is the source, contains it, or is one of its checkpointables.

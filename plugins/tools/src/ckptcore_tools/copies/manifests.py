@@ -41,8 +41,6 @@ from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord, unreadable_error
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 
-__all__ = ["Manifest", "StoredRoot", "read_manifest", "refuse_lost"]
-
 logger = logger_named("ckptcore.copying")
 
 _OWN_PREFIX: Final = "checkpoint."

@@ -26,8 +26,6 @@ from ckptcore.training.path_directory import read_directory_metadata, write_dire
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
-__all__ = ["StepsCopyReport", "copy_run"]
-
 _SHOWN: Final = 5
 """Number of steps or names in an error."""
 

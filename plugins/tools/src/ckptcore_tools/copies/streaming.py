@@ -21,8 +21,6 @@ from ckptcore.planning import plan_read
 from ckptcore.planning.partition import cut_flat_ranges
 from ckptcore.protocols import Layout
 
-__all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
-
 _SLICE_BYTES: Final = 64 << 20
 _ITEM_BYTES: Final = 512 << 20
 _MIN_SLICE_BYTES: Final = 4 << 10

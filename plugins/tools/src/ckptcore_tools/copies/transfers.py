@@ -18,8 +18,6 @@ from ckptcore.io.requests import SIZES, IOThreads, Sizes, for_each, requests_of
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
 
-__all__ = ["Transfer", "TransferCounts"]
-
 
 @dataclass(slots=True)
 class TransferCounts:

@@ -42,18 +42,6 @@ from ckptcore_tools.dry_run.writes import (
 )
 from ckptcore_tools.exports import Export, WithExports
 
-__all__ = [
-    "MissingPayloadError",
-    "PlanRequest",
-    "SimulatedAgreement",
-    "SimulatedJob",
-    "plan_from_json",
-    "plan_running_job",
-    "plan_simulated_job",
-    "written_from_json",
-    "written_to_json",
-]
-
 T = TypeVar("T", bound=JSON)
 R = TypeVar("R")
 

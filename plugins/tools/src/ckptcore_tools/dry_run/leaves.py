@@ -14,8 +14,6 @@ from ckptcore.model.transfer import Pending
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler
 from ckptcore.runtime import runtime_of, with_registry
 
-__all__ = ["dry_run_context", "running_leaves", "simulated_leaves"]
-
 WrapLeaf = Callable[[LeafHandler], LeafHandler]
 
 

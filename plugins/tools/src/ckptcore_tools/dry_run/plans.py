@@ -8,8 +8,6 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore_tools.formatting import format_size
 
-__all__ = ["Certainty", "ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan"]
-
 Certainty: TypeAlias = Literal["exact", "at most", "about"]
 """How exact a predicted size is: exact, an upper bound, or an estimate."""
 

@@ -28,8 +28,6 @@ from ckptcore.protocols import (
 )
 from ckptcore_tools.dry_run.plans import RequestCounts
 
-__all__ = ["CountingDirectories", "CountingObjects", "NoElementsError", "SizeOnlySnapshot", "SizeRecorder"]
-
 
 class NoElementsError(Exception):
     """A layout took an array in a dry run, which has no elements."""

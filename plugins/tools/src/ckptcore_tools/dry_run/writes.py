@@ -40,17 +40,6 @@ from ckptcore_tools.dry_run.storages import (
     SizeRecorder,
 )
 
-__all__ = [
-    "ForecastingLayout",
-    "LeaderState",
-    "StorageKind",
-    "WriteForecast",
-    "WrittenCheckpoint",
-    "WrittenProcess",
-    "run_commit",
-    "run_writes",
-]
-
 StorageKind: TypeAlias = Literal["directories", "objects"]
 """The kind of storage that is simulated: a file system, or an object store."""
 

@@ -17,8 +17,6 @@ from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.shardings import framework_of, sharding_of, sharding_text
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["array_document"]
-
 _MAX_CHUNKS: Final = 1_024
 _MAX_COUNTED: Final = 1 << 16
 """Further chunks are not counted: a hostile checkpoint of a few bytes may have any number."""

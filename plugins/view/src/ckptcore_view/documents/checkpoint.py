@@ -24,8 +24,6 @@ from ckptcore_view.documents.summary import merged_summary, summary_of
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["checkpoint_document", "tree_document"]
-
 _MAX_FILES: Final = 2_000
 _MAX_EVENTS: Final = 500
 _MAX_PROBLEMS: Final = 200

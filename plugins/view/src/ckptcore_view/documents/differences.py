@@ -15,8 +15,6 @@ from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["difference_document", "differences_document"]
-
 _MAX_ROWS: Final = 5_000
 
 

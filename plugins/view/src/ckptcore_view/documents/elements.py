@@ -19,8 +19,6 @@ from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["elements_document", "format_index", "parse_index", "statistics_document"]
-
 _MAX_ELEMENTS: Final = 1 << 16
 _WINDOW: Final = 64
 """Rows and columns of the first slice that is shown."""

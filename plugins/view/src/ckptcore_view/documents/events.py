@@ -24,8 +24,6 @@ from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.shardings import framework_of
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["best_of", "events_of"]
-
 _MAX_RESTARTS: Final = 64
 """Limit of the restarts that are shown, the newest ones. For each, one tree is opened to find its framework."""
 

@@ -14,8 +14,6 @@ from ckptcore.errors import CheckpointError
 from ckptcore.model import JSON
 from ckptcore.training.steps import StepDirectory
 
-__all__ = ["TrainerLog", "read_trainer_log"]
-
 _FILE: Final = "trainer_state.json"
 _MAX_BYTES: Final = 1 << 26
 _MAX_POINTS: Final = 20_000

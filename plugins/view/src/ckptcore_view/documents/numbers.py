@@ -6,8 +6,6 @@ import math
 
 from ckptcore.model import JSON
 
-__all__ = ["number_to_json"]
-
 
 def number_to_json(number: complex | bool | str | None) -> JSON:
     """Return a number for JSON: as text if JSON or JavaScript cannot represent it."""

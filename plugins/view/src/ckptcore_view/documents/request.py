@@ -9,9 +9,6 @@ from typing import TypeVar
 from ckptcore.redaction import redacted_location
 from ckptcore_view.open_tree import OpenTree
 
-__all__ = ["BadRequestError", "CancelledError", "Request"]
-
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.viewed import Viewed
 
-__all__ = ["run_document", "runs_document"]
-
 _STEPS: Final = 200
 """Steps that are read if the request does not say how many: each costs a read of its root."""
 

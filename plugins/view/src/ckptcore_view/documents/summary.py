@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from ckptcore.model import JSON, ArrayRecord, Attribute, TreeMetadata, TreePath, format_path
 
-__all__ = ["merged_summary", "summary_of"]
-
 _LARGEST: Final = 8
 _OPTIMIZER: Final = frozenset(
     {

@@ -9,8 +9,6 @@ import itertools
 import ckptcore
 from ckptcore.training import PathDirectory
 
-__all__ = ["MirroredDirectory"]
-
 
 class MirroredDirectory:
     """The `RunDirectory` of a run whose steps are copied to a second directory before their save is over."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["SORTS", "Crate", "Grid", "Sketch"]
-
 SORTS = {"truth": 1, "tiny": 1, "short": 2, "whole": 4, "long": 8, "real": 4, "fine": 8, "rough": 2}
 """Bytes of an element, by its sort."""
 

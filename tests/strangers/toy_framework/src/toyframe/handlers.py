@@ -25,8 +25,6 @@ from ckptcore.model import (
 from ckptcore.protocols import ContainerHandler, Flattened, HostMemory, LeafHandler, Priority
 from toyframe.grids import Crate, Grid, Sketch
 
-__all__ = ["DTYPES", "CrateHandler", "GridHandler", "cells_of"]
-
 DTYPES = {
     "truth": "bool",
     "tiny": "uint8",

@@ -29,8 +29,6 @@ from ckptcore.model import (
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
 
-__all__ = ["ScrollLayout"]
-
 INDEX = "index.scroll.json"
 LINE_BYTES = 64
 

@@ -12,8 +12,6 @@ from typing import TypeVar
 from ckptcore.model import Box, HostArray, ReadPlan
 from ckptcore.protocols import ReadBoxes, StagedLoad
 
-__all__ = ["CacheDirectory"]
-
 T = TypeVar("T")
 
 

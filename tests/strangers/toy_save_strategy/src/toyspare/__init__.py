@@ -9,8 +9,6 @@ from typing import Any, Final
 import ckptcore
 from ckptcore.protocols import SaveCommit, StorageBackend
 
-__all__ = ["SpareCopies"]
-
 _PIECE_BYTES: Final = 1 << 20
 
 

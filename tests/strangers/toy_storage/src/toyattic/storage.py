@@ -20,8 +20,6 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import Buffer, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend, StorageOptions
 
-__all__ = ["Attic", "open_attic"]
-
 T = TypeVar("T")
 TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, tag TEXT NOT NULL, data BLOB NOT NULL)"
 
