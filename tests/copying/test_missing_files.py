@@ -37,6 +37,7 @@ class _Missing(NamedTuple):
 _FILES: Final = {
     "DCP, arrays": _Missing(_DCP / "two_processes_apart", "__1_0.distcp", "__1_0.distcp"),
     "DCP, a value": _Missing(_DCP / "file_per_item", "__0_9.distcp", "__0_9.distcp"),
+    "DCP, the metadata of a process": _Missing(_DCP / "two_processes_apart", "__1.metadata", "__1.metadata is missing"),
     "DCP in a step": _Missing(_DCP / "step_of_several", "optimizer/__0_0.distcp", "optimizer/__0_0.distcp"),
     "Megatron": _Missing(_FORMATS / "megatron" / "torch_dist", "common.pt", "common.pt"),
     "ZeRO": _Missing(
@@ -89,6 +90,13 @@ def test_a_file_that_is_missing_is_an_error(missing: _Missing, tmp_path: Path) -
     with pytest.raises(CorruptCheckpointError, match="missing"):
         load(source)
     _assert_not_copied(source, missing.named, tmp_path)
+
+
+def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
+    """The arrays lack what it saved. Those that do not can be loaded, but no copy loses it silently."""
+    source = _without(_FILES["DCP, arrays"], tmp_path / "c")
+    (source / "__1.metadata").unlink()
+    _assert_not_copied(source, "by_rows (float32[5, 3]) is incomplete", tmp_path)
 
 
 @pytest.mark.parametrize("missing", _ITEMS.values(), ids=_ITEMS.keys())

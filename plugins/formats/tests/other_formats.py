@@ -37,12 +37,14 @@ class Format(NamedTuple):
         write: writes arrays into a new directory. Returns the location in there.
         subtree: the part with the arrays.
         by_ranges: True if arrays are read from their bytes in the files, in pieces, and not decompressed.
+        header_bytes: bytes between elements that are read with headers, and again with the elements.
         is_single: True if the format has one array, which is then the only one, and has the name "array" in a copy.
     """
 
     write: Callable[[Path, Arrays], str]
     subtree: str = "module"
     by_ranges: bool = True
+    header_bytes: int = 0
     is_single: bool = False
 
 
@@ -208,6 +210,7 @@ FORMATS: Final = {
     "HDF5 in chunks": Format(
         _of_file("model.h5", lambda path, arrays: _write_hdf5(path, arrays, chunks=True, compression="gzip")),
         by_ranges=False,
+        header_bytes=4 << 16,
     ),
     "Keras, weights": Format(_of_file("model.weights.h5", _write_hdf5)),
     "Keras, model": Format(_of_file("model.keras", _keras)),

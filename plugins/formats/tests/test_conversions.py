@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ PIECE = 400_000
 
 MIB = 1 << 20
 LARGE: Shape = (4096, 4096)
-"""The shape of an array of 64 MiB. Twelve of them exceed the memory of a conversion."""
+"""The shape of an array of 64 MiB. Ten of them exceed the memory of a conversion."""
 CONVERSION = """
 import sys
 import ckptcore
@@ -72,7 +73,8 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
     )  # fmt: skip
     sources = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
     stored = sum(path.stat().st_size for path in sources)
-    assert plan.bytes_read < 1.02 * stored + max(160_000, 64_000 * len(sources))  # directories, headers and pickles
+    slack = max(160_000, 64_000 * len(sources)) + form.header_bytes  # directories, headers and pickles
+    assert plan.bytes_read < 1.02 * stored + slack
     arrays = expected(form, ARRAYS)
     elements = [operation for operation in plan.operations if operation.name == "get_into"]
     if form.by_ranges:
@@ -85,20 +87,25 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
-def test_a_conversion_needs_little_memory(form: Format, tmp_path: Path) -> None:
-    """At most 512 MiB more than the imports and the largest array, of 768 MiB."""
-    (tmp_path / "c").mkdir()
-    arrays = {f"n{number}": array(f"n{number}", LARGE) for number in range(12)}
+def test_a_conversion_needs_little_memory(form: Format) -> None:
+    """At most 512 MiB more than the imports and one of the arrays, for 640 MiB."""
+    arrays = {f"n{number}": array(f"n{number}", LARGE) for number in range(10)}
     if form.is_single:
-        arrays = {"n": array("n", (12 * LARGE[0], LARGE[1]))}
-    location = form.write(tmp_path / "c", arrays)
-    arguments = [str(tmp_path / "c" / location), str(tmp_path / "hf"), form.subtree]
+        arrays = {"n": array("n", (10 * LARGE[0], LARGE[1]))}
+    with tempfile.TemporaryDirectory() as directory:  # not kept by pytest
+        _convert_alone(form, arrays, Path(directory))
+
+
+def _convert_alone(form: Format, arrays: Arrays, directory: Path) -> None:
+    (directory / "c").mkdir()
+    location = form.write(directory / "c", arrays)
+    arguments = [str(directory / "c" / location), str(directory / "hf"), form.subtree]
     found = subprocess.run(
         [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, timeout=600, check=False
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) - 4 * math.prod(LARGE) <= 512 * MIB
-    assert_converted(tmp_path / "hf", expected(form, arrays))
+    assert_converted(directory / "hf", expected(form, arrays))
 
 
 def test_a_box_is_read_from_the_files_that_have_it(tmp_path: Path) -> None:

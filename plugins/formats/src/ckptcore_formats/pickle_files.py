@@ -152,11 +152,11 @@ class _CompressedIndex(StorageIndex):
     def read(self, items: Any, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
         with self._lock:
-            if self._content is None:
-                inspected = self._contents.get(store)
-                is_same = inspected is not None and inspected.key == self._file
-                self._content = inspected if is_same else _decompress(store, self._file)
-        return super().read(items, buffers, self._content)
+            content = self._content or self._contents.get(store)
+            if content is None or content.key != self._file:
+                content = _decompress(store, self._file)
+            self._content = content
+        return super().read(items, buffers, content)
 
 
 def _decompress(store: ReadStore, key: str) -> _Decompressed:

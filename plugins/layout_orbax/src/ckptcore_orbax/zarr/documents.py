@@ -19,6 +19,7 @@ __all__ = [
     "encode_document",
     "encode_group",
     "expect",
+    "is_group",
     "parse_chunk_shape",
     "parse_document",
     "parse_shape",
@@ -33,6 +34,14 @@ _MAX_EXTENT: Final = 1 << 62
 
 _MAX_DEPTH: Final = 64
 """Maximum nesting of lists and objects; code that walks a document can recurse this deep."""
+
+
+def is_group(data: bytes) -> bool:
+    """Return True if a metadata file of zarr 3 describes a group, in which there are arrays."""
+    try:
+        return parse_document(data).get("node_type") == "group"
+    except CorruptCheckpointError:
+        return False
 
 
 def parse_document(data: bytes) -> dict[str, JSON]:
