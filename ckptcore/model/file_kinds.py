@@ -150,7 +150,7 @@ def part_of_archive(head: bytes, name: str) -> FileKind | None:
     The last part of a zip is not recognized, because it has the name of a whole one. See `file_kind` for arguments.
     """
     if head.startswith(b"PK\x07\x08") or _ZIP_PART.search(name):
-        return FileKind("a part of a zip archive in several parts, of which none can be read alone", _JOIN)
+        return FileKind("a part of a zip archive in several parts", _JOIN)
     return (
         FileKind("by its name a part of an archive that was split", _CONCATENATE) if _SPLIT_PART.search(name) else None
     )

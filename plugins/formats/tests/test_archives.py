@@ -215,9 +215,11 @@ def test_an_archive_that_was_split(suffix: str, tmp_path: Path) -> None:
     parts[0].write_bytes(whole[:100_000])
     parts[1].write_bytes(whole[100_000:])
     for part in parts:
-        with pytest.raises(CheckpointNotFoundError, match="that was split: join the parts in the order of"):
+        with pytest.raises(
+            (CheckpointNotFoundError, CorruptCheckpointError), match="that was split: join the parts in"
+        ):
             ckptcore.load(part)
-        with pytest.raises(InvalidLocationError, match="that was split: join the parts in the order of"):
+        with pytest.raises(InvalidLocationError, match="that was split: join the parts in"):
             ckptcore.load(f"{part}!/policy.pth")
     (tmp_path / "model.zip").write_bytes(b"".join(part.read_bytes() for part in sorted(parts)))
     assert_same(ckptcore.load(tmp_path / "model.zip!/policy.pth")["w"], WEIGHTS)
