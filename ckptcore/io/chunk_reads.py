@@ -368,7 +368,9 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
     try:
         data = store.get(first.key, first.start, stop)
     except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(f"a chunk is missing: {error}", key=first.key) from error
+        raise CorruptCheckpointError(
+            f"a chunk is missing: {error}; restore it from a copy, or load another checkpoint", key=first.key
+        ) from error
     if stop is not None and len(data) != stop - first.start:
         raise CorruptCheckpointError(
             f"{first.key} ends at byte {first.start + len(data)}, where {stop} are expected. It was cut off: restore "

@@ -178,7 +178,7 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
 
     if file is None:
         kind = directory_kind(names)
-        found = f"has {format_names(names)}{_kind_of_files(store, names) if kind is None else ''}"
+        found = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
     else:
         size = store.size(file)
         head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
@@ -215,9 +215,12 @@ def _inside_archive(location: Location, unpack: str) -> str:
     )
 
 
-def _kind_of_files(store: ObjectReader, names: Sequence[str]) -> str:
-    """Return what the first file of a known kind is, in parentheses; empty if there is none. Texts come last."""
-    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
+def _kind_inside(location: Location, store: ObjectReader, names: Sequence[str]) -> str:
+    """Return what the first file or directory of a known kind is, in parentheses; empty if there is none.
+
+    Directories come after files, and texts last.
+    """
+    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind, is_text  # only for this error
 
     found = ""
     for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
@@ -226,7 +229,11 @@ def _kind_of_files(store: ObjectReader, names: Sequence[str]) -> str:
             if (kind := file_kind(head, file)) is not None and not (found and is_text(head)):
                 found = f" ({format_names([file])} is {kind})"
                 if not is_text(head):
-                    break
+                    return found
+    for directory in [name.removesuffix("/") for name in names if name[-1] == "/"][:_FILES_TRIED]:
+        with contextlib.suppress(CheckpointError):
+            if (kind := directory_kind(store.list_names(directory))) is not None:
+                return f" ({location.display.rstrip('/')}/{format_names([directory])} is {kind})"
     return found
 
 
@@ -323,9 +330,10 @@ def _expect_one_format(location: Location, names: Sequence[str]) -> None:
     if len(formats) > 1:
         within = location.display.rstrip("/")
         places = [f"{within}/{name} for {form}" for form, name in formats.items() if name]
+        load = f"Load one of them by its own location ({', '.join(places)}), or move" if places else "Move"
         raise CheckpointNotFoundError(
-            f"{location.display} has checkpoints of several formats: {', '.join(formats)}. Load one of them by its own "
-            f"location ({', '.join(places)}), or move the files of one to a directory of its own"
+            f"{location.display} has checkpoints of several formats: {', '.join(formats)}. {load} the files of one to "
+            "a directory of its own"
         )
 
 

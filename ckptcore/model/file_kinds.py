@@ -32,6 +32,7 @@ class FileKind(NamedTuple):
 
 _OWNER: Final = "read it with {} and pass the arrays to ckptcore.save"
 _UNPACK: Final = "unpack it, and load what it contains"
+_CONCATENATE: Final = "join the parts in the order of their names, as `cat NAME.*` does, and load what that has"
 _JOIN: Final = "join the parts, as `zip -s 0 PARTS.zip --out WHOLE.zip` does, and load what that has"
 _AGAIN: Final = "download the file again; it may need a login or another address"
 
@@ -60,7 +61,6 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
     b"\xfd7zXZ\x00": FileKind("compressed by xz", "decompress it with xz -d", is_archive=True),
     b"BZh": FileKind("compressed by bzip2", "decompress it with bzip2 -d", is_archive=True),
     b"\x04\x22\x4d\x18": FileKind("compressed by LZ4", "decompress it with lz4 -d"),
-    b"PK\x07\x08": FileKind("the first part of a zip archive in several parts", _JOIN),
     b"7z\xbc\xaf\x27\x1c": FileKind("a 7z archive", _UNPACK),
     b"PAR1": FileKind("a Parquet file", _OWNER.format("pyarrow or pandas")),
     b"ARROW1": FileKind("an Arrow file", _OWNER.format("pyarrow")),
@@ -72,6 +72,9 @@ _MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the header of safetensors, in its length in 8 bytes."""
 _OLD_PICKLE: Final = re.compile(rb"\([dl]p\d+\n|c[A-Za-z_][\w.]*\n\w+\n")
 """Dicts, lists and objects in pickles of protocol 0, which are lines of text."""
+_ZIP_PART: Final = re.compile(r"\.z\d{2,3}\Z", re.ASCII)
+_SPLIT_PART: Final = re.compile(r"\.(zip|tar|tgz|gz)\.(\d{2,3}|part[a-z]{2})\Z", re.ASCII)
+"""Names of parts that begin with any bytes, as ``zip -s``, ``split`` and 7-Zip give them."""
 _WORD_VECTORS: Final = re.compile(rb"\d{1,12} \d{1,9}\n")
 _TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
 
@@ -104,6 +107,8 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         return FileKind("a TensorFlow Lite model", _OWNER.format("TensorFlow"))
     if head[257:262] == b"ustar":
         return FileKind("a tar archive", _UNPACK, is_archive=True)
+    if (part := part_of_archive(head, name)) is not None:
+        return part
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(head, name)
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
@@ -126,6 +131,18 @@ def kind_in_place_of(head: bytes) -> FileKind | None:
     """Return the kind of a file that is found in place of another one: a pointer, a page, nothing. None for others."""
     kind = file_kind(head, "")
     return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
+
+
+def part_of_archive(head: bytes, name: str) -> FileKind | None:
+    """Return the kind of a file that, by its first bytes or its name, is a part of an archive; None for others.
+
+    The last part of a zip is not recognized, because it has the name of a whole one. See `file_kind` for arguments.
+    """
+    if head.startswith(b"PK\x07\x08") or _ZIP_PART.search(name):
+        return FileKind("a part of a zip archive in several parts", _JOIN)
+    return (
+        FileKind("by its name a part of an archive that was split", _CONCATENATE) if _SPLIT_PART.search(name) else None
+    )
 
 
 def is_text(head: bytes) -> bool:
@@ -167,8 +184,8 @@ def whole_formats(names: Collection[str]) -> Mapping[str, str]:
     The value is a name by which the checkpoint can be loaded alone, or empty. See `directory_kind` for `names`.
     """
     found: dict[str, str] = {}
-    if ".metadata" in names:
-        found["torch.distributed.checkpoint"] = ".metadata"
+    if ".metadata" in names or "__0.metadata" in names:
+        found["torch.distributed.checkpoint"] = ".metadata" if ".metadata" in names else ""
     if not {"_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"}.isdisjoint(names):
         found["Orbax"] = "" if "_METADATA" in names else "ITEM"
     if "latest" in names and (step := next((name for name in names if name.startswith("global_step")), "")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,23 +86,30 @@ def first_element(snapshot: StreamedSnapshot, item: int) -> float:
     return float(array.ravel()[0])
 
 
-def settled(layout: Watched) -> int:
-    """How many arrays were read once nothing more is."""
-    before = -1
-    while (count := sum(map(len, layout.batches))) != before:
-        before = count
-        time.sleep(0.05)
-    return count
+class WatchedCondition(threading.Condition):
+    """Counts how often another thread than the main one waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            self.waits.release()  # holding the lock: nothing changes before it waits
+        return super().wait(timeout)
 
 
 def test_read_ahead_stays_within_the_memory_limit(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
+    changed = snapshot._changed = WatchedCondition()
     try:
         assert first_element(snapshot, 0) == 0
-        assert settled(layout_of(opened)) == 3
+        assert changed.waits.acquire(timeout=60)  # for room
+        assert sum(map(len, layout_of(opened).batches)) == 3
         snapshot.release(0)
         snapshot.release(0)  # again is no error
-        assert settled(layout_of(opened)) == 4
+        assert changed.waits.acquire(timeout=60)
+        assert sum(map(len, layout_of(opened).batches)) == 4
         assert [first_element(snapshot, item) for item in range(1, ARRAYS)] == list(range(1, ARRAYS))
     finally:
         snapshot.close()

@@ -23,6 +23,7 @@ _ORBAX: Final = _PLUGINS / "layout_orbax" / "tests" / "golden"
 _DCP: Final = _PLUGINS / "layout_dcp" / "tests" / "golden"
 _FORMATS: Final = _PLUGINS / "formats" / "tests" / "golden"
 _PIPELINE: Final = Path(__file__).parents[1] / "foreign" / "golden_diffusers" / "pipeline"
+_FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
 _UNIVERSAL: Final = "global_step2_universal/zero/scale"
 
 
@@ -37,6 +38,7 @@ class _Missing(NamedTuple):
 _FILES: Final = {
     "DCP, arrays": _Missing(_DCP / "two_processes_apart", "__1_0.distcp", "__1_0.distcp"),
     "DCP, a value": _Missing(_DCP / "file_per_item", "__0_9.distcp", "__0_9.distcp"),
+    "DCP, the metadata of a process": _Missing(_DCP / "two_processes_apart", "__1.metadata", "__1.metadata is missing"),
     "DCP in a step": _Missing(_DCP / "step_of_several", "optimizer/__0_0.distcp", "optimizer/__0_0.distcp"),
     "Megatron": _Missing(_FORMATS / "megatron" / "torch_dist", "common.pt", "common.pt"),
     "ZeRO": _Missing(
@@ -52,6 +54,11 @@ _FILES: Final = {
     "ranks": _Missing(_FORMATS / "ranks" / "sharded", "pytorch_model_fsdp_rank3.bin", "fsdp_rank3.bin is missing"),
     "torch_checkpointing": _Missing(_FORMATS / "torch_checkpointing" / "plain", "step_1.pt", "step_1.pt is missing"),
     "Orbax, an array": _Missing(_ORBAX / "axlearn" / "step_00000004", "gda/model/decoder/emb", "decoder/emb/weight"),
+    "Orbax, a chunk": _Missing(_ORBAX / "v0_pytree_plain", "params.scale/0", "params.scale/0"),
+    "Orbax, an encoded chunk": _Missing(_ORBAX / "v0_without_metadata", "params.scale/0", "'params.scale' is missing"),
+    "Orbax, values of OCDBT": _Missing(
+        _ORBAX / "v1_separate_nodes", "state/ocdbt.process_0/ocdbt_data", "ocdbt.process_0/ocdbt_data"
+    ),
 }
 
 _ITEMS: Final = {
@@ -71,12 +78,10 @@ def _without(missing: _Missing, to: Path) -> Path:
 
 
 def _assert_not_copied(source: Path, named: str, tmp_path: Path) -> None:
-    copies: list[Callable[..., object]] = [
-        ckptcore.copy, partial(ckptcore.copy, layout="safetensors"), partial(ckptcore.copy, layout="dcp"),
-    ]  # fmt: skip
+    copies: list[Callable[..., object]] = [ckptcore.copy, partial(ckptcore.copy, layout="safetensors")]
     for copy in copies:
         with pytest.raises(CorruptCheckpointError) as raised:
-            copy(source, tmp_path / "copy")
+            copy(source, tmp_path / "copy", context=_FAST)
         assert named in str(raised.value)
         assert not (tmp_path / "copy").exists()
 
@@ -89,6 +94,13 @@ def test_a_file_that_is_missing_is_an_error(missing: _Missing, tmp_path: Path) -
     with pytest.raises(CorruptCheckpointError, match="missing"):
         load(source)
     _assert_not_copied(source, missing.named, tmp_path)
+
+
+def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
+    """The arrays lack what it saved. Those that do not can be loaded, but no copy loses it silently."""
+    source = _without(_FILES["DCP, arrays"], tmp_path / "c")
+    (source / "__1.metadata").unlink()
+    _assert_not_copied(source, "by_rows (float32[5, 3]) is incomplete", tmp_path)
 
 
 @pytest.mark.parametrize("missing", _ITEMS.values(), ids=_ITEMS.keys())
@@ -110,7 +122,7 @@ def test_a_checkpointable_that_is_missing_is_an_error(
         ckptcore.copy(source, tmp_path / "copy", subtree=name)
     with pytest.raises(CorruptCheckpointError, match=f"'{name}' is listed but missing.*leave_out=\\['{name}'\\]"):
         ckptcore.copy(source, tmp_path / "copy", subtree="")
-    ckptcore.copy(source, tmp_path / "copy", layout="dcp", leave_out=[name])
+    ckptcore.copy(source, tmp_path / "copy", layout="dcp", leave_out=[name], context=_FAST)
     assert list(ckptcore.load_checkpointables(tmp_path / "copy")) == list(found)
 
 
@@ -141,7 +153,7 @@ def test_what_orbax_deleted_is_not_missing(tmp_path: Path) -> None:
     record = {"operation_id": "0", "checkpointable_name": "ema", "destination": None}
     (source / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
     assert ckptcore.verify(source).ok
-    ckptcore.copy(source, tmp_path / "copy", layout="dcp")
+    ckptcore.copy(source, tmp_path / "copy", layout="dcp", context=_FAST)
     assert list(ckptcore.load_checkpointables(tmp_path / "copy")) == ["config", "state"]
 
 
@@ -174,9 +186,9 @@ def test_a_shard_that_an_index_lists_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_copy_of_ours_says_what_it_lacks(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = str(tmp_path) if kind == "file" else f"memory://{tmp_path.name}"
-    ckptcore.save_checkpointables(f"{place}/c", {"params": {"w": np.ones(3)}, "ema": {"w": np.ones(3)}})
+    ckptcore.save_checkpointables(f"{place}/c", {"params": {"w": np.ones(3)}, "ema": {"w": np.ones(3)}}, context=_FAST)
     store = store_at(f"{place}/c")
     store.delete(list(store.list("ema")))
     with caplog.at_level(logging.WARNING, "ckptcore"):
-        ckptcore.copy(f"{place}/c", f"{place}/copy")
+        ckptcore.copy(f"{place}/c", f"{place}/copy", context=_FAST)
     assert "is copied without ema, which it lists and which is missing" in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zarr
 from ckptcore_testing import ThreadJob
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -169,6 +170,19 @@ def test_files_of_unknown_software(
     )
     assert "check the path" not in text
     ckptcore.save(tmp_path / "converted", read(tmp_path / name))
+    assert same(ckptcore.load(tmp_path / "converted"), {"w": ONE})
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_directory_around_a_group_of_zarr(zarr_format: Any, tmp_path: Path) -> None:
+    """A group has no checkpoint's metadata. It is not a damaged array."""
+    group = zarr.open_group(tmp_path / "run" / "data.zarr", mode="w", zarr_format=zarr_format)
+    group.create_array("w", data=ONE)
+    text = refused(lambda: ckptcore.load(tmp_path / "run"), "read it with zarr.open", error=CheckpointNotFoundError)
+    named = re.search(r"\((\S+) is a zarr hierarchy without the metadata of a checkpoint", text)
+    assert named is not None
+    read: Any = zarr.open(named[1], mode="r")
+    ckptcore.save(tmp_path / "converted", {"w": read["w"][:]})
     assert same(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 

@@ -24,6 +24,7 @@ from ckptcore.errors import CheckpointNotFoundError
 
 _PLUGINS: Final = Path(__file__).parents[2] / "plugins"
 _ORBAX: Final = _PLUGINS / "layout_orbax" / "tests" / "golden" / "v1_default"
+_DCP_APART: Final = _PLUGINS / "layout_dcp" / "tests" / "golden" / "two_processes_apart"
 _ZERO: Final = _PLUGINS / "formats" / "tests" / "golden" / "deepspeed" / "zero2_bf16"
 
 
@@ -167,3 +168,16 @@ def test_two_checkpoints_in_one_directory_are_an_error(
     assert len(advised) == 2
     for location in advised:
         assert ckptcore.load(location.replace("ITEM", "state"), framework="numpy")
+
+
+def test_checkpoints_without_a_name_of_their_own_are_to_be_moved(place: Path) -> None:
+    """Metadata of DCP for each rank cannot be named. The remedy is followed."""
+    shutil.copytree(_DCP_APART, place, dirs_exist_ok=True)
+    shutil.copytree(_ORBAX.parent / "v0_pytree_plain", place, dirs_exist_ok=True)
+    with pytest.raises(CheckpointNotFoundError, match=r"torch\.distributed\.checkpoint, Orbax\. Move the files of one"):
+        ckptcore.load(place)
+    (place.parent / "dcp").mkdir()
+    for path in [*place.glob("__*.metadata"), *place.glob("*.distcp")]:
+        path.rename(place.parent / "dcp" / path.name)
+    assert "by_rows" in ckptcore.load(place.parent / "dcp", framework="numpy")
+    assert "params" in ckptcore.load(place, framework="numpy")

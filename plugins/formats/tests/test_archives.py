@@ -195,12 +195,36 @@ def test_a_zip_in_several_parts(tmp_path: Path) -> None:
     whole = bytearray(b"PK\x07\x08" + (tmp_path / "whole.zip").read_bytes())
     whole[-18:-14] = b"\1\0\1\0"
     (tmp_path / "model.z01").write_bytes(whole[:100_000])
-    (tmp_path / "model.zip").write_bytes(whole[100_000:])
-    for name in ("model.z01", "model.zip"):
+    (tmp_path / "model.z02").write_bytes(whole[100_000:150_000])  # begins with any byte
+    (tmp_path / "model.zip").write_bytes(whole[150_000:])
+    for name in ("model.z01", "model.z02", "model.zip"):
         with pytest.raises(CheckpointNotFoundError, match=r"several parts: join the parts, as `zip -s 0"):
             ckptcore.load(tmp_path / name)
         with pytest.raises((InvalidLocationError, CorruptCheckpointError), match=r"several parts.* `zip -s 0"):
             ckptcore.load(tmp_path / f"{name}!/policy.pth")
+
+
+@pytest.mark.parametrize("suffix", ["001", "partaa"])
+def test_an_archive_that_was_split(suffix: str, tmp_path: Path) -> None:
+    """As `split` and 7-Zip do it. The remedy is followed."""
+    _zip(tmp_path / "model.zip")
+    whole = (tmp_path / "model.zip").read_bytes()
+    (tmp_path / "model.zip").unlink()
+    last = suffix[:-1] + {"1": "2", "a": "b"}[suffix[-1]]
+    parts = [tmp_path / f"model.zip.{suffix}", tmp_path / f"model.zip.{last}"]
+    parts[0].write_bytes(whole[:100_000])
+    parts[1].write_bytes(whole[100_000:])
+    for part in parts:
+        with pytest.raises(
+            (CheckpointNotFoundError, CorruptCheckpointError), match="that was split: join the parts in"
+        ):
+            ckptcore.load(part)
+        with pytest.raises(InvalidLocationError, match="that was split: join the parts in"):
+            ckptcore.load(f"{part}!/policy.pth")
+    (tmp_path / "model.zip").write_bytes(b"".join(part.read_bytes() for part in sorted(parts)))
+    assert_same(ckptcore.load(tmp_path / "model.zip!/policy.pth")["w"], WEIGHTS)
+    (tmp_path / "model.zip").rename(parts[0])
+    assert_same(ckptcore.load(f"{parts[0]}!/policy.pth")["w"], WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])

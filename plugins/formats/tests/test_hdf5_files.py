@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -166,6 +168,21 @@ def test_a_model_of_keras_2(keras_files: tuple[Path, list[Any]]) -> None:
     assert_same(last["kernel"], weights[2])
     attributes: Any = ckptcore.metadata(directory / "old.h5").custom["attributes"]
     assert attributes["/model_weights"]["layer_names"] == ["dense", "dense_1"]
+
+
+def test_a_shard_of_keras_that_is_missing(keras_files: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """The remedy is followed."""
+    directory, _ = keras_files
+    shutil.copytree(directory, tmp_path / "c")
+    index = json.loads((tmp_path / "c" / "s.weights.json").read_text())
+    name = str(np.ravel(list(index["weight_map"].values())[-1])[0])
+    (tmp_path / "c" / name).unlink()
+    location = tmp_path / "c" / "s.weights.json"
+    for call in (ckptcore.load, ckptcore.metadata, lambda one: ckptcore.copy(one, tmp_path / "copy", layout="dcp")):
+        with pytest.raises(CorruptCheckpointError, match=f"lists {name}, which does not exist: restore {name} from a"):
+            call(location)
+    shutil.copy(directory / name, tmp_path / "c")
+    assert ckptcore.load(location).keys() == ckptcore.load(directory / location.name).keys()
 
 
 def test_compressed_weights_name_the_way_on(keras_files: tuple[Path, list[Any]], tmp_path: Path) -> None:

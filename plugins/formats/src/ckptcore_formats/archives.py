@@ -20,6 +20,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
 )
 from ckptcore.model import check_directory_key, check_key
+from ckptcore.model.file_kinds import part_of_archive
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
 from ckptcore.temporary import TemporaryFile
 from ckptcore_formats.compressed_files import codec_of, decompressed, most_content_bytes
@@ -165,11 +166,14 @@ class _ArchiveStorage(StorageBackend):
     def _read_members(self) -> Mapping[str, _Content]:
         size = self._storage.size(self._key)
         head = self._fetch(0, min(_HEAD_BYTES, size))
-        if head[:4] == b"PK\x07\x08":
-            raise InvalidLocationError(
-                f"{self._display} is the first part of a zip in several parts, of which none can be read alone: join "
-                "them, as `zip -s 0 PARTS.zip --out WHOLE.zip` does, and name a member of that"
-            )
+        try:
+            return self._members_after(head, size)
+        except (CorruptCheckpointError, InvalidLocationError):
+            if (part := part_of_archive(head, self._key)) is None:  # a whole archive may have the name of a part
+                raise
+            raise InvalidLocationError(f"{self._display} is {part}, by naming a member of it") from None
+
+    def _members_after(self, head: bytes, size: int) -> Mapping[str, _Content]:
         if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
             return self._of_zip(size)
         if is_tar(head):

@@ -26,7 +26,13 @@ from ckptcore_dcp.pickle_reading import (
 )
 from ckptcore_dcp.reading import ReadOnlyLayout
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, MissingDistributionError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MissingDistributionError,
+    ObjectNotFoundError,
+    UnsupportedLeafError,
+)
 from ckptcore.model import (
     JSON,
     LEAF,
@@ -101,7 +107,7 @@ def _shards(store: ReadStore, key: str) -> Sequence[str] | None:
     """Return the files that an index of Keras lists, or None if it is something else.
 
     Raises:
-        CorruptCheckpointError: it lists a file of another directory.
+        CorruptCheckpointError: it lists a file of another directory, or one that is missing.
     """
     try:
         index: Any = json.loads(store.get(key)) if store.size(key) <= _MAX_JSON_BYTES else None
@@ -115,7 +121,14 @@ def _shards(store: ReadStore, key: str) -> Sequence[str] | None:
     for name in dict.fromkeys(listed):
         if not isinstance(name, str) or not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
             raise CorruptCheckpointError(f"{key} lists the invalid file name {str(name)[:80]!r}: correct it", key=key)
-        files.append(f"{directory}/{name}" if directory else name)
+        file = f"{directory}/{name}" if directory else name
+        try:
+            store.size(file)
+        except ObjectNotFoundError:
+            raise CorruptCheckpointError(
+                f"{key} lists {name}, which does not exist: restore {name} from a copy, or correct {key}", key=file
+            ) from None
+        files.append(file)
     return files
 
 

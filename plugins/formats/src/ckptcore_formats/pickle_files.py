@@ -10,8 +10,9 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from ckptcore_dcp.pickle_reading import (
@@ -54,6 +55,11 @@ _BLOCK_BYTES: Final = 1 << 20
 class PickleLayout(ReadOnlyLayout):
     """Pickles, which may be compressed. Read-only."""
 
+    _contents: WeakKeyDictionary[ReadStore, _Decompressed] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+    """The compressed file that was inspected last in a store, so that a load does not read it again."""
+
     @property
     def name(self) -> str:
         """The name "pickle"."""
@@ -67,7 +73,7 @@ class PickleLayout(ReadOnlyLayout):
         file = content["file"]
         if file is None:
             return StorageIndex(tree, content["arrays"])
-        return _CompressedIndex(tree, content["arrays"], file)
+        return _CompressedIndex(tree, content["arrays"], file, self._contents)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file by its first bytes, or by its name if it has protocol 0 or 1."""
@@ -90,11 +96,8 @@ class PickleLayout(ReadOnlyLayout):
             )
             if not _is_pickle(inner, entry.removesuffix(".gz").removesuffix(".bz2").removesuffix(".xz")):
                 return None
-            file, size = decompressed(codec, fetch, store.size(entry), entry)
-            try:
-                found = _read(lambda start, stop: file.read_at(start, stop - start), size, entry)
-            finally:
-                file.close()
+            content = self._contents[store] = _Decompressed(store, entry, codec)
+            found = _read(lambda start, stop: content.get(entry, start, stop), content.size(entry), entry)
         inspection = inspection_of(found, "pickle")
         return inspection._replace(state={"arrays": inspection.state, "file": None if codec is None else entry})
 
@@ -133,36 +136,44 @@ def _tree(data: bytes | Window, key: str) -> FileTree:
 
 
 class _CompressedIndex(StorageIndex):
-    """Index of arrays in a compressed file, which is decompressed at the first read."""
+    """Index of arrays in a compressed file, which is decompressed at the first read, unless its inspection did it."""
 
-    def __init__(self, tree: TreeMetadata, state: JSON, file: str) -> None:
+    def __init__(
+        self, tree: TreeMetadata, state: JSON, file: str, contents: WeakKeyDictionary[ReadStore, _Decompressed]
+    ) -> None:
         super().__init__(tree, state)
         self._file = file
+        self._contents = contents
         self._lock = threading.Lock()
         self._content: _Decompressed | None = None
 
     def read(self, items: Any, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
         with self._lock:
-            if self._content is None:
-                self._content = _Decompressed(store, self._file)
-        return super().read(items, buffers, self._content)
+            content = self._content or self._contents.get(store)
+            if content is None or content.key != self._file:
+                content = _decompress(store, self._file)
+            self._content = content
+        return super().read(items, buffers, content)
+
+
+def _decompress(store: ReadStore, key: str) -> _Decompressed:
+    codec = codec_of(store.get(key, 0, FILE_HEAD_BYTES))
+    if codec is None:
+        raise CorruptCheckpointError(f"{key!r} was replaced while it was read: open it again", key=key)
+    return _Decompressed(store, key, codec)
 
 
 class _Decompressed(ReadStore):
-    """A store of one object, which is decompressed. Thread-safe."""
+    """A store of one object, which is decompressed. Does not refer to the store with the file. Thread-safe."""
 
-    def __init__(self, store: ReadStore, key: str) -> None:
-        def fetch(start: int, stop: int) -> bytes:
-            return store.get(key, start, stop)
-
-        codec: Codec | None = codec_of(fetch(0, FILE_HEAD_BYTES))
-        if codec is None:
-            raise CorruptCheckpointError(f"{key!r} was replaced while it was read: open it again", key=key)
+    def __init__(self, store: ReadStore, key: str, codec: Codec) -> None:
         self._file: TemporaryFile
-        self._file, self._size = decompressed(codec, fetch, store.size(key), key)
+        self._file, self._size = decompressed(
+            codec, lambda start, stop: store.get(key, start, stop), store.size(key), key
+        )
         weakref.finalize(self, self._file.close)
-        self._key = key
+        self.key = key
 
     @property
     def address(self) -> StorageAddress | None:
@@ -183,7 +194,7 @@ class _Decompressed(ReadStore):
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """See `ReadStore`."""
-        return [self._key]
+        return [self.key]
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         """See `ReadStore`. Chunks are arrays in C order."""
@@ -205,9 +216,9 @@ class _Decompressed(ReadStore):
             row = read.box.size // read.box.shape[0]
             before = (band.start[0] - read.box.start[0]) * row * read.itemsize
         start = read.offset + before
-        data = self.get(self._key, start, start + band.size * read.itemsize)
+        data = self.get(self.key, start, start + band.size * read.itemsize)
         if len(data) != band.size * read.itemsize:
-            raise CorruptCheckpointError(f"{self._key!r} is cut off: restore it from a copy", key=self._key)
+            raise CorruptCheckpointError(f"{self.key!r} is cut off: restore it from a copy", key=self.key)
         for one, box, buffer in common:
             if one is not None:
                 elements = np.frombuffer(data, buffer.dtype).reshape(band.shape)

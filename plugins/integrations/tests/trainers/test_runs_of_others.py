@@ -135,15 +135,20 @@ def test_a_run_of_keras_with_orbax_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("callback", "named"),
+    ("callback", "named", "remedy"),
     [
-        ("ModelCheckpoint(run / 'model_{epoch:02d}.keras')", "model_02.keras"),
-        ("ModelCheckpoint(run / 'ckpt-{epoch:03d}.weights.h5', save_weights_only=True)", "ckpt-002.weights.h5"),
-        ("BackupAndRestore(run, delete_checkpoint=False)", "latest.weights.h5"),
+        ("ModelCheckpoint(run / 'model_{epoch:02d}.keras')", "model_02.keras", "pass step_names="),
+        (
+            "ModelCheckpoint(run / 'ckpt-{epoch:03d}.weights.h5', save_weights_only=True)",
+            "ckpt-002.weights.h5",
+            "pass step_names=",
+        ),
+        ("BackupAndRestore(run, delete_checkpoint=False)", "latest.weights.h5", "load it with ckptcore.load("),
     ],
 )
-def test_files_of_keras_are_named(tmp_path: Path, callback: str, named: str) -> None:
+def test_files_of_keras_are_named(tmp_path: Path, callback: str, named: str, remedy: str) -> None:
     by_keras(tmp_path / "run", callback)
     for opens in (ckptcore.Checkpointer, ckptcore.CheckpointReader):
-        with pytest.raises(InvalidLocationError, match=f"{re.escape(named)}: no installed layout reads it"):
+        with pytest.raises(InvalidLocationError, match=f"the checkpoint {re.escape(named)}: .*{re.escape(remedy)}"):
             opens(tmp_path / "run")
+    assert "layers" in ckptcore.load(tmp_path / "run" / named)

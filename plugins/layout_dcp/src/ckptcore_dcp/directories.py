@@ -25,7 +25,7 @@ WRITER: Final = "torch.distributed.checkpoint"
 
 _METADATA: Final = ".metadata"
 _OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
-_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
+_FILE: Final = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp", re.ASCII)
 _COMMON: Final = "common.pt"
 """The file that Megatron writes next to ``.metadata``, with ``metadata.json``. See `common_files`."""
 _OWN: Final = re.compile(r"\.metadata|__[0-9]+\.metadata|[^/]+\.distcp", re.ASCII)
@@ -49,6 +49,20 @@ _MAX_NAMES: Final = 256
 """Maximum number of entries of a step directory. Subdirectories of larger directories are not listed."""
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
+
+
+def missing_metadata(names: Sequence[str]) -> str | None:
+    """Return the first missing metadata file of a directory with one for each rank; None if none is known to be.
+
+    Each process writes one, and ranks have no gaps. That of the last rank may be missing unnoticed, with its data file.
+    """
+    found = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
+    if not found or _METADATA in names:
+        return None
+    last = max(found)
+    writers = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+    absent = next((rank for rank in range(last) if rank not in found), min(writers - found, default=None))
+    return None if absent is None else f"__{absent}.metadata"
 
 
 def find_dcp_files(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -38,7 +38,7 @@ from ckptcore.model import (
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
 from ckptcore_dcp.common_files import with_common
-from ckptcore_dcp.directories import WRITER, find_dcp_files, unfinished
+from ckptcore_dcp.directories import WRITER, find_dcp_files, missing_metadata, unfinished
 from ckptcore_dcp.dtypes import record_of_tensor
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
@@ -95,7 +95,7 @@ def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Insp
 
     Raises:
         UncommittedCheckpointError: there are data files without metadata.
-        CorruptCheckpointError: the metadata cannot be read.
+        CorruptCheckpointError: the metadata cannot be read, or those of one rank are missing.
     """
     found, files = find_dcp_files(names)
     if not found:
@@ -108,6 +108,12 @@ def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Insp
         if data[:1] != _PICKLE and not files:
             return None  # other software uses this file name too
         parts.append(read_metadata(data, key=key))
+    if (absent := missing_metadata(names)) is not None:
+        raise CorruptCheckpointError(
+            f"{absent} is missing, in which a process lists what it saved ({found[-1]} is here): restore it from a "
+            "copy, or load another checkpoint",
+            key=absent,
+        )
     metadata = parts[0] if len(parts) == 1 else _merge_ranks(parts, found)
     others: dict[str, Sequence[str]] = {file: () for file in files if file not in metadata.files}
     return replace(metadata, unlisted={**metadata.unlisted, **others})

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model.file_kinds import part_of_archive
 
 LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
 """Fixed part of a local header, before the member's name (4.3.7)."""
@@ -132,6 +133,8 @@ def find_directory(window: ZipBytes) -> tuple[int, int, int]:
         tail_start = max(start, stop - longest)
         end = _find_end(window.keep(tail_start), tail_start, stop)
     if end is None:
+        if (part := part_of_archive(b"", key)) is not None:
+            raise CorruptCheckpointError(f"{key!r} is {part}", key=key)
         raise corrupt_zip(key, tail_start, stop, "no end of a zip directory found; the file is cut off or is not a zip")
     record = END.unpack(window.get(end, end + END.size))
     _, disk, directory_disk, here, count, nbytes, offset, _ = record

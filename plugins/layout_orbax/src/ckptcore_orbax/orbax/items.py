@@ -26,6 +26,7 @@ from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_orbax.orbax.values import NONE, value_record
+from ckptcore_orbax.zarr.documents import is_group
 
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]
 """Kind of an item. ``array``: one array or number, which Orbax's handler stores in a dict under a name of its own."""
@@ -436,20 +437,27 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 
 
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
-    """Return the item in a directory that contains only directories of arrays, and no description of a tree."""
+    """Return the item in a directory that contains only directories of arrays, and no description of a tree.
+
+    A directory of zarr groups, which has documents of the same names, is none.
+    """
     ignored = {f"{ARRAY_METADATA}/", SHARDING_FILE, COMMIT_FILE, METADATA_FILE}
     directories = sorted(names - ignored)
     if not directories or not all(name.endswith("/") for name in directories):
         return None
     formats = set[Literal[2, 3]]()
+    documents: list[str] = []
     for name in directories:
         inside = store.list_names(key_in(directory, name.removesuffix("/")))
         if ".zarray" in inside:
             formats.add(2)
         elif "zarr.json" in inside:
             formats.add(3)
+            documents.append(key_in(directory, f"{name}zarr.json"))
         else:
             return None
+    if any(is_group(data) for data in store.get_many([(key, 0, None) for key in documents]) if data is not None):
+        return None
     if directories == [f"{_ARRAY}/"]:  # the handler of arrays, before it described them
         tree = OrbaxTree(LEAF, (TreeLeaf(_ARRAY),))
     else:

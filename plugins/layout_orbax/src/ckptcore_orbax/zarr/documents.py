@@ -24,6 +24,14 @@ _MAX_DEPTH: Final = 64
 """Maximum nesting of lists and objects; code that walks a document can recurse this deep."""
 
 
+def is_group(data: bytes) -> bool:
+    """Return True if a metadata file of zarr 3 describes a group, in which there are arrays."""
+    try:
+        return parse_document(data).get("node_type") == "group"
+    except CorruptCheckpointError:
+        return False
+
+
 def parse_document(data: bytes) -> dict[str, JSON]:
     """Return the JSON object in a metadata file.
 

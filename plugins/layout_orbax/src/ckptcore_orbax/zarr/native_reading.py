@@ -187,7 +187,10 @@ def check_native_files(
                         try:
                             sizes[location.key] = store.size(location.key)
                         except ObjectNotFoundError as error:
-                            raise CorruptCheckpointError(f"a chunk is missing: {error}", key=location.key) from error
+                            raise CorruptCheckpointError(
+                                f"a chunk is missing: {error}; restore it from a copy, or load another checkpoint",
+                                key=location.key,
+                            ) from error
                     if location.inline is not None:
                         nbytes = len(location.inline)
                     else:  # arrays of a database share files

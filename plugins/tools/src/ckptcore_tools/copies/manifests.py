@@ -37,9 +37,10 @@ from ckptcore.loading.opening import (
     open_member,
     present_members,
 )
-from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord, unreadable_error
+from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
+from ckptcore_tools.copies.foreign_files import expect_files
 
 logger = logger_named("ckptcore.copying")
 
@@ -164,7 +165,7 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
 
 
 def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
-    """List the objects of a checkpoint. Reads the roots and the size of every object, but no other object.
+    """List the objects of a checkpoint. Reads roots, sizes of all objects, and metadata of other software. No array.
 
     The manifest includes objects that no root names, such as metadata files of formats and files that users added. It
     does not include hidden directories, nor objects with ckptcore's own names that no root names.
@@ -244,9 +245,9 @@ class _ManifestReader:
             for name, directories in present_members(found).items():
                 with suppress(CheckpointNotFoundError):  # no installed layout reads it, so its files are unknown
                     for directory in directories:
-                        _expect_files(open_one(name, directory), directory)
+                        expect_files(open_one(name, directory), directory)
         else:
-            _expect_files(found, "")
+            expect_files(found, "")
         for problem in files.problems:
             raise CorruptCheckpointError(
                 f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
@@ -319,22 +320,6 @@ class _ManifestReader:
                 )
             found.append(record)
         return found
-
-
-def _expect_files(opened: Checkpoint, directory: str) -> None:
-    """Refuse a tree of other software, in a directory of the checkpoint, that lists a file which is missing.
-
-    Raises:
-        CorruptCheckpointError: what is missing.
-    """
-    damage = [error for record in opened.tree.leaves if (error := unreadable_error(record)) is not None]
-    for error in damage:
-        if isinstance(error, CorruptCheckpointError) and error.key is not None:
-            try:
-                opened.location.store.size(error.key)
-            except (ObjectNotFoundError, InvalidLocationError):
-                within = f"{directory}: " if directory else ""
-                raise CorruptCheckpointError(f"{within}{error}. Nothing was written", key=error.key) from None
 
 
 def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
