@@ -52,7 +52,7 @@ _SYSTEM: Final = frozenset(
         "tests/object_stores",
         "tests/resume",
         "tests/servers",
-        "tests/strangers",
+        "tests/toy_plugins",
     }
 )
 """Directories of tests that start processes or servers, relative to the repository."""
@@ -82,12 +82,12 @@ _COMBINATIONS: Final = frozenset(
         "tests/crashes/test_sync_order.py",
         "tests/matrix/test_matrix.py",
         "tests/partial/test_crashes.py",
-        "tests/races/test_every_moment.py",
+        "tests/consistent_reads/test_every_moment.py",
         "tests/servers/test_matrix.py",
         "tests/stateful/test_grain.py",
         "tests/stateful/test_in_place.py",
         "tests/storage/test_file_systems.py",
-        "tests/strangers/test_strangers.py",
+        "tests/toy_plugins/test_toy_plugins.py",
         "tests/tiers/test_orders.py",
         "tests/updates/test_interleavings.py",
     }

@@ -12,7 +12,7 @@ import pytest
 import ckptcore
 from tests.checkpointer.runs import save_steps
 from tests.composites.objects import Files
-from tests.engine.test_progress import Reports
+from tests.io.test_progress import Reports
 from tests.saving.test_progress import LAYOUTS, NBYTES, STATE
 from tests.tiers.far_stores import Meeting
 

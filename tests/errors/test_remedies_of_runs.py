@@ -26,7 +26,7 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import StorageOptions
 from tests.errors.refusals import ONE, TWO, interrupted, refused, same
-from tests.holds.fake_clock import FakeClock
+from tests.ownership.fake_clock import FakeClock
 
 
 def test_a_step_that_a_reader_pins(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ckptcore.context import JobOptions, MemoryOptions
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import Coordinator
 from tests.composites.objects import Files, Linear
-from tests.engine.test_progress import Reports
+from tests.io.test_progress import Reports
 from tests.saving.test_progress import LAYOUTS, NBYTES, STATE
 
 ONLY = ckptcore.Matching(unexpected="ignore")

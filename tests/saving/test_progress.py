@@ -16,7 +16,7 @@ from ckptcore.context import MemoryOptions
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Coordinator
 from tests.composites.objects import Files
-from tests.engine.test_progress import Reports
+from tests.io.test_progress import Reports
 from tests.saving.test_failures import job_context
 
 LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"]

@@ -1,4 +1,4 @@
-"""Strategies of saves that fail, or that a save or a run cannot use. `tests/strangers` has one that succeeds."""
+"""Strategies of saves that fail, or that a save or a run cannot use. `tests/toy_plugins` has one that succeeds."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ckptcore.commit.support import StorageSupport
 from ckptcore.errors import DirectoryInUseError, SaveLostError, StepPinnedError
 from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageOptions
-from tests.holds.fake_clock import FakeClock
+from tests.ownership.fake_clock import FakeClock
 from tests.storage.missing_program import check, state
 from tests.storage.mounts import Mounts
 

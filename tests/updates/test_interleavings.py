@@ -27,7 +27,7 @@ from ckptcore.training.deletion import StepDeleter
 from ckptcore.training.steps import StepDirectory
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
-from tests.holds.interleavings import Actor, Turns
+from tests.ownership.interleavings import Actor, Turns
 
 pytestmark = pytest.mark.system
 

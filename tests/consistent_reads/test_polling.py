@@ -20,10 +20,10 @@ import pytest
 
 import ckptcore
 from ckptcore.model import JSON
+from tests.consistent_reads.readers import READERS, Outcome, outcome_of
+from tests.consistent_reads.states import Place, state_of
+from tests.consistent_reads.writer import NOTHING, Log, State, write
 from tests.object_stores.stores import STORES
-from tests.races.readers import READERS, Outcome, outcome_of
-from tests.races.states import Place, state_of
-from tests.races.writer import NOTHING, Log, State, write
 
 pytestmark = pytest.mark.system
 
@@ -56,7 +56,15 @@ def _in_process(location: str, directory: Path, storage: Mapping[str, Mapping[st
     """A writer in a process of its own."""
     path, errors = directory / "log", directory / "errors"
     path.touch()
-    command = [sys.executable, "-m", "tests.races.writer", str(_SEED), location, str(path), json.dumps(storage)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.consistent_reads.writer",
+        str(_SEED),
+        location,
+        str(path),
+        json.dumps(storage),
+    ]
     with errors.open("wb") as output, subprocess.Popen(command, stdin=subprocess.PIPE, stderr=output) as process:
         assert process.stdin is not None
 

@@ -16,8 +16,8 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, ChunkRead, HostArray, ObjectRecord
-from tests.engine.objects import TINY
-from tests.engine.watched_storage import WatchedStorage, memory_storage
+from tests.io.objects import TINY
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
 

@@ -15,9 +15,9 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, StorageBackend
-from tests.engine.checksum_fakes import Crc32
-from tests.engine.objects import TINY, Opened
-from tests.engine.watched_storage import WatchedStorage, memory_storage
+from tests.io.checksum_fakes import Crc32
+from tests.io.objects import TINY, Opened
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
 

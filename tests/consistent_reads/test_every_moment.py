@@ -11,9 +11,9 @@ from typing import Final
 import pytest
 from ckptcore_testing.faults import FaultPlan, Step
 
+from tests.consistent_reads.readers import READERS, Outcome, outcome_of
+from tests.consistent_reads.states import LAYOUTS, SCHEMES, STATES, Place, state_of
 from tests.crashes.places import faulty_context, through
-from tests.races.readers import READERS, Outcome, outcome_of
-from tests.races.states import LAYOUTS, SCHEMES, STATES, Place, state_of
 
 pytestmark = pytest.mark.system
 

@@ -18,7 +18,7 @@ from ckptcore.errors import ConditionFailedError, SaveLostError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import LatestN
 from ckptcore.protocols import PutCondition, StorageBackend, StorageOptions
-from tests.holds.fake_clock import FakeClock
+from tests.ownership.fake_clock import FakeClock
 
 OPTIONS = StorageOptions(durable=False)
 

@@ -15,9 +15,9 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
-from tests.engine.checksum_fakes import Crc32, Length
-from tests.engine.objects import TINY, checked, stored, summed, tiles
-from tests.engine.watched_storage import WatchedStorage, memory_storage
+from tests.io.checksum_fakes import Crc32, Length
+from tests.io.objects import TINY, checked, stored, summed, tiles
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
 

@@ -23,8 +23,8 @@ from ckptcore.loading.bases import base_location
 from ckptcore.protocols import PutCondition, StorageBackend, Transaction
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
-from tests.holds.fake_clock import FakeClock
-from tests.holds.places import no_flock
+from tests.ownership.fake_clock import FakeClock
+from tests.ownership.places import no_flock
 
 ROOT = b"committed"
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, Segment
-from tests.engine.checksum_fakes import Crc32, Length
-from tests.engine.objects import stored, summed
+from tests.io.checksum_fakes import Crc32, Length
+from tests.io.objects import stored, summed
 
 
 @given(st.data())

@@ -22,8 +22,8 @@ from ckptcore.commit.location import commit_method
 from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import StorageBackend
-from tests.holds.interleavings import Actor, Choices, Turns, every_order
-from tests.holds.places import LEASED, local, memory, simulated
+from tests.ownership.interleavings import Actor, Choices, Turns, every_order
+from tests.ownership.places import LEASED, local, memory, simulated
 
 Place = Callable[[Path], StorageBackend]
 ROOT = "1/checkpoint.json"

@@ -20,7 +20,7 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import IOThreads, coalesce, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
-from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
+from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
 
 MIB = 1 << 20
 

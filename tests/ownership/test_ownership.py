@@ -24,8 +24,8 @@ from ckptcore.errors import (
     StorageFullError,
 )
 from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend
-from tests.holds.fake_clock import FakeClock
-from tests.holds.places import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
+from tests.ownership.fake_clock import FakeClock
+from tests.ownership.places import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
 
 Place = Callable[[Path], StorageBackend]
 LEASE = ".ckptcore/owner.json"

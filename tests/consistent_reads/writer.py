@@ -15,7 +15,7 @@ from typing import Final
 
 import ckptcore
 from ckptcore.model import JSON
-from tests.races.states import LAYOUTS, save_composite, save_tree, save_update, tree_of
+from tests.consistent_reads.states import LAYOUTS, save_composite, save_tree, save_update, tree_of
 
 _VERSIONS: Final = 3
 

@@ -9,8 +9,8 @@ from ckptcore.builtin import local_directories
 from ckptcore.builtin.local import open_local
 from ckptcore.commit import locks
 from ckptcore.commit.location import commit_method
-from tests.holds.fake_clock import FakeClock
-from tests.holds.places import OPTIONS
+from tests.ownership.fake_clock import FakeClock
+from tests.ownership.places import OPTIONS
 
 
 def leave_lease(directory: Path, setattr: Callable[[object, str, object], None] = setattr) -> locks.Lock:

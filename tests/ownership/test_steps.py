@@ -21,8 +21,8 @@ from ckptcore.errors import (
     StorageFullError,
 )
 from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend, StorageOptions
-from tests.holds.fake_clock import FakeClock
-from tests.holds.places import EVERYWHERE, LEASED, LOCKED, OPTIONS
+from tests.ownership.fake_clock import FakeClock
+from tests.ownership.places import EVERYWHERE, LEASED, LOCKED, OPTIONS
 
 Place = Callable[[Path], StorageBackend]
 NAMES = ["step_5", "5", "a.b.0123456789abcdef", "schritt-äöü", ".hidden", "x" * 200]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ckptcore.io.requests import IOThreads
-from tests.engine.programs import run_program
+from tests.io.programs import run_program
 
 
 def test_threads_start_as_there_is_work_and_no_more_than_allowed() -> None:

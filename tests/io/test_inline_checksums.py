@@ -15,10 +15,10 @@ from ckptcore.errors import PluginError, StorageError
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.requests import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, Checksum, ChecksumSegment, HostArray, Segment
-from tests.engine.checksum_fakes import Crc32, Length
-from tests.engine.objects import TINY, Opened, stored, summed
-from tests.engine.test_recorder import checksums, whole
-from tests.engine.watched_storage import WatchedStorage, memory_storage
+from tests.io.checksum_fakes import Crc32, Length
+from tests.io.objects import TINY, Opened, stored, summed
+from tests.io.test_recorder import checksums, whole
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 ODD = Sizes(block=3, task=6, write=6, inline=0, direct=2, run=4)
 """Sizes that cut checksums themselves."""

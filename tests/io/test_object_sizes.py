@@ -11,7 +11,7 @@ from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import StorageBackend
-from tests.engine.watched_storage import memory_storage
+from tests.io.watched_storage import memory_storage
 
 
 def recorded(**sizes: int) -> dict[str, ObjectRecord]:

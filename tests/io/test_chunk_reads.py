@@ -13,7 +13,7 @@ from ckptcore.io.requests import IOThreads
 from ckptcore.model import ArraySpec, Box, Chunk, ChunkLocations, HostArray, Pending, ReadItem
 from ckptcore.planning import uncovered
 from ckptcore.protocols import ChunkIndex, ReadStore
-from tests.engine.watched_storage import memory_storage
+from tests.io.watched_storage import memory_storage
 
 CHUNK = Box((0,), (4,))
 

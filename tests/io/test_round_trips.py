@@ -17,8 +17,8 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import IOThreads
 from ckptcore.model import Box, BytesSegment, ChunkRead
-from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
-from tests.engine.watched_storage import WatchedStorage, memory_storage
+from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 
 @given(st.data())

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ckptcore.io.memory import StagingMemory, StagingPool, allocate
 from ckptcore.io.requests import IOThreads
 from ckptcore.model import ArraySpec, HostArray, name_of_dtype
-from tests.engine.objects import held
-from tests.engine.programs import run_program
+from tests.io.objects import held
+from tests.io.programs import run_program
 
 MIB = 1 << 20
 
