@@ -207,6 +207,7 @@ _FRAMEWORKS: Final = Part(
 )
 _ADAPTERS: Final = Part(
     [
+        "ckptcore-formats[hdf5]",
         "ckptcore-fsspec",
         "ckptcore-jax[colocated]",
         f"ckptcore-integrations[{','.join(sorted(_extras('ckptcore-integrations') - {*UNTESTED_EXTRAS, 'test'}))}]",

@@ -128,7 +128,7 @@ def watched(
     plan: FaultPlan, coordinator: Coordinator | None = None, observers: Sequence[Observer] = ()
 ) -> ckptcore.Context:
     """A Context that reads and writes what `through` names through a plan."""
-    openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs")}
+    openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs", "az")}
     return ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(openers),)),
         io=ckptcore.context.IOOptions(threads=1),

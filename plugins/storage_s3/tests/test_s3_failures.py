@@ -159,7 +159,7 @@ def test_tries_are_bounded_and_told() -> None:
         with pytest.raises(StorageThrottledError, match="4 tries in"):
             open_stub(stub.url, retries=3).get("a")
         assert len(stub.asked) == 4
-        with pytest.raises(StorageThrottledError):
+        with pytest.raises((StorageThrottledError, StorageTimeoutError)):  # the last try may be cut
             open_stub(stub.url, retries=100_000, deadline=0.1).get("a")
 
 

@@ -50,7 +50,7 @@ def run(command: list[str], kills: int) -> None:
     ],
 )
 def test_nothing_is_lost(tmp_path: Path, job: str, kills: int) -> None:
-    pytest.importorskip("torchtitan" if job == "Titan" else "keras")
+    pytest.importorskip("torchtitan" if job == "Titan" else "torch")
     run([str(HERE.parent / "random_kills.py"), f"killed_trainers:{job}", str(tmp_path)], kills)
 
 

@@ -37,6 +37,6 @@ class ReadOnlyLayout(Layout):
 
     def _read_only(self) -> UnsupportedLeafError:
         return UnsupportedLeafError(
-            f"the layout {self.name!r} only reads files of other software; save with layout='safetensors' or another "
-            "layout"
+            f"the layout {self.name!r} only reads files of other software; save with layout='dcp', 'safetensors' or "
+            "another one"
         )
