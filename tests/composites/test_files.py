@@ -130,6 +130,8 @@ def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_pat
         ckptcore.load_checkpointables(tmp_path / "c", into={"it": found})
     assert found.found == ["as it was"]
     assert not list(tmp_path.parent.rglob("escaped"))
+    (problem,) = ckptcore.verify(tmp_path / "c").problems
+    assert problem.key == "it/checkpoint.json" and "directory" in problem.message
 
 
 def _link(directory: Path) -> None:
