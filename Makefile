@@ -66,6 +66,7 @@ $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 azurite: $(AZURITE)/.installed  ## install Azurite 3.35 with npm, for the tests of Azure
 
 $(AZURITE)/.installed:
+	@command -v npm >/dev/null || { echo "npm is missing: install Node.js with npm, and call make azurite again" >&2; exit 1; }
 	mkdir -p $(AZURITE)
 	npm install --prefix $(AZURITE) --no-audit --no-fund --loglevel error azurite@3.35.0
 	touch $@

@@ -266,7 +266,7 @@ class Simulation:
                 layout=self._layout.name,
                 state=state,
                 tree=tree,
-                objects=merge_objects(self._layout.name, decoded, recorder.objects),
+                objects=merge_objects(f"the layout {self._layout.name}", decoded, recorder.objects),
             )
             data, parts = encode_root(made)
             return len(data) + sum(map(len, parts.values()))

@@ -251,6 +251,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             return Claim(head.save_id, _text(document["created"]))
         if head.state == "partial":
             return _decode_partial(document, head.save_id)
+        kind = _kind(document.get("kind", "tree"), "the checkpoint")
         tables: dict[str, Any] = dict(document["tables"])
         parts = []
         for name, described in document["parts"].items():
@@ -273,7 +274,9 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             default = document.get("default")
             default = default if isinstance(default, str) and default in members else None
             return CompositeRoot(members=members, files=_decode_files(document), default=default, **common)
-        layout = "" if document.get("kind") == "files" else _text(document["layout"])
+        layout = "" if kind == "files" else _text(document["layout"])
+        if not layout and kind == "tree":
+            raise _damaged("its layout has no name")
         tree = TreeMetadata.from_json(tables["tree"]) if layout else NO_LEAVES
         return Root(
             layout=layout,
@@ -514,15 +517,18 @@ def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
 def _decode_members(members: Any) -> dict[str, Member]:
     decoded = {}
     for name, (kind, processes) in members.items():
-        if kind not in ("tree", "files"):
-            raise UnsupportedVersionError(
-                f"{name!r} in the checkpoint has the kind {str(kind)[:80]!r}, which this version of ckptcore does not "
-                "support; upgrade ckptcore"
-            )
         if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
             raise _damaged(f"invalid number of processes {str(processes)[:80]!r} of {name!r}")
-        decoded[check_name(name)] = Member(kind, processes)
+        decoded[check_name(name)] = Member(_kind(kind, f"{name!r} in the checkpoint"), processes)
     return decoded
+
+
+def _kind(found: Any, what: str) -> Literal["tree", "files"]:
+    if found in ("tree", "files"):
+        return cast(Literal["tree", "files"], found)
+    raise UnsupportedVersionError(
+        f"{what} has the kind {str(found)[:80]!r}, which this version of ckptcore does not support; upgrade ckptcore"
+    )
 
 
 def _decode_files(document: dict[str, Any]) -> tuple[str, ...] | None:

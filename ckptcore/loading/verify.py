@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+from ckptcore.builtin.files import empty_directories
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.references import stored_leaves
 from ckptcore.commit.root import ROOT_KEY, Root
@@ -230,7 +231,9 @@ class _Verification:
         parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
         for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
-        if not self._problems:
+        if opened.is_files:
+            self._check_table_of_files()
+        elif not self._problems:
             self._find_unstored(root)
         self._read_from_bases(root)
         unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
@@ -312,6 +315,19 @@ class _Verification:
                 f"{key} ends at byte {start + len(data)} instead of {stop}",
                 key=key, start=start + len(data), stop=stop,
             )  # fmt: skip
+
+    def _check_table_of_files(self) -> None:
+        """Report directories that cannot be made."""
+        try:
+            for key in empty_directories(self._opened.state):
+                parts = key.split("/")
+                for stop in range(1, len(parts) + 1):
+                    if (file := "/".join(parts[:stop])) in self._opened.objects:
+                        raise CorruptCheckpointError(
+                            f"{file!r} is listed as a file, and also as a directory; load another checkpoint"
+                        )
+        except CorruptCheckpointError as error:
+            self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
 
     def _find_unstored(self, root: Root) -> None:
         """Report arrays that are larger than their stored bytes."""

@@ -361,7 +361,8 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
     check_coverage(tree, part.receipts)
     name, index = ("", None) if part.is_files else (part.layout.name, part.layout.index_name)
     state = part.receipts[0].state if part.is_files else part.layout.finish(tree, part.receipts, recorder)
-    objects = merge_objects(name, part.receipts, recorder.objects)
+    writer = "the object" if part.is_files else f"the layout {name}"
+    objects = merge_objects(writer, part.receipts, recorder.objects)
     return Root(
         save_id=info.save_id,
         created=info.created,
@@ -376,12 +377,12 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
 
 
 def merge_objects(
-    layout: str, receipts: Sequence[Receipt], finished: Sequence[ObjectRecord]
+    writer: str, receipts: Sequence[Receipt], finished: Sequence[ObjectRecord]
 ) -> dict[str, ObjectRecord]:
     """Return all objects of a tree by key.
 
     Args:
-        layout: the name of the layout that wrote them.
+        writer: what wrote them, for errors.
         receipts: the receipts of all processes.
         finished: the objects that `Layout.finish` wrote.
 
@@ -392,8 +393,7 @@ def merge_objects(
     for record in chain(*[receipt.objects for receipt in receipts], finished):
         if objects.setdefault(record.key, record) is not record:
             raise PluginError(
-                f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not "
-                "committed"
+                f"{writer} wrote {record.key} twice, perhaps from several processes; the save is not committed"
             )
     return objects
 

@@ -50,6 +50,7 @@ def test_a_workflow_calls_only_targets_that_exist(path: Path) -> None:
     targets = set().union(*map(made, texts))
     assert targets and targets <= TARGETS
     assert "${{ matrix" not in "".join(texts)
+    assert workflow["permissions"] == {"contents": "read"}
     assert True in workflow, "the key `on` of a workflow; YAML 1.1 reads it as true"
 
 
@@ -103,7 +104,10 @@ def test_the_citation_has_the_version_of_the_project() -> None:
 def test_the_container_sets_up_the_core() -> None:
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
     assert made(container["postCreateCommand"]) == {"setup-core"}
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).is_file()
+    dockerfile = (ROOT / ".devcontainer" / container["build"]["dockerfile"]).read_text(encoding="utf-8")
+    installed = re.findall(r"--no-install-recommends ([a-z ]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert len(installed) == 2, "the packages that continuous integration installs"
+    assert {name for names in installed for name in names.split()} <= set(dockerfile.split())
 
 
 def test_tests_of_the_core_exist() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.files import empty_directories, state_of_files
+from ckptcore.commit.root import NO_LEAVES
 from ckptcore.commit.root_json import encode_root
 from ckptcore.context import default_context
 from ckptcore.errors import (
@@ -22,12 +23,17 @@ from ckptcore.errors import (
     ChecksumError,
     CorruptCheckpointError,
     NameCollisionError,
+    PluginError,
     UnsupportedLeafError,
 )
 from ckptcore.loading.load import Load
 from ckptcore.loading.opening import open_checkpoint
-from ckptcore.model import BLOCK_BYTES
+from ckptcore.model import BLOCK_BYTES, ObjectRecord, Receipt, WritePlan
+from ckptcore.saving.parts import SavePart
+from ckptcore.saving.requests import CommitInfo
+from ckptcore.saving.writing import finish_part, recorder_of
 from tests.composites.objects import Files, Linear
+from tests.io.watched_storage import memory_storage
 
 LARGE = (16 << 20) + 12345
 
@@ -130,6 +136,16 @@ def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_pat
         ckptcore.load_checkpointables(tmp_path / "c", into={"it": found})
     assert found.found == ["as it was"]
     assert not list(tmp_path.parent.rglob("escaped"))
+    (problem,) = ckptcore.verify(tmp_path / "c").problems
+    assert problem.key == "it/checkpoint.json" and "directory" in problem.message
+
+
+def test_a_file_that_two_processes_wrote_is_an_error_of_the_object() -> None:
+    part = SavePart("it", ckptcore.SafetensorsLayout(), WritePlan(NO_LEAVES, (), 0, 2, "", "it"), is_files=True)
+    part.receipts = [Receipt(rank, (), None, (ObjectRecord("a.txt", rank, b""),)) for rank in range(2)]
+    recorder = recorder_of(memory_storage(), default_context())
+    with pytest.raises(PluginError, match=r"^the object wrote a\.txt twice, perhaps from several processes"):
+        finish_part(CommitInfo("0123456789abcdef", ""), part, recorder)
 
 
 def _link(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 import ckptcore
 from ckptcore.commit.root import Claim
-from ckptcore.commit.root_json import encode_claim, is_claim, is_partial, summarize_root
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.commit.root_json import _encode_root, encode_claim, is_claim, is_partial, summarize_root
+from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.model import JSON
 
 _QUICK = ckptcore.Context(durability="none")
 
@@ -76,6 +78,30 @@ def test_a_partly_written_root_is_refused(length: int, tmp_path: Path) -> None:
     root.write_bytes(root.read_bytes()[:length])
     with pytest.raises(CorruptCheckpointError, match="truncated or damaged"):
         ckptcore.load(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"kind": "later"}, UnsupportedVersionError, "has the kind 'later', which this version.*upgrade ckptcore"),
+        ({"kind": ["files"]}, UnsupportedVersionError, "has the kind .*upgrade ckptcore"),
+        ({"layout": ""}, CorruptCheckpointError, "its layout has no name"),
+    ],
+)
+@pytest.mark.parametrize("has_files", [False, True])
+def test_only_its_kind_says_that_a_root_is_of_files(
+    has_files: bool, fields: dict[str, JSON], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    root = _save_tree(tmp_path / "c")
+    document = json.loads(root.read_bytes())
+    del document["checksum"]
+    if has_files:
+        document["tables"]["files"] = None
+    root.write_bytes(_encode_root({**document, **fields}))
+    with pytest.raises(error, match=message):
+        ckptcore.load(tmp_path / "c")
+    root.write_bytes(_encode_root({**document, "kind": "tree"}))
+    assert ckptcore.load(tmp_path / "c")["w"].tolist() == [1, 1, 1]
 
 
 def test_user_metadata_is_not_parsed_as_a_root(tmp_path: Path) -> None:

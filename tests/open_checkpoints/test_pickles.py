@@ -22,6 +22,7 @@ from ckptcore.context import IOOptions, JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.events import Event
 from ckptcore.model import Box
+from ckptcore.runtime import runtime_of
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),
@@ -167,6 +168,12 @@ def test_subclasses_stay_what_they_are() -> None:
     layout = DcpEntries(items=frozenset({"a"})).with_own_names("tag")
     assert type(pickle.loads(pickle.dumps(layout))) is DcpEntries
     assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_every_registered_layout(way: Callable[[Any], Any]) -> None:
+    layouts = runtime_of(Context()).registry.layouts()
+    assert {"dcp", "pickle", "safetensors"} <= {layout.name for layout in layouts}
+    assert [way(layout) for layout in layouts] == list(layouts)
 
 
 @pytest.mark.parametrize("layout", [ckptcore.SafetensorsLayout, DcpLayout])

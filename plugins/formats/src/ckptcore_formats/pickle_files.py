@@ -51,14 +51,21 @@ _MAX_BYTES: Final = 1 << 30
 _BLOCK_BYTES: Final = 1 << 20
 
 
+class _Contents(WeakKeyDictionary[ReadStore, "_Decompressed"]):
+    """The compressed file that was inspected last in a store, so that a load does not read it again. Pickles as empty.
+
+    It is deleted with its store: when what `ckptcore.open` returned is closed.
+    """
+
+    def __reduce__(self) -> tuple[type[_Contents], tuple[()]]:
+        return type(self), ()
+
+
 @dataclass(frozen=True, slots=True)
 class PickleLayout(ReadOnlyLayout):
     """Pickles, which may be compressed. Read-only."""
 
-    _contents: WeakKeyDictionary[ReadStore, _Decompressed] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
-    """The compressed file that was inspected last in a store, so that a load does not read it again."""
+    _contents: _Contents = field(default_factory=_Contents, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -138,9 +145,7 @@ def _tree(data: bytes | Window, key: str) -> FileTree:
 class _CompressedIndex(StorageIndex):
     """Index of arrays in a compressed file, which is decompressed at the first read, unless its inspection did it."""
 
-    def __init__(
-        self, tree: TreeMetadata, state: JSON, file: str, contents: WeakKeyDictionary[ReadStore, _Decompressed]
-    ) -> None:
+    def __init__(self, tree: TreeMetadata, state: JSON, file: str, contents: _Contents) -> None:
         super().__init__(tree, state)
         self._file = file
         self._contents = contents

@@ -232,9 +232,9 @@ def _resume_in_directory(
 
 def session_store(location: Location) -> StorageBackend:
     """Return the store of the sessions of a partial save, for reading."""
-    if location.commits.claims_by_root:
-        return location.store
-    return subdirectory(location.parent, name_of_partial(location.name))
+    if isinstance(location.commits, RenameMethod):
+        return subdirectory(location.parent, name_of_partial(location.name))
+    return location.store
 
 
 def store_of_session(location: Location, partial: PartialSave) -> StorageBackend:
@@ -244,9 +244,9 @@ def store_of_session(location: Location, partial: PartialSave) -> StorageBackend
         location: the location of the partial save.
         partial: the session table while the session writes.
     """
-    if location.commits.claims_by_root:
-        return FencedStore(location, partial.save_id, owner=partial.owner)
-    return session_store(location)
+    if isinstance(location.commits, RenameMethod):
+        return session_store(location)
+    return FencedStore(location, partial.save_id, owner=partial.owner)
 
 
 @converts_errors
@@ -279,7 +279,7 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
     Raises:
         CheckpointExistsError
     """
-    if partial is not None and location.commits.claims_by_root:
+    if partial is not None and not isinstance(location.commits, RenameMethod):
         return
     if refuse_to_replace(location, True) == "checkpoint":
         raise _checkpoint_exists(location)

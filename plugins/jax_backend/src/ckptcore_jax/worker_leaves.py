@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.model import ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard
+from ckptcore.model import ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard, StridedMemory
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler
 
 if TYPE_CHECKING:
@@ -52,6 +52,16 @@ class LeavesAtWorkers(LeafHandler):
             self._executor.shards(leaf, worker)  # raises an error for a leaf without elements
         return ()
 
+    def replicas(self, leaf: Any, size: int) -> int | None:
+        """See `LeafHandler`."""
+        return self._handler.replicas(leaf, size)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        """Return what `shards` returns in this process, for a leaf at workers."""
+        if process is None and self._executor.takes(leaf):
+            return self.shards(leaf, rank, size)
+        return self._handler.shards_of(leaf, process, rank, size)
+
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """See `LeafHandler`."""
         return self._handler.host_bytes(leaf, boxes)
@@ -64,12 +74,32 @@ class LeavesAtWorkers(LeafHandler):
         """See `LeafHandler`."""
         return self._handler.view_on_host(leaf, boxes)
 
+    def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
+        """See `LeafHandler`."""
+        return self._handler.sample(leaf, stored, box)
+
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the boxes of the worker that reads most of a leaf. They are read there."""
         workers = range(len(self._executor.workers))
         wanted = [self._executor.wanted(abstract, stored, worker) for worker in workers]
         return max(wanted, key=lambda boxes: sum([box.size for box in boxes]), default=())
 
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """See `LeafHandler`."""
+        return self._handler.destination(abstract, stored, box)
+
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build a stored value. Workers build arrays."""
         return self._handler.build(abstract, stored, boxes)
+
+    def keeps_memory(self, abstract: Any) -> bool:
+        """See `LeafHandler`."""
+        return self._handler.keeps_memory(abstract)
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """See `LeafHandler`."""
+        return self._handler.fill(target, stored, boxes)
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """See `LeafHandler`."""
+        return self._handler.memory_to_fill(target)

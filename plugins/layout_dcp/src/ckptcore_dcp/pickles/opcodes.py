@@ -131,7 +131,6 @@ def _persistent_line(state: State, position: int) -> int:
     text, stop = state.line(position)
     state.stack.append(Persistent(text.decode("ascii")))
     return stop
-    return position
 
 
 def _empty_tuple(state: State, position: int) -> int:
@@ -316,7 +315,6 @@ def _global(state: State, position: int) -> int:
     name, stop = state.line(stop)
     state.stack.append(Global(module.decode("utf-8"), name.decode("utf-8")))
     return stop
-    return position
 
 
 def _stack_global(state: State, position: int) -> int:
