@@ -117,6 +117,26 @@ def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, mo
     assert "hidden" not in str(caught.value) and KEY not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("a./b", "drops a dot at the end"),
+        ("a\\b", "turns a backslash into a slash"),
+        ("/".join("a" * 254), "254 names between slashes, found 255"),
+        ("a" * 972, "975 characters .* found 976"),
+    ],
+)
+def test_keys_that_the_service_would_change(key: str, rule: str) -> None:
+    """Without a server: no request is sent."""
+    options = StorageOptions(config={"account_name": "team", "endpoint": "http://127.0.0.1:9", "anonymous": True})
+    storage = AzurePlugin().open("az://box/run", options)
+    for call in (lambda: storage.put(key, b""), lambda: storage.open_new(key), lambda: storage.delete([key])):
+        with pytest.raises(InvalidLocationError, match=f"invalid key 'run/a.*in az://box: Azure .*{rule}.*; save with"):
+            call()
+    with pytest.raises(InvalidLocationError, match=rule):
+        AzurePlugin().open(f"az://box/{key.ljust(976, 'a') if 'aa' in key else key + '/b'}", options)
+
+
 def test_settings_show_no_secret() -> None:
     for options in ({"account_key": KEY}, {"sas_token": "sig=hidden"}, {"access_token": "hidden"}):
         shown = repr(settings_of("box", {"account_name": "team", **options}, environment={"AZURE_X": "hidden"}))

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.copied_uploads import CopiedUpload, upload_id_of
+from ckptcore_obstore.copied_uploads import TEMPORARY_INFIX, CopiedUpload, upload_id_of
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.listing import ListPage
 from ckptcore_obstore.uploads import PendingUpload
@@ -24,6 +24,10 @@ from ckptcore_azure.uploads import BlockUpload
 
 _MAX_BATCH_SIZE: Final = 256
 """https://learn.microsoft.com/rest/api/storageservices/blob-batch"""
+
+_MAX_PARTS: Final = 254
+_MAX_LENGTH: Final = 1024 - len(TEMPORARY_INFIX) - 32
+"""Limits of a key, the latter without what `CopiedUpload` adds."""
 
 _COPY_STATUS: Final = "x-ms-copy-status"
 _FIRST_COPY_SECONDS: Final = 0.05
@@ -102,6 +106,23 @@ class AzureContainer(Bucket):
     def is_temporary(self, key: str) -> bool:
         """Return True for the temporary blobs of an unfinished upload."""
         return upload_id_of(key) is not None
+
+    def broken_rule(self, key: str) -> str | None:
+        """See https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata.
+
+        The service drops dots at the end of parts and replaces backslashes, so that different keys become one.
+        """
+        parts = key.split("/")
+        if any(part.endswith(".") for part in parts):
+            return "Azure drops a dot at the end of a name between slashes"
+        if "\\" in key:
+            return "Azure turns a backslash into a slash"
+        if len(parts) > _MAX_PARTS:
+            return f"Azure allows {_MAX_PARTS} names between slashes, found {len(parts)}"
+        length = len(key.encode("utf-16-le")) // 2
+        if length > _MAX_LENGTH:
+            return f"Azure allows {_MAX_LENGTH} characters and the name of an upload, found {length}"
+        return None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete blobs in batches. A missing blob is not an error.

@@ -187,6 +187,10 @@ class Bucket(BucketRequests):
         """Return True for the temporary objects of an unfinished upload, which lists omit."""
         return False
 
+    def broken_rule(self, key: str) -> str | None:
+        """Return the rule for keys that a key breaks, if the service would change or refuse it; else None."""
+        return None
+
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete objects. A missing object is not an error.
 
