@@ -14,7 +14,13 @@ from ckptcore_testing import FaultProxy, LoseAnswer, ProxiedRequest, RequestFaul
 import ckptcore
 from ckptcore import policies
 from ckptcore.commit.location import open_directory
-from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, ConditionFailedError, InvalidLocationError, StoragePermissionError
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConditionFailedError,
+    InvalidLocationError,
+    StoragePermissionError,
+)
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 from ckptcore.runtime import runtime_of

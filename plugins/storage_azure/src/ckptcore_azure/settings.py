@@ -76,7 +76,8 @@ def settings_of(
     """Return the settings of a container. Makes no request and reads no file.
 
     The URL takes precedence over options, and these over the environment. Credentials of the environment are used
-    only for the account that it names, or if it names none.
+    only for the account that it names, or if it names none. An account whose name is part of a URL is that account only
+    if the URL is that of the same service.
 
     Args:
         container: name of the container.
@@ -88,7 +89,8 @@ def settings_of(
     Raises:
         InvalidLocationError: for an invalid endpoint, or without a storage account.
         ValueError: for an unknown option or a wrong type, for several kinds of credentials, for an invalid key or
-            signature or connection string, or if the option ``account_name`` and the URL contradict each other.
+            signature or connection string, or if the URL, the option ``account_name`` and the connection string name
+            different accounts.
     """
     given: Mapping[str, Any] = check_options(scheme, config, OPTIONS)
     named = f"Context(storage={{{scheme!r}: ...}})"
@@ -100,19 +102,34 @@ def settings_of(
         raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
     account = account or given.get("account_name", "")
     connection = _connection(given["connection_string"], named) if given.get("connection_string") else {}
+    is_local = connection.get("usedevelopmentstorage", "").lower() == "true"
+    of_string = EMULATOR_ACCOUNT if is_local else connection.get("accountname", "")
+    blobs = connection.get("blobendpoint", "")
+    if not of_string and (".blob." in blobs or _is_address(urlsplit(blobs).hostname or "")):  # else it has any name
+        of_string = _account_of(blobs)
+    if of_string and account not in ("", of_string):
+        raise ValueError(
+            f"{named}: the connection string is that of the storage account {of_string!r}, but the URL or the option "
+            f"'account_name' names {account!r}"
+        )
     found = _of_environment(environment)
     emulates = given.get("use_emulator", found.emulates and not (account or given.get("endpoint")))
-    if emulates or connection.get("usedevelopmentstorage", "").lower() == "true":
+    if emulates or is_local:
         account = account or EMULATOR_ACCOUNT
         place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
         connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
-    account = account or connection.get("accountname", "")
+    account = account or of_string
     endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
     credential = _given_credential(given, connection)
+    if not endpoint and host:
+        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not account and not endpoint:
         account, endpoint = found.account, found.endpoint
+    is_found = found.account in ("", account or _account_of(endpoint))
+    if found.account and (host or not account):  # the name is part of a URL, which may be that of another service
+        is_found = is_found and endpoint.rstrip("/") == (found.endpoint or _endpoint_of(found.account)).rstrip("/")
     account = account or _account_of(endpoint)
-    if credential is None and not kinds and found.account in ("", account):
+    if credential is None and not kinds and is_found:
         credential = found.credential
     if not account:
         raise InvalidLocationError(
@@ -121,13 +138,9 @@ def settings_of(
         )
     if credential is not None and (wrong := _wrong(credential)):
         raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
-    if not endpoint and host:
-        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not endpoint and found.account == account:
         endpoint = found.endpoint
-    if not endpoint:
-        protocol = connection.get("defaultendpointsprotocol", "https")
-        endpoint = f"{protocol}://{account}.blob.{connection.get('endpointsuffix', _SUFFIX)}"
+    endpoint = endpoint or _endpoint_of(account, connection)
     return Settings(
         container=container,
         url=f"{scheme}://{container}@{host}" if host else f"{scheme}://{container}",
@@ -165,10 +178,14 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     if found.get("usedevelopmentstorage", "").lower() == "true":
         return _Environment(account, endpoint, None, True)
     name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
-    suffix, protocol = found.get("endpointsuffix", _SUFFIX), found.get("defaultendpointsprotocol", "https")
-    place = found.get("blobendpoint") or (f"{protocol}://{name}.blob.{suffix}" if name else "")
+    place = found.get("blobendpoint") or (_endpoint_of(name, found) if name else "")
     credential = _given_credential({}, found)
     return _Environment(name or account, endpoint or place, credential, emulates)
+
+
+def _endpoint_of(account: str, connection: Mapping[str, str] = {}) -> str:
+    protocol = connection.get("defaultendpointsprotocol", "https")
+    return f"{protocol}://{account}.blob.{connection.get('endpointsuffix', _SUFFIX)}"
 
 
 def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -> Credential | None:
@@ -216,7 +233,11 @@ def _account_of(endpoint: str) -> str:
     """Return the account in the URL of a blob service: its first path part at an IP address, else its first label."""
     parts = urlsplit(endpoint)
     host, path = parts.hostname or "", parts.path.strip("/")
-    return path.partition("/")[0] or ("" if host.replace(".", "").isdigit() else host.partition(".")[0])
+    return path.partition("/")[0] or ("" if _is_address(host) else host.partition(".")[0])
+
+
+def _is_address(host: str) -> bool:
+    return host == "localhost" or host.replace(".", "").isdigit()
 
 
 def _checked_endpoint(endpoint: str) -> str:
