@@ -11,10 +11,10 @@ from urllib.parse import quote, urlencode
 
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.copied_uploads import TEMPORARY_INFIX, CopiedUpload, upload_id_of
+from ckptcore_obstore.copied_uploads import CopiedUpload
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.listing import ListPage
-from ckptcore_obstore.uploads import PendingUpload
+from ckptcore_obstore.uploads import TEMPORARY_INFIX, PendingUpload
 
 from ckptcore.protocols import PutCondition
 from ckptcore_azure.listing import list_blobs
@@ -38,6 +38,8 @@ _ALL_COPY_SECONDS: Final = 3600.0
 
 class AzureContainer(Bucket):
     """A container. Thread-safe. Methods raise `RequestFailed` if a request fails."""
+
+    has_temporary = True
 
     def __init__(self, service: AzureService) -> None:
         """Initialise without sending a request."""
@@ -85,27 +87,23 @@ class AzureContainer(Bucket):
         """List the blobs whose keys have a prefix."""
         return list_blobs(self, prefix, delimiter)
 
-    def abort_uploads(self, prefix: str) -> int:
-        """Discard the blocks of all uploads to keys with a prefix, and delete their temporary blobs.
+    def find_uploads(self, prefix: str) -> tuple[Sequence[PendingUpload], Sequence[str]]:
+        """Return the uploads of blocks to keys with a prefix that were not committed, and the keys of temporary blobs.
 
-        Return the number of uploads.
+        If the service lists no uncommitted blobs, as in accounts with a hierarchical namespace, return the latter.
         """
-        count = super().abort_uploads(prefix)
-        temporary = [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
-        self.delete(temporary)
-        return count + len(temporary)
+        found: dict[str, int] | None = None
+        with self.warning_of_uploads():
+            found = self._sizes(list_blobs(self, prefix, uncommitted=True))
+        if found is None:
+            return (), [key for key in self._sizes(self.list_pages(prefix)) if self.is_temporary(key)]
+        # Uncommitted blobs have no size, and a request for one fails.
+        uploads = [key for key, size in found.items() if not size and self.head(key) is None]
+        temporary = [key for key in found if self.is_temporary(key) and key not in uploads]
+        return [BlockUpload(self, key) for key in uploads], temporary
 
-    def _abort_uploads(self, prefix: str) -> int:
-        # In this order: a blob that is committed meanwhile must not look uncommitted.
-        found = {key for page in list_blobs(self, prefix, uncommitted=True) for key in page.keys}
-        committed = {key for page in list_blobs(self, prefix) for key in page.keys}
-        for key in found - committed:
-            BlockUpload(self, key).abort()
-        return len(found - committed)
-
-    def is_temporary(self, key: str) -> bool:
-        """Return True for the temporary blobs of an unfinished upload."""
-        return upload_id_of(key) is not None
+    def _sizes(self, pages: Iterator[ListPage]) -> dict[str, int]:
+        return {key: size for page in pages for key, size in zip(page.keys, page.sizes, strict=True)}
 
     def broken_rule(self, key: str) -> str | None:
         """See https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata.
