@@ -11,7 +11,14 @@ import pytest
 from ckptcore_azure.plugin import AzurePlugin
 from ckptcore_azure.settings import EMULATOR_KEY
 
-from ckptcore.errors import BucketNotFoundError, ConditionFailedError, StorageCredentialsError, StorageError
+from ckptcore.errors import (
+    BucketNotFoundError,
+    ConditionFailedError,
+    ObjectNotFoundError,
+    StorageCredentialsError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, StorageOptions
 from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply, stub_server
@@ -58,7 +65,7 @@ def _echo(request: Request) -> Reply:
 @pytest.mark.parametrize("kind", CREDENTIALS)
 @pytest.mark.parametrize("service", ["echoes", "drops", "is not there"])
 def test_no_error_shows_a_secret(kind: str, service: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "ckptcore")
+    caplog.set_level(logging.DEBUG)  # of all libraries: urllib3 logs each URL
     with stub_server(_echo if service == "echoes" else lambda request: Reply(0)) as stub, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}" if service == "is not there" else stub.url
@@ -78,6 +85,17 @@ def test_a_missing_container() -> None:
         for call in _calls(_open(stub.url, **CREDENTIALS["key"])):
             with pytest.raises(BucketNotFoundError, match="az://box/run.*ContainerNotFound.*or create it"):
                 call()
+
+
+def test_a_private_container_without_credentials() -> None:
+    """The service does not say that the container exists."""
+    answer = error_reply(404, "ResourceNotFound", "The specified resource does not exist.")
+    with stub_server(lambda request: answer) as stub:
+        for call in _calls(_open(stub.url, anonymous=True)):
+            with pytest.raises(StoragePermissionError, match=r"ResourceNotFound.*\. Use a credential"):
+                call()
+        with pytest.raises(ObjectNotFoundError):
+            _open(stub.url, **CREDENTIALS["key"]).get("a")
 
 
 def test_credentials_that_are_refused() -> None:
