@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -77,8 +78,21 @@ class AzureContainer(Bucket):
             wait = min(2 * wait, _MAX_COPY_SECONDS)
             status = self._copy_status(key)
         if status not in (None, "success"):
+            self._discard_copy(key, put_id)
             message = f"the copy of {source} inside the service is {status}"
             raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
+
+    def _discard_copy(self, key: str, put_id: str) -> None:
+        """Delete what a copy that failed, or takes too long, left at its key, unless it is of another put."""
+        with suppress(RequestFailed):  # the failure of the copy tells more
+            headers = self.run_head(key, lambda: self.plain.send("HEAD", key)).headers
+            if headers.get(self.service.metadata_prefix + PUT_ID_KEY) != put_id:
+                return
+            if headers.get(_COPY_STATUS) == "pending":
+                query = {"comp": "copy", "copyid": headers.get("x-ms-copy-id", "")}
+                self.run(lambda: self.plain.send("PUT", key, query=query, headers={"x-ms-copy-action": "abort"}))
+            if (tag := self.tag_if_put_by(key, put_id)) is not None:
+                self.run(lambda: self.plain.send("DELETE", key, headers={"if-match": tag}))
 
     def _copy_status(self, key: str) -> str | None:
         return self.run_head(key, lambda: self.plain.send("HEAD", key)).headers.get(_COPY_STATUS)
@@ -123,18 +137,24 @@ class AzureContainer(Bucket):
         return None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete blobs in batches. A missing blob is not an error.
+        """Delete blobs in batches, or with a shared access signature one by one. A missing blob is not an error.
 
-        `check` is called before each try.
+        `check` is called before each try, with a signature by several threads.
         """
+        if self._azure.has_signature and len(keys) > 1:
+            # The service may refuse a batch with a signature that allows each deletion, and Azurite fails.
+            workers = min(len(keys), self._azure.tuning.concurrency)
+            with ThreadPoolExecutor(workers, "ckptcore-azure-delete") as threads:
+                for _ in threads.map(lambda key: self.run(partial(self._delete_plain, key), check), keys):
+                    pass
+            return
         for start in range(0, len(keys), _MAX_BATCH_SIZE):
             super().delete(keys[start : start + _MAX_BATCH_SIZE], check)
 
     def _delete(self, keys: list[str]) -> None:
         import obstore
 
-        # The service may refuse a batch with a shared access signature that allows each deletion, and Azurite fails.
-        if len(keys) > 1 and not self._azure.signature():
+        if len(keys) > 1:
             # obstore raises the first failure of a batch. After a missing blob others may have failed.
             with suppress(FileNotFoundError):
                 obstore.delete(self._obstore(), keys)

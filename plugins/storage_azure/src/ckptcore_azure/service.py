@@ -122,6 +122,11 @@ class AzureService:
         name = {"key": "access_key", "sas": "sas_token", "token": "token"}[found.kind]
         return {name: found.secret, "expires_at": found.expires}
 
+    @property
+    def has_signature(self) -> bool:
+        """True if a shared access signature authorizes requests."""
+        return self._settings.credential is not None and self._settings.credential.kind == "sas"
+
     def signature(self) -> Mapping[str, str]:
         """Return the parameters of the shared access signature, which are part of the URL of each request."""
         found = self._source.get()
