@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +16,7 @@ from ckptcore_obstore.services import Tuning
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.model import JSON
+from ckptcore.redaction import redacted_location
 from ckptcore_azure.credentials import ANONYMOUS, Credential
 
 EMULATOR_ACCOUNT: Final = "devstoreaccount1"
@@ -23,6 +25,8 @@ _EMULATOR_URL: Final = f"http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"
 """The account of every emulator: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite"""
 
 _SUFFIX: Final = "core.windows.net"
+_NAME: Final = re.compile(r"[a-z0-9]{3,24}")
+_NAME_EXAMPLE: Final = "team"
 _OF_AZURE: Final = ("AZURE_", "IDENTITY_", "IMDS_", "MSI_", "HOME")
 _ACCOUNT: Final = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 _KEY: Final = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
@@ -101,6 +105,11 @@ def settings_of(
     if account and given.get("account_name") not in (None, "", account):
         raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
     account = account or given.get("account_name", "")
+    if not _NAME.fullmatch(account or _NAME_EXAMPLE):
+        raise ValueError(
+            f"{named}: account_name is {redacted_location(account)!r}; expected 3 to 24 lower-case letters and digits, "
+            f"such as {_NAME_EXAMPLE} for https://{_NAME_EXAMPLE}.blob.{_SUFFIX}"
+        )
     connection = _connection(given["connection_string"], named) if given.get("connection_string") else {}
     is_local = connection.get("usedevelopmentstorage", "").lower() == "true"
     of_string = EMULATOR_ACCOUNT if is_local else connection.get("accountname", "")
@@ -113,7 +122,8 @@ def settings_of(
             f"'account_name' names {account!r}"
         )
     found = _of_environment(environment)
-    emulates = given.get("use_emulator", found.emulates and not (account or given.get("endpoint")))
+    is_named = (account or _account_of(given.get("endpoint") or "")) in ("", EMULATOR_ACCOUNT) and not host
+    emulates = given.get("use_emulator", found.emulates and is_named)
     if emulates or is_local:
         account = account or EMULATOR_ACCOUNT
         place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
@@ -167,20 +177,20 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     endpoint = environment.get("AZURE_STORAGE_ENDPOINT", "")
     emulates = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
     key = next((environment[name] for name in _KEY if environment.get(name)), "")
-    if key:
-        return _Environment(account, endpoint, Credential("key", key), emulates)
-    if signature := environment.get("AZURE_STORAGE_SAS_TOKEN"):
-        return _Environment(account, endpoint, _signature(signature), emulates)
+    credential = Credential("key", key.strip()) if key else None
+    if not key and (signature := environment.get("AZURE_STORAGE_SAS_TOKEN")):
+        credential = _signature(signature)
     text_of_all = environment.get("AZURE_STORAGE_CONNECTION_STRING")
-    if not text_of_all:
-        return _Environment(account, endpoint, None, emulates)
-    found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
-    if found.get("usedevelopmentstorage", "").lower() == "true":
-        return _Environment(account, endpoint, None, True)
-    name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
-    place = found.get("blobendpoint") or (_endpoint_of(name, found) if name else "")
-    credential = _given_credential({}, found)
-    return _Environment(name or account, endpoint or place, credential, emulates)
+    if text_of_all and (credential is None or not account):
+        found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
+        if found.get("usedevelopmentstorage", "").lower() == "true":
+            emulates = emulates or credential is None
+        else:
+            name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
+            account = name or account
+            endpoint = endpoint or found.get("blobendpoint") or (_endpoint_of(name, found) if name else "")
+            credential = credential or _given_credential({}, found)
+    return _Environment(account or _account_of(endpoint), endpoint, credential, emulates)
 
 
 def _endpoint_of(account: str, connection: Mapping[str, str] = {}) -> str:
@@ -197,7 +207,7 @@ def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -
     if signature := given.get("sas_token") or connection.get("sharedaccesssignature"):
         return _signature(signature)
     if key := given.get("account_key") or connection.get("accountkey"):
-        return Credential("key", key)
+        return Credential("key", key.strip())
     return None
 
 
@@ -214,8 +224,11 @@ def _connection(connection: str, named: str) -> dict[str, str]:
 
 
 def _signature(text: str) -> Credential:
-    """Return a shared access signature. The portal shows it also as the query of a URL."""
-    return Credential("sas", text.rpartition("?")[2])
+    """Return a shared access signature. The portal shows it also as the query of a URL.
+
+    A plus sign belongs to the Base64 of a signature. In a query it would be a space.
+    """
+    return Credential("sas", text.strip().rpartition("?")[2].replace("+", "%2B"))
 
 
 def _wrong(credential: Credential) -> str | None:
