@@ -99,6 +99,21 @@ def test_a_private_container_without_credentials() -> None:
             _open(stub.url, **CREDENTIALS["key"]).get("a")
 
 
+def test_an_account_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has no address, which no retry changes."""
+
+    def unknown(*arguments: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    storage = _open("http://team.invalid", **CREDENTIALS["key"], retries=2)
+    with pytest.raises(
+        StorageError, match=r"the host of the service is unknown.*name of the storage account"
+    ) as caught:
+        storage.get("tab\tname")
+    assert "tries" not in str(caught.value)
+
+
 def test_credentials_that_are_refused() -> None:
     answer = error_reply(403, "AuthenticationFailed", "Server failed to authenticate the request.")
     with stub_server(lambda request: answer) as stub:

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
 from ckptcore.redaction import chainable, redacted, redacted_location
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response, is_unknown_host
 from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.services import Service, read_certificates
 
@@ -121,7 +121,8 @@ class PlainRequests:
         except urllib3.exceptions.ProxyError as error:
             raise RequestFailed(_proxy_failure(error, proxy_of(url) or "")) from chainable(error)
         except urllib3.exceptions.NewConnectionError as error:  # a subclass of TimeoutError
-            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
+            kind = FailureKind.HOST if is_unknown_host(str(error)) else FailureKind.CONNECTION
+            raise RequestFailed(Failure(kind, None, "", _words(error))) from chainable(error)
         except urllib3.exceptions.TimeoutError as error:
             raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from chainable(error)
         except (urllib3.exceptions.HTTPError, OSError) as error:
