@@ -211,6 +211,13 @@ def test_keys_that_the_service_would_change(key: str, rule: str) -> None:
         AzurePlugin().open(f"az://box/{key.ljust(976, 'a') if 'aa' in key else key + '/b'}", options)
 
 
+@pytest.mark.parametrize("scheme", ["wasb", "wasbs"])
+def test_old_urls_name_the_new_ones(scheme: str) -> None:
+    with pytest.raises(InvalidLocationError, match="with abfss://box@team.dfs.core.windows.net/$") as caught:
+        installed_plugins().storage(scheme)(f"{scheme}://box@team.blob.core.windows.net/run", StorageOptions(config={}))
+    AzurePlugin().open(str(caught.value).rpartition(" ")[2] + "run", StorageOptions(config={}))
+
+
 def test_settings_show_no_secret() -> None:
     for options in ({"account_key": KEY}, {"sas_token": "sig=hidden"}, {"access_token": "hidden"}):
         shown = repr(settings_of("box", {"account_name": "team", **options}, environment={"AZURE_X": "hidden"}))

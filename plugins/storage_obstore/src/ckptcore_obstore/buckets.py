@@ -31,7 +31,7 @@ See https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html.
 """
 
 _REFUSALS: Final = (FailureKind.PERMISSION, FailureKind.RETAINED, FailureKind.UNSUPPORTED)
-"""What a service answers if it does not allow to list, abort or delete uploads."""
+"""Failures if a service does not allow to list, abort or delete uploads."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 """RFC 9110, section 14.4."""
