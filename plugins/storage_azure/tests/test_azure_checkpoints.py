@@ -14,7 +14,15 @@ from ckptcore_testing import FaultProxy, LoseAnswer, ProxiedRequest, RequestFaul
 import ckptcore
 from ckptcore import policies
 from ckptcore.commit.location import open_directory
-from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, ConditionFailedError, StoragePermissionError
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConditionFailedError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 from ckptcore.runtime import runtime_of
@@ -95,6 +103,48 @@ def test_a_signature_that_does_not_allow_to_write(emulator: Azurite) -> None:
     assert signature.rpartition("sig=")[2] not in str(caught.value)
 
 
+def test_without_the_permission_to_delete(emulator: Azurite, caplog: pytest.LogCaptureFixture) -> None:
+    """Temporary blobs stay, one warning says so, and the saves succeed without reading the blobs again."""
+    container = emulator.create_bucket()
+    context = context_of(emulator, account_key=None, sas_token=account_signature("racwl"))
+    with FaultProxy(emulator.server.url, plan := _Nothing(), dialect=DIALECT) as proxy:
+        endpoint = emulator.endpoint.replace(emulator.server.url, proxy.url)
+        storage = storage_of(
+            f"az://{container}/run",
+            context_of(emulator, account_key=None, sas_token=account_signature("racwl"), endpoint=endpoint),
+        )
+        for name in ("a", "b"):
+            writer = storage.open_new(name, len(LARGE))
+            writer.write_at(0, LARGE)
+            writer.finish()
+        assert not [key for key in plan.read if ".ckptcore-upload-" not in key], "only the service reads, to copy"
+        assert storage.abort_uploads() == 0
+        assert "".join(plan.lists) == "uncommittedblobs", "one list"
+    ckptcore.save(f"az://{container}/other", STATE, layout="safetensors", context=context)
+    np.testing.assert_array_equal(ckptcore.load(f"az://{container}/other", context=context)["w"], STATE["w"])
+    words = "temporary objects of uploads, with .ckptcore-upload- in their names, cannot be deleted"
+    assert sum(words in record.getMessage() for record in caplog.records) == 2, "one for each endpoint"
+    with_key = storage_of(f"az://{container}/run", context_of(emulator))
+    assert list(with_key.list()) == ["a", "b"] and with_key.abort_uploads() == 2
+    assert with_key.abort_uploads() == 0
+
+
+class _Nothing:
+    """Changes nothing, and notes what is asked."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.lists: list[str] = []
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        if dialect.is_list(request):
+            self.lists.append(request.query.get("include", ""))
+        elif request.method == "GET":
+            self.read.append(request.path)
+        return ()
+
+
 class _LosesFirstAnswers:
     """Loses the answer to the first request of each kind that changes something."""
 
@@ -146,6 +196,20 @@ def test_only_the_blocks_of_one_upload_are_committed(emulator: Azurite) -> None:
     assert storage.get("a") == LARGE[::-1]
 
 
+def test_a_temporary_blob_that_is_gone_is_no_missing_object(emulator: Azurite) -> None:
+    """Another save may abort the upload right before the copy."""
+    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
+    writer = storage.open_new("a", len(LARGE))
+    writer.write_at(0, LARGE)
+    upload = writer._upload  # type: ignore[attr-defined]
+    copy = upload._copy
+    upload._copy = lambda *arguments: (storage.abort_uploads(), copy(*arguments))
+    with pytest.raises(StorageError, match=r"run/a: the upload does not exist.*Save again: another save may") as caught:
+        writer.finish()
+    assert not isinstance(caught.value, ObjectNotFoundError)
+    assert list(storage.list()) == []
+
+
 def test_blobs_of_others_stay(emulator: Azurite) -> None:
     """What `abort_uploads` discards blocks with takes the place of no blob."""
     storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
@@ -155,6 +219,18 @@ def test_blobs_of_others_stay(emulator: Azurite) -> None:
     assert storage.abort_uploads() == 0
     writer.abort()
     assert storage.get_with_tag("a") == (b"another's", tag)
+
+
+@pytest.mark.parametrize("name", ["w.", "a.\\b"])
+def test_names_that_azure_changes_are_in_no_key(name: str, emulator: Azurite) -> None:
+    """The service drops dots at the end of names, so `w` and `w.` would be one blob. Azurite keeps them."""
+    place, context = f"az://{emulator.create_bucket()}/run", context_of(emulator)
+    state = {"w": np.zeros(4), name: np.ones(4)}
+    with pytest.raises(InvalidLocationError, match=r"invalid key 'run/.*Azure .*another layout, such as 'safetensors'"):
+        ckptcore.save(f"{place}/1", state, layout="zarr", context=context)
+    for layout in ("safetensors", "ocdbt"):
+        ckptcore.save(f"{place}/{layout}", state, layout=layout, context=context)
+        np.testing.assert_array_equal(ckptcore.load(f"{place}/{layout}", context=context)[name], np.ones(4))
 
 
 def test_a_child_by_fork_can_read(emulator: Azurite) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -11,7 +12,14 @@ import pytest
 from ckptcore_azure.plugin import AzurePlugin
 from ckptcore_azure.settings import EMULATOR_KEY
 
-from ckptcore.errors import BucketNotFoundError, ConditionFailedError, StorageCredentialsError, StorageError
+from ckptcore.errors import (
+    BucketNotFoundError,
+    ConditionFailedError,
+    ObjectNotFoundError,
+    StorageCredentialsError,
+    StorageError,
+    StoragePermissionError,
+)
 from ckptcore.model import JSON
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend, StorageOptions
 from plugins.storage_s3.tests.stub_server import Reply, Request, error_reply, stub_server
@@ -58,7 +66,7 @@ def _echo(request: Request) -> Reply:
 @pytest.mark.parametrize("kind", CREDENTIALS)
 @pytest.mark.parametrize("service", ["echoes", "drops", "is not there"])
 def test_no_error_shows_a_secret(kind: str, service: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "ckptcore")
+    caplog.set_level(logging.DEBUG)  # of all libraries: urllib3 logs each URL
     with stub_server(_echo if service == "echoes" else lambda request: Reply(0)) as stub, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}" if service == "is not there" else stub.url
@@ -80,6 +88,32 @@ def test_a_missing_container() -> None:
                 call()
 
 
+def test_a_private_container_without_credentials() -> None:
+    """The service does not say that the container exists."""
+    answer = error_reply(404, "ResourceNotFound", "The specified resource does not exist.")
+    with stub_server(lambda request: answer) as stub:
+        for call in _calls(_open(stub.url, anonymous=True)):
+            with pytest.raises(StoragePermissionError, match=r"ResourceNotFound.*\. Use a credential"):
+                call()
+        with pytest.raises(ObjectNotFoundError):
+            _open(stub.url, **CREDENTIALS["key"]).get("a")
+
+
+def test_an_account_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host has no address, which no retry changes."""
+
+    def unknown(*arguments: object) -> object:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    storage = _open("http://team.invalid", **CREDENTIALS["key"], retries=2)
+    with pytest.raises(
+        StorageError, match=r"the host of the service is unknown.*name of the storage account"
+    ) as caught:
+        storage.get("tab\tname")
+    assert "tries" not in str(caught.value)
+
+
 def test_credentials_that_are_refused() -> None:
     answer = error_reply(403, "AuthenticationFailed", "Server failed to authenticate the request.")
     with stub_server(lambda request: answer) as stub:
@@ -94,7 +128,7 @@ class _Copies:
     def __init__(self, *states: str, lose: bool = False) -> None:
         self.states = list(states)
         self.lose = lose
-        self.put_id = ""
+        self.put_id = self.answers_as = ""
 
     def __call__(self, request: Request) -> Reply:
         if "x-ms-copy-source" in request.headers:
@@ -103,9 +137,8 @@ class _Copies:
             self.put_id = request.headers["x-ms-meta-ckptcoreput"]
             return Reply(0) if self.lose else Reply(202, b"", {**DATE, "x-ms-copy-status": self.states.pop(0)})
         if request.method == "HEAD":
-            return Reply(
-                200, b"", {**DATE, "x-ms-copy-status": self.states.pop(0), "x-ms-meta-ckptcoreput": self.put_id}
-            )
+            found = {"x-ms-copy-id": "id", "x-ms-meta-ckptcoreput": self.answers_as or self.put_id}
+            return Reply(200, b"", {**DATE, **found, "x-ms-copy-status": self.states.pop(0)})
         return Reply(202 if request.method == "DELETE" else 201, b"", DATE)
 
 
@@ -123,12 +156,51 @@ def test_a_copy_is_done_before_an_upload_ends(lose: bool) -> None:
         assert next(one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers) == "*"
 
 
-def test_a_copy_that_fails_is_no_object() -> None:
-    with stub_server(_Copies("pending", "failed")) as stub:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_copy_that_fails_is_no_object(is_ours: bool) -> None:
+    copies = _Copies("pending", *["failed"] * 3)
+    with stub_server(copies) as stub:
         writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
         writer.write_at(0, bytes(6 << 20))
+        copies.answers_as = "" if is_ours else "another's"
         with pytest.raises(StorageError, match="az://box/run/a: .*the copy of run/a.*is failed"):
             writer.finish()
+        deleted = [one.headers["if-match"] for one in stub.asked if one.method == "DELETE"]
+        assert deleted == ([DATE["etag"]] if is_ours else []), "what the copy left, and no blob of another save"
+
+
+def test_a_copy_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore_azure.containers._ALL_COPY_SECONDS", 0.0)
+    with stub_server(_Copies("pending", "pending", "aborted")) as stub:
+        writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
+        writer.write_at(0, bytes(6 << 20))
+        with pytest.raises(StorageError, match="the copy of run/a.*is pending"):
+            writer.finish()
+        [aborted] = [one for one in stub.asked if one.headers.get("x-ms-copy-action") == "abort"]
+        assert aborted.query["copyid"] == "id" and aborted.path == "/box/run/a"
+        assert [one.path for one in stub.asked if one.method == "DELETE"] == ["/box/run/a"]
+
+
+def test_deletions_with_a_signature_are_retried_by_key() -> None:
+    """All run at once, and those that succeeded are not sent again."""
+    barrier, checks, failed = threading.Barrier(4), list[str](), set[str]()
+
+    def answer(request: Request) -> Reply:
+        if request.path.endswith("d") and request.path not in failed:
+            failed.add(request.path)
+            return error_reply(503, "ServerBusy")
+        return Reply(202)
+
+    def check() -> None:
+        checks.append("")
+        if len(checks) <= 4:
+            barrier.wait(timeout=60)
+
+    with stub_server(answer) as stub:
+        storage = _open(stub.url, **CREDENTIALS["sas"], concurrency=4, retries=1, first_wait=0.001)
+        storage.delete_while(list("abcd"), check)
+        paths = sorted(request.path.removeprefix("/box/run/") for request in stub.asked)
+    assert paths == ["a", "b", "c", "d", "d"] and len(checks) == 5
 
 
 def test_a_batch_with_a_missing_blob_deletes_the_others() -> None:

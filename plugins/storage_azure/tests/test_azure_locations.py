@@ -17,6 +17,7 @@ from ckptcore.protocols import StorageOptions
 KEY = EMULATOR_KEY
 EMULATOR = "http://127.0.0.1:10000/devstoreaccount1"
 TEAM = "https://team.blob.core.windows.net"
+CHINA = "https://team.blob.core.chinacloudapi.cn"
 CONNECTION = f"DefaultEndpointsProtocol=https;AccountName=team;AccountKey={KEY};EndpointSuffix=core.windows.net"
 
 
@@ -53,8 +54,10 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"account_name": "team", "anonymous": True}, {"AZURE_STORAGE_KEY": KEY}, "",
          ("team", TEAM, ("anonymous", ""))),
         ({"endpoint": "https://team.blob.core.chinacloudapi.cn/"}, {}, "",
-         ("team", "https://team.blob.core.chinacloudapi.cn", None)),
-        ({}, {}, "team.dfs.core.chinacloudapi.cn", ("team", "https://team.blob.core.chinacloudapi.cn", None)),
+         ("team", CHINA, None)),
+        ({}, {}, "team.dfs.core.chinacloudapi.cn", ("team", CHINA, None)),
+        ({"account_name": "team", "connection_string": "BlobEndpoint=https://a.test/;SharedAccessSignature=sig=x"}, {},
+         "", ("team", "https://a.test", ("sas", "sig=x"))),
         ({"use_emulator": True}, {}, "", ("devstoreaccount1", EMULATOR, ("key", KEY))),
         ({"connection_string": "UseDevelopmentStorage=true"}, {}, "", ("devstoreaccount1", EMULATOR, ("key", KEY))),
         ({"use_emulator": True, "endpoint": "http://127.0.0.1:9/devstoreaccount1"}, {}, "",
@@ -69,11 +72,41 @@ def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"AZURE_STORAGE_ACCOUNT_NAME": "team", "AZURE_STORAGE_SAS_TOKEN": "sig=x"}, "",
          ("team", TEAM, ("sas", "sig=x"))),
         ({"account_name": "team"}, {"AZURE_STORAGE_ACCOUNT_KEY": KEY}, "", ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_KEY": f" {KEY}\n", "AZURE_STORAGE_CONNECTION_STRING": CONNECTION.replace(KEY, "b3RoZXI=")},
+         "", ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_KEY": KEY, "AZURE_STORAGE_ENDPOINT": TEAM}, "", ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_KEY": KEY, "AZURE_STORAGE_ENDPOINT": TEAM}, "other.dfs.core.windows.net",
+         ("other", "https://other.blob.core.windows.net", None)),
+        ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY,
+              "AZURE_STORAGE_CONNECTION_STRING": CONNECTION.replace("team", "other")}, "",
+         ("team", TEAM, ("key", KEY))),
+        ({"account_name": "team", "account_key": f"{KEY}\n"}, {}, "", ("team", TEAM, ("key", KEY))),
+        ({"account_name": "team", "sas_token": "sv=1&sig=a+b/c=\n"}, {}, "",
+         ("team", TEAM, ("sas", "sv=1&sig=a%2Bb/c="))),
+        ({"account_name": "devstoreaccount1"}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "",
+         ("devstoreaccount1", EMULATOR, ("key", KEY))),
+        ({"endpoint": "http://azurite:10000/devstoreaccount1"}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "",
+         ("devstoreaccount1", "http://azurite:10000/devstoreaccount1", ("key", KEY))),
+        ({"endpoint": TEAM}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "", ("team", TEAM, None)),
+        ({}, {"AZURE_STORAGE_USE_EMULATOR": "true"}, "team.dfs.core.windows.net", ("team", TEAM, None)),
         # The key of one account is not sent to another.
         ({"account_name": "team"}, {"AZURE_STORAGE_ACCOUNT": "other", "AZURE_STORAGE_KEY": KEY}, "",
          ("team", TEAM, None)),
         ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "other.dfs.core.windows.net",
          ("other", "https://other.blob.core.windows.net", None)),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "team.dfs.core.windows.net",
+         ("team", TEAM, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "team.dfs.core.windows.net",
+         ("team", TEAM, ("key", KEY))),
+        # Nor to an account of the same name in another cloud, unless the environment or an option says where it is.
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, "team.dfs.core.chinacloudapi.cn", ("team", CHINA, None)),
+        ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "team.dfs.core.chinacloudapi.cn",
+         ("team", CHINA, None)),
+        ({"endpoint": CHINA}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "", ("team", CHINA, None)),
+        ({"endpoint": CHINA, "account_name": "team"}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY}, "",
+         ("team", CHINA, ("key", KEY))),
+        ({}, {"AZURE_STORAGE_ACCOUNT": "team", "AZURE_STORAGE_KEY": KEY, "AZURE_STORAGE_ENDPOINT": f"{CHINA}/"},
+         "team.dfs.core.chinacloudapi.cn", ("team", CHINA, ("key", KEY))),
     ],
 )  # fmt: skip
 def test_account_endpoint_and_credential(
@@ -83,6 +116,22 @@ def test_account_endpoint_and_credential(
     expected: tuple[str, str, tuple[str, str] | None],
 ) -> None:
     assert _settings(options, environment, host) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "expected"),
+    [
+        ("az://a-b/run", {"account_name": "team"}, f"{TEAM}/a-b"),
+        (f"az://{'-'.join('a' * 32)}/run", {"account_name": "team"}, f"{TEAM}/{'-'.join('a' * 32)}"),
+        ("az://box@team.z07.blob.storage.azure.net/run", {}, "https://team.z07.blob.storage.azure.net/box"),
+        ("az://box@onelake.dfs.fabric.microsoft.com/run", {}, "https://onelake.blob.fabric.microsoft.com/box"),
+        ("az://box@team.gateway.example/run", {"endpoint": "http://gateway.example/team"}, "http://gateway.example/team/box"),
+    ],
+)  # fmt: skip
+def test_hosts_and_containers(url: str, options: Mapping[str, JSON], expected: str) -> None:
+    opened = AzurePlugin().open(url, StorageOptions(config=options))
+    assert isinstance(opened, ObjectStoreDirectory)
+    assert opened.bucket.service.bucket_url == expected
 
 
 @pytest.mark.parametrize(
@@ -107,6 +156,31 @@ def test_account_endpoint_and_credential(
         ("az://box/run", {"connection_string": "hidden"}, "the connection string is invalid"),
         ("az://box/run", {"account_key": KEY, "sas_token": "sig=hidden"}, "set only one of account_key, sas_token"),
         ("az://box@team.dfs.core.windows.net/run", {"account_name": "other"}, "but the URL names 'team'"),
+        ("az://box/run", {"account_name": "other", "connection_string": CONNECTION}, "account 'team', but .*'other'"),
+        (
+            "az://box/run",
+            {"account_name": "team", "connection_string": f"BlobEndpoint={EMULATOR};SharedAccessSignature=sig=hidden"},
+            "account 'devstoreaccount1', but .*'team'",
+        ),
+        (
+            "az://box/run",
+            {"account_name": "team", "connection_string": "UseDevelopmentStorage=true"},
+            "account 'devstoreaccount1', but .*'team'",
+        ),
+        (
+            "az://box@other.dfs.core.windows.net/run",
+            {"connection_string": f"BlobEndpoint={TEAM}/;SharedAccessSignature=sv=1&sig=hidden"},
+            "account 'team', but the URL or the option 'account_name' names 'other'",
+        ),
+        ("az://box@team.evil.example/run", {"sas_token": "sig=hidden"}, "'team.evil.example' is no host of Azure.*set"),
+        ("az://box@team.dfs.core.windows.net.evil.example/run", {}, "is no host of Azure"),
+        ("az://box@team.queue.core.windows.net/run", {}, "is no host of Azure"),
+        ("az://box/run", {"account_name": "Team"}, "account_name is 'Team'; expected 3 to 24 lower-case letters and"),
+        ("az://box/run", {"account_name": f"{TEAM}?sig=hidden"}, "account_name is 'https://team.*expected 3 to 24"),
+        ("az://$root/run", {"account_name": "team"}, "invalid container or account"),
+        ("az://a-/run", {"account_name": "team"}, "invalid container or account"),
+        (f"az://{'a-' * 32}/run", {"account_name": "team"}, "invalid container or account"),
+        (f"az://{'-'.join('a' * 33)}/run", {"account_name": "team"}, "invalid container or account"),
     ],
 )
 def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +189,33 @@ def test_what_is_refused(url: str, options: Mapping[str, JSON], message: str, mo
     with pytest.raises((InvalidLocationError, ValueError), match=message) as caught:
         AzurePlugin().open(url, StorageOptions(config=options))
     assert "hidden" not in str(caught.value) and KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("a./b", "drops a dot at the end"),
+        ("a\\b", "turns a backslash into a slash"),
+        ("/".join("a" * 254), "254 names between slashes, found 255"),
+        ("a" * 972, "975 characters .* found 976"),
+    ],
+)
+def test_keys_that_the_service_would_change(key: str, rule: str) -> None:
+    """Without a server: no request is sent."""
+    options = StorageOptions(config={"account_name": "team", "endpoint": "http://127.0.0.1:9", "anonymous": True})
+    storage = AzurePlugin().open("az://box/run", options)
+    for call in (lambda: storage.put(key, b""), lambda: storage.open_new(key), lambda: storage.delete([key])):
+        with pytest.raises(InvalidLocationError, match=f"invalid key 'run/a.*in az://box: Azure .*{rule}.*; save with"):
+            call()
+    with pytest.raises(InvalidLocationError, match=rule):
+        AzurePlugin().open(f"az://box/{key.ljust(976, 'a') if 'aa' in key else key + '/b'}", options)
+
+
+@pytest.mark.parametrize("scheme", ["wasb", "wasbs"])
+def test_old_urls_name_the_new_ones(scheme: str) -> None:
+    with pytest.raises(InvalidLocationError, match="with abfss://box@team.dfs.core.windows.net/$") as caught:
+        installed_plugins().storage(scheme)(f"{scheme}://box@team.blob.core.windows.net/run", StorageOptions(config={}))
+    AzurePlugin().open(str(caught.value).rpartition(" ")[2] + "run", StorageOptions(config={}))
 
 
 def test_settings_show_no_secret() -> None:

@@ -42,6 +42,7 @@ class TestAzurite(OnAzurite, StorageBackendTests):
 
     examples = 1
     threads = 4
+    refused_keys = ("...", "a..")
 
 
 class TestNewObjects(OnAzurite, NewObjectTests):

@@ -148,6 +148,30 @@ def test_what_a_dead_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
     assert gcs.service.buckets.part_uploads == {}
 
 
+@pytest.mark.parametrize("uploads", UPLOADS)
+def test_without_the_permission_to_delete(gcs: StrictGcs, uploads: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An account with the role Storage Object Creator."""
+    storage = _open(gcs, uploads=uploads)
+
+    def refuse(request: Request, serve: Callable[[Request], Response]) -> Response:
+        if request.path.startswith("/batch") or request.method == "DELETE":
+            return Response(403, {}, b'{"error": {"errors": [{"reason": "forbidden"}]}}')
+        assert request.method != "GET" or not request.path.endswith("model"), "the object is read again"
+        return serve(request)
+
+    gcs.intercept = refuse
+    for name in ("model", "another"):
+        writer = storage.open_new(name, len(LARGE))
+        writer.write_at(0, LARGE)
+        writer.finish()
+    assert storage.abort_uploads("") == 0
+    assert sum("cannot be deleted" in record.getMessage() for record in caplog.records) == 1
+    gcs.intercept = None
+    assert storage.get("model") == storage.get("another") == LARGE
+    assert storage.abort_uploads("") == 2
+    assert storage.abort_uploads("") == 0
+
+
 def test_many_parts_are_composed_in_steps(gcs: StrictGcs) -> None:
     storage = _open(gcs, uploads="composite")
     upload = storage.bucket.begin_upload("run/many", if_absent=True)

@@ -16,6 +16,9 @@ NOT_FOUND = (
 )
 
 
+DNS = "HTTP error: error sending request\n\nDebug source:\n kind: Connect,\n (dns error) failed to lookup address: "
+
+
 def test_the_body_of_an_answer_is_found_in_a_text() -> None:
     found = failure_of_text(NOT_FOUND, REFUSALS)
     assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
@@ -30,6 +33,8 @@ def test_the_body_of_an_answer_is_found_in_a_text() -> None:
             "Generic S3 error: HTTP error: error sending request\n\nDebug source:\n kind: Connect,",
             FailureKind.CONNECTION,
         ),
+        (f"{DNS}Name or service not known", FailureKind.HOST),
+        (f"{DNS}Temporary failure in name resolution", FailureKind.CONNECTION),
         ("Generic S3 error: error decoding response body", FailureKind.CONNECTION),
         (
             "Received redirect without LOCATION, this normally indicates an incorrectly configured region",

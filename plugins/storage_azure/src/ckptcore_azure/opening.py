@@ -16,10 +16,23 @@ from ckptcore_azure.containers import AzureContainer
 from ckptcore_azure.service import AzureService
 from ckptcore_azure.settings import Settings, settings_of
 
-_CONTAINER: Final = re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}|\$root|\$web")
+_CONTAINER: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9](-?[a-z0-9])*|\$web")
 """https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata"""
 
 _HOST: Final = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)+")
+_CLOUDS: Final = (
+    "core.windows.net",
+    "core.chinacloudapi.cn",
+    "core.usgovcloudapi.net",
+    "storage.azure.net",
+    "fabric.microsoft.com",
+)
+_SERVICE: Final = re.compile(rf"[a-z0-9]{{3,24}}(\.z[0-9]{{1,2}})?\.(dfs|blob)\.({'|'.join(map(re.escape, _CLOUDS))})")
+"""Hosts that a URL may name. Requests carry credentials, which no other host may get because of a location.
+
+See https://learn.microsoft.com/azure/storage/common/storage-account-overview#storage-account-endpoints.
+"""
+
 _EXAMPLES: Final = "az://container/directory or abfss://container@account.dfs.core.windows.net/directory"
 _SIGNATURE: Final = re.compile(r"[?&]sig=", re.IGNORECASE)
 
@@ -57,6 +70,12 @@ class AzureContainers:
             raise InvalidLocationError(
                 f"cannot open {redacted_location(url)!r}: the URL contains a shared access signature; set it with the "
                 f"option 'sas_token' or AZURE_STORAGE_SAS_TOKEN"
+            )
+        if at and not _SERVICE.fullmatch(host) and not options.config.get("endpoint"):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: {host!r} is no host of Azure, such as "
+                f"account.dfs.core.windows.net, and credentials may be sent to it; if that is right, set the option "
+                f"'endpoint' to its URL"
             )
         settings = settings_of(name, options.config, scheme=scheme, host=host)
         owner = os.getpid(), settings  # A forked child cannot use the connections and locks of its parent.

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from ckptcore.errors import InvalidLocationError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.redaction import redacted_location
 
 if TYPE_CHECKING:
     from ckptcore_azure.opening import AzureContainers
 
 _SCHEMES: Final = ("abfs", "abfss", "az", "azure")
+_OLD_SCHEMES: Final = ("wasb", "wasbs")
 
 
 class AzurePlugin:
@@ -27,6 +30,11 @@ class AzurePlugin:
         """Openers by scheme."""
         return {scheme: partial(self._open, scheme) for scheme in _SCHEMES}
 
+    @hookimpl
+    def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
+        """Return an opener that names the URL to use, for the old spellings of Hadoop."""
+        return _refuse if scheme in _OLD_SCHEMES else None
+
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
         """Open a directory of a container. Makes no request."""
         return self._open(url.partition("://")[0].lower(), url, options)
@@ -37,6 +45,12 @@ class AzurePlugin:
         if self._containers is None:
             self._containers = AzureContainers()
         return self._containers.open(scheme, url, options)
+
+
+def _refuse(url: str, options: StorageOptions) -> StorageBackend:
+    container, _, host = url.partition("://")[2].partition("/")[0].partition("@")
+    same = f"abfss://{container}@{host.replace('.blob.', '.dfs.', 1) or 'ACCOUNT.dfs.core.windows.net'}/"
+    raise InvalidLocationError(f"cannot open {redacted_location(url)!r}: begin the URL with {redacted_location(same)}")
 
 
 PLUGIN: Final = AzurePlugin()

@@ -107,5 +107,13 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "InvalidQueryParameterValue": Refusal(400, _K.UNSUPPORTED),
     "InvalidMetadata": Refusal(400, _K.OTHER),
     "MissingRequiredHeader": Refusal(400, _K.OTHER),
-    "OutOfRangeInput": Refusal(400, _K.OTHER),
+    "OutOfRangeInput": Refusal(400, _K.NAME, "", "Use another name"),
 }
+
+ANONYMOUS_REFUSALS: Final[Mapping[str, Refusal]] = {
+    **REFUSALS,
+    "ResourceNotFound": Refusal(
+        404, _K.PERMISSION, "the container does not exist, or does not allow anonymous requests", "Use a credential"
+    ),
+}
+"""Refusals of requests without credentials."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, quote
 
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.failures import Failure, FailureKind, Refusals, RequestFailed
 from ckptcore_obstore.services import Tuning, client_options
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_azure.credentials import CredentialSource, DefaultTokens, FixedCredential
-from ckptcore_azure.refusals import REFUSALS
+from ckptcore_azure.credentials import ANONYMOUS, CredentialSource, DefaultTokens, FixedCredential
+from ckptcore_azure.refusals import ANONYMOUS_REFUSALS, REFUSALS
 from ckptcore_azure.settings import Settings
 from ckptcore_azure.signing import shared_key_headers
 
@@ -47,8 +47,6 @@ class AzureService:
 
     metadata_prefix: Final = "x-ms-meta-"
 
-    refusals: Final = REFUSALS
-
     upload_headers: Final[Mapping[str, str]] = {"x-ms-blob-type": "BlockBlob"}
 
     def __init__(self, settings: Settings) -> None:
@@ -74,6 +72,11 @@ class AzureService:
         return f"{self._settings.endpoint}/{self._settings.container}"
 
     @property
+    def refusals(self) -> Refusals:
+        """The errors that the service documents, for these credentials."""
+        return ANONYMOUS_REFUSALS if self._settings.credential is ANONYMOUS else REFUSALS
+
+    @property
     def ca_bundle(self) -> str | None:
         """File of trusted certificates."""
         return self._settings.tuning.ca_bundle
@@ -96,7 +99,7 @@ class AzureService:
             # obstore reads it, without a way to prevent that. Uploads in blocks would lack it.
             message = "AZURE_ENCRYPTION_KEY is set, but customer-provided encryption keys are not supported"
             raise RequestFailed(Failure(FailureKind.SETTINGS, None, "", message))
-        anonymous = settings.credential is not None and settings.credential.kind == "anonymous"
+        anonymous = settings.credential is ANONYMOUS
         config: dict[str, Any] = {
             "account_name": settings.account,
             "endpoint": settings.endpoint,
@@ -118,6 +121,11 @@ class AzureService:
         found = self._source.get()
         name = {"key": "access_key", "sas": "sas_token", "token": "token"}[found.kind]
         return {name: found.secret, "expires_at": found.expires}
+
+    @property
+    def has_signature(self) -> bool:
+        """True if a shared access signature authorizes requests."""
+        return self._settings.credential is not None and self._settings.credential.kind == "sas"
 
     def signature(self) -> Mapping[str, str]:
         """Return the parameters of the shared access signature, which are part of the URL of each request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,6 +16,7 @@ from ckptcore_obstore.services import Tuning
 
 from ckptcore.errors import InvalidLocationError
 from ckptcore.model import JSON
+from ckptcore.redaction import redacted_location
 from ckptcore_azure.credentials import ANONYMOUS, Credential
 
 EMULATOR_ACCOUNT: Final = "devstoreaccount1"
@@ -23,6 +25,8 @@ _EMULATOR_URL: Final = f"http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"
 """The account of every emulator: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite"""
 
 _SUFFIX: Final = "core.windows.net"
+_NAME: Final = re.compile(r"[a-z0-9]{3,24}")
+_NAME_EXAMPLE: Final = "team"
 _OF_AZURE: Final = ("AZURE_", "IDENTITY_", "IMDS_", "MSI_", "HOME")
 _ACCOUNT: Final = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
 _KEY: Final = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY")
@@ -76,7 +80,8 @@ def settings_of(
     """Return the settings of a container. Makes no request and reads no file.
 
     The URL takes precedence over options, and these over the environment. Credentials of the environment are used
-    only for the account that it names, or if it names none.
+    only for the account that it names, or if it names none. An account whose name is part of a URL is that account only
+    if the URL is that of the same service.
 
     Args:
         container: name of the container.
@@ -88,7 +93,8 @@ def settings_of(
     Raises:
         InvalidLocationError: for an invalid endpoint, or without a storage account.
         ValueError: for an unknown option or a wrong type, for several kinds of credentials, for an invalid key or
-            signature or connection string, or if the option ``account_name`` and the URL contradict each other.
+            signature or connection string, or if the URL, the option ``account_name`` and the connection string name
+            different accounts.
     """
     given: Mapping[str, Any] = check_options(scheme, config, OPTIONS)
     named = f"Context(storage={{{scheme!r}: ...}})"
@@ -99,20 +105,41 @@ def settings_of(
     if account and given.get("account_name") not in (None, "", account):
         raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
     account = account or given.get("account_name", "")
+    if not _NAME.fullmatch(account or _NAME_EXAMPLE):
+        raise ValueError(
+            f"{named}: account_name is {redacted_location(account)!r}; expected 3 to 24 lower-case letters and digits, "
+            f"such as {_NAME_EXAMPLE} for https://{_NAME_EXAMPLE}.blob.{_SUFFIX}"
+        )
     connection = _connection(given["connection_string"], named) if given.get("connection_string") else {}
+    is_local = connection.get("usedevelopmentstorage", "").lower() == "true"
+    of_string = EMULATOR_ACCOUNT if is_local else connection.get("accountname", "")
+    blobs = connection.get("blobendpoint", "")
+    if not of_string and (".blob." in blobs or _is_address(urlsplit(blobs).hostname or "")):  # else it has any name
+        of_string = _account_of(blobs)
+    if of_string and account not in ("", of_string):
+        raise ValueError(
+            f"{named}: the connection string is that of the storage account {of_string!r}, but the URL or the option "
+            f"'account_name' names {account!r}"
+        )
     found = _of_environment(environment)
-    emulates = given.get("use_emulator", found.emulates and not (account or given.get("endpoint")))
-    if emulates or connection.get("usedevelopmentstorage", "").lower() == "true":
+    is_named = (account or _account_of(given.get("endpoint") or "")) in ("", EMULATOR_ACCOUNT) and not host
+    emulates = given.get("use_emulator", found.emulates and is_named)
+    if emulates or is_local:
         account = account or EMULATOR_ACCOUNT
         place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
         connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
-    account = account or connection.get("accountname", "")
+    account = account or of_string
     endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
     credential = _given_credential(given, connection)
+    if not endpoint and host:
+        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not account and not endpoint:
         account, endpoint = found.account, found.endpoint
+    is_found = found.account in ("", account or _account_of(endpoint))
+    if found.account and (host or not account):  # the name is part of a URL, which may be that of another service
+        is_found = is_found and endpoint.rstrip("/") == (found.endpoint or _endpoint_of(found.account)).rstrip("/")
     account = account or _account_of(endpoint)
-    if credential is None and not kinds and found.account in ("", account):
+    if credential is None and not kinds and is_found:
         credential = found.credential
     if not account:
         raise InvalidLocationError(
@@ -121,13 +148,9 @@ def settings_of(
         )
     if credential is not None and (wrong := _wrong(credential)):
         raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
-    if not endpoint and host:
-        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not endpoint and found.account == account:
         endpoint = found.endpoint
-    if not endpoint:
-        protocol = connection.get("defaultendpointsprotocol", "https")
-        endpoint = f"{protocol}://{account}.blob.{connection.get('endpointsuffix', _SUFFIX)}"
+    endpoint = endpoint or _endpoint_of(account, connection)
     return Settings(
         container=container,
         url=f"{scheme}://{container}@{host}" if host else f"{scheme}://{container}",
@@ -154,21 +177,25 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
     endpoint = environment.get("AZURE_STORAGE_ENDPOINT", "")
     emulates = environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true")
     key = next((environment[name] for name in _KEY if environment.get(name)), "")
-    if key:
-        return _Environment(account, endpoint, Credential("key", key), emulates)
-    if signature := environment.get("AZURE_STORAGE_SAS_TOKEN"):
-        return _Environment(account, endpoint, _signature(signature), emulates)
+    credential = Credential("key", key.strip()) if key else None
+    if not key and (signature := environment.get("AZURE_STORAGE_SAS_TOKEN")):
+        credential = _signature(signature)
     text_of_all = environment.get("AZURE_STORAGE_CONNECTION_STRING")
-    if not text_of_all:
-        return _Environment(account, endpoint, None, emulates)
-    found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
-    if found.get("usedevelopmentstorage", "").lower() == "true":
-        return _Environment(account, endpoint, None, True)
-    name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
-    suffix, protocol = found.get("endpointsuffix", _SUFFIX), found.get("defaultendpointsprotocol", "https")
-    place = found.get("blobendpoint") or (f"{protocol}://{name}.blob.{suffix}" if name else "")
-    credential = _given_credential({}, found)
-    return _Environment(name or account, endpoint or place, credential, emulates)
+    if text_of_all and (credential is None or not account):
+        found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
+        if found.get("usedevelopmentstorage", "").lower() == "true":
+            emulates = emulates or credential is None
+        else:
+            name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
+            account = name or account
+            endpoint = endpoint or found.get("blobendpoint") or (_endpoint_of(name, found) if name else "")
+            credential = credential or _given_credential({}, found)
+    return _Environment(account or _account_of(endpoint), endpoint, credential, emulates)
+
+
+def _endpoint_of(account: str, connection: Mapping[str, str] = {}) -> str:
+    protocol = connection.get("defaultendpointsprotocol", "https")
+    return f"{protocol}://{account}.blob.{connection.get('endpointsuffix', _SUFFIX)}"
 
 
 def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -> Credential | None:
@@ -180,7 +207,7 @@ def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -
     if signature := given.get("sas_token") or connection.get("sharedaccesssignature"):
         return _signature(signature)
     if key := given.get("account_key") or connection.get("accountkey"):
-        return Credential("key", key)
+        return Credential("key", key.strip())
     return None
 
 
@@ -197,8 +224,11 @@ def _connection(connection: str, named: str) -> dict[str, str]:
 
 
 def _signature(text: str) -> Credential:
-    """Return a shared access signature. The portal shows it also as the query of a URL."""
-    return Credential("sas", text.rpartition("?")[2])
+    """Return a shared access signature. The portal shows it also as the query of a URL.
+
+    A plus sign belongs to the Base64 of a signature. In a query it would be a space.
+    """
+    return Credential("sas", text.strip().rpartition("?")[2].replace("+", "%2B"))
 
 
 def _wrong(credential: Credential) -> str | None:
@@ -216,7 +246,11 @@ def _account_of(endpoint: str) -> str:
     """Return the account in the URL of a blob service: its first path part at an IP address, else its first label."""
     parts = urlsplit(endpoint)
     host, path = parts.hostname or "", parts.path.strip("/")
-    return path.partition("/")[0] or ("" if host.replace(".", "").isdigit() else host.partition(".")[0])
+    return path.partition("/")[0] or ("" if _is_address(host) else host.partition(".")[0])
+
+
+def _is_address(host: str) -> bool:
+    return host == "localhost" or host.replace(".", "").isdigit()
 
 
 def _checked_endpoint(endpoint: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.copied_uploads import CopiedUpload, upload_id_of
+from ckptcore_obstore.copied_uploads import CopiedUpload
 from ckptcore_obstore.uploads import PendingUpload, Upload
 
 from ckptcore.protocols import PutCondition
@@ -17,6 +17,8 @@ from ckptcore_gcs.uploads import CompositeUpload
 
 class GcsBucket(Bucket):
     """A bucket of GCS. Thread-safe. Methods raise `RequestFailed` if a request fails."""
+
+    has_temporary = True
 
     def __init__(self, service: GcsService) -> None:
         """Initialise without sending a request."""
@@ -40,20 +42,6 @@ class GcsBucket(Bucket):
         if if_absent:
             return CopiedUpload(self, key, partial(Upload.begin, self), self.json.copy)
         return super().begin_upload(key, if_absent=False)
-
-    def abort_uploads(self, prefix: str) -> int:
-        """Abort all uploads to keys with a prefix, and delete their temporary objects.
-
-        Return the number of uploads.
-        """
-        count = super().abort_uploads(prefix)
-        pieces = [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
-        self.delete(pieces)
-        return count + len({upload_id_of(key) for key in pieces})
-
-    def is_temporary(self, key: str) -> bool:
-        """Return True for the temporary objects of an unfinished upload."""
-        return upload_id_of(key) is not None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete objects in batches. A missing object is not an error.

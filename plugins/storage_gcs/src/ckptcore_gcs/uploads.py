@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.copied_uploads import TEMPORARY_INFIX
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.uploads import TEMPORARY_INFIX
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_gcs.json_requests import MAX_COMPONENTS, JsonRequests
@@ -53,7 +53,7 @@ class CompositeUpload:
                 composed.append(name)
             pieces = composed
         self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._put_id)
-        self._bucket.delete(sorted(self._pieces))
+        self._bucket.delete_temporary(sorted(self._pieces), is_done=True)
 
     def abort(self) -> None:
         """Delete the temporary objects."""

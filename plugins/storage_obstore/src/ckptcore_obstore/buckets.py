@@ -6,9 +6,10 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ckptcore.events import logger_named
 from ckptcore.protocols import IfTag, PutCondition
@@ -16,7 +17,7 @@ from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
 from ckptcore_obstore.listing import ListPage, list_objects
 from ckptcore_obstore.services import Service
-from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads
+from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads, upload_id_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -28,6 +29,9 @@ _MAX_DELETED_KEYS: Final = 1000
 
 See https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html.
 """
+
+_REFUSALS: Final = (FailureKind.PERMISSION, FailureKind.RETAINED, FailureKind.UNSUPPORTED)
+"""Failures if a service does not allow to list, abort or delete uploads."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 """RFC 9110, section 14.4."""
@@ -50,7 +54,12 @@ class Bucket(BucketRequests):
     """Objects of a bucket by full key. Thread-safe, within one process.
 
     Every method retries transient failures and then raises `RequestFailed`.
+
+    Attributes:
+        has_temporary: True if uploads have temporary objects; see `CopiedUpload`.
     """
+
+    has_temporary: ClassVar[bool] = False
 
     def __init__(self, service: Service) -> None:
         """Initialise without sending a request."""
@@ -58,7 +67,7 @@ class Bucket(BucketRequests):
         self._lock = threading.Lock()
         self._store: ObjectStore | None = None
         self._unquoted_tags = False
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> ReadResult:
         """Read bytes `start` to `stop` of an object, at least one of which must exist."""
@@ -154,30 +163,71 @@ class Bucket(BucketRequests):
         return Upload.begin(self, key)
 
     def abort_uploads(self, prefix: str) -> int:
-        """Abort all uploads in parts to keys with a prefix, so that completing them fails.
+        """Abort all uploads to keys with a prefix, so that completing them fails, and delete their temporary objects.
 
-        Return the number of uploads. If the service does not list or abort them, they remain, which a warning says
-        once: new objects do not replace others, and no root names an object of another save.
+        Return the number of uploads. If the service does not list, abort or delete them, they remain, which a warning
+        says once: new objects do not replace others, and no root names an object of another save.
+        """
+        uploads, temporary = self.find_uploads(prefix)
+        count = 0
+        with self.warning_of_uploads():
+            for upload in uploads:
+                upload.abort()
+                count += 1
+        return count + (len({upload_id_of(key) for key in temporary}) if self.delete_temporary(temporary) else 0)
+
+    def find_uploads(self, prefix: str) -> tuple[Sequence[PendingUpload], Sequence[str]]:
+        """Return the unfinished uploads to keys with a prefix, and the keys of temporary objects."""
+        uploads: Sequence[PendingUpload] = ()
+        with self.warning_of_uploads():
+            uploads = list(list_uploads(self, prefix))
+        if not self.has_temporary:
+            return uploads, ()
+        return uploads, [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
+
+    def delete_temporary(self, keys: Sequence[str], *, is_done: bool = False) -> bool:
+        """Delete temporary objects of uploads. Return False if they stay, which a warning says once.
+
+        Args:
+            keys: their keys.
+            is_done: True if the upload succeeded, so that nothing depends on the deletion.
+
+        Raises:
+            RequestFailed: if the service failed, and `is_done` is False.
         """
         try:
-            return self._abort_uploads(prefix)
+            self.delete(keys)
         except RequestFailed as error:
-            if error.failure.kind not in (FailureKind.PERMISSION, FailureKind.UNSUPPORTED):
+            if not is_done and error.failure.kind not in _REFUSALS:
                 raise
-            if not self._has_warned:
-                self._has_warned = True
-                _LOG.warning(
-                    "%s: unfinished uploads of failed saves cannot be aborted, and the service may bill for "
-                    "them: %s. %s. Or set a lifecycle rule of the bucket that aborts incomplete uploads",
-                    self.service.url, error, self.service.remedy(error.failure),
-                )  # fmt: skip
-            return 0
+            self._warn(
+                "temporary objects of uploads, with .ckptcore-upload- in their names, cannot be deleted, and the "
+                "service bills for them",
+                error, "delete them with other credentials",
+            )  # fmt: skip
+            return False
+        return True
 
-    def _abort_uploads(self, prefix: str) -> int:
-        uploads = list(list_uploads(self, prefix))
-        for upload in uploads:
-            upload.abort()
-        return len(uploads)
+    @contextmanager
+    def warning_of_uploads(self) -> Iterator[None]:
+        """Warn if the service does not list or abort uploads."""
+        try:
+            yield
+        except RequestFailed as error:
+            if error.failure.kind not in _REFUSALS:
+                raise
+            self._warn(
+                "unfinished uploads of failed saves cannot be aborted, and the service may bill for them",
+                error, "set a lifecycle rule of the bucket that aborts incomplete uploads",
+            )  # fmt: skip
+
+    def _warn(self, what: str, error: RequestFailed, remedy: str) -> None:
+        """Log a warning, once."""
+        if what not in self._warned:
+            self._warned.add(what)
+            _LOG.warning(
+                "%s: %s: %s. %s. Or %s", self.service.url, what, error, self.service.remedy(error.failure), remedy
+            )
 
     def list_pages(self, prefix: str, delimiter: str = "") -> Iterator[ListPage]:
         """List the objects whose keys have a prefix; see `list_objects`."""
@@ -185,7 +235,11 @@ class Bucket(BucketRequests):
 
     def is_temporary(self, key: str) -> bool:
         """Return True for the temporary objects of an unfinished upload, which lists omit."""
-        return False
+        return self.has_temporary and upload_id_of(key) is not None
+
+    def broken_rule(self, key: str) -> str | None:
+        """Return the rule for keys that a key breaks, if the service would change or refuse it; else None."""
+        return None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
         """Delete objects. A missing object is not an error.

@@ -5,28 +5,18 @@ For services whose uploads in parts take no condition, or end when another objec
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Final, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
 from ckptcore.protocols import IF_ABSENT, Buffer, PutCondition
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.uploads import PendingUpload
-
-TEMPORARY_INFIX: Final = ".ckptcore-upload-"
-"""The key of a temporary object is that of the object, this, and an id."""
-
-_TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
+from ckptcore_obstore.failures import FailureKind, RequestFailed
+from ckptcore_obstore.uploads import TEMPORARY_INFIX, PendingUpload
 
 Copy: TypeAlias = Callable[[str, str, PutCondition | None, str], None]
 """Copies an object inside the service: the source, the new key, its condition, and the id of this put."""
-
-
-def upload_id_of(key: str) -> str | None:
-    """Return the upload id in the key of a temporary object, or None for any other key."""
-    found = _TEMPORARY.search(key)
-    return None if found is None else found[1]
 
 
 class CopiedUpload:
@@ -64,8 +54,13 @@ class CopiedUpload:
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)
             self._is_whole = True
-        self._copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
-        self._bucket.delete([self._temporary])
+        try:
+            self._copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
+        except RequestFailed as error:
+            if error.failure.kind is FailureKind.MISSING:  # the temporary object, not the one of the caller
+                error.failure = replace(error.failure, kind=FailureKind.NO_UPLOAD)
+            raise
+        self._bucket.delete_temporary([self._temporary], is_done=True)
 
     def abort(self) -> None:
         """Abort the upload and delete the temporary object."""

@@ -31,6 +31,7 @@ class FailureKind(enum.Enum):
     SERVER = "the service failed"
     TIMEOUT = "the request timed out"
     CONNECTION = "the connection failed"
+    HOST = "the host of the service is unknown"
     DIGEST = "the service requires a digest of each upload"
     RETAINED = "the retention policy of the bucket does not allow it yet"
     ARCHIVED = "the object is in an archive"
@@ -262,6 +263,8 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
         kind = FailureKind.PROXY
     elif "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
         kind = FailureKind.TIMEOUT
+    elif is_unknown_host(text):
+        kind = FailureKind.HOST
     elif re.search(r"kind: (Connect|Request|Interrupted|Decode|Unknown)\b|HTTP error|error (sending|decoding)", text):
         kind = FailureKind.CONNECTION
     causes = re.findall(r"(?:ConnectionRefused|ConnectionReset|dns error|certificate[^\n\"]*|tcp connect error)", text)
@@ -269,6 +272,14 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
     if causes:
         message = f"{message} ({', '.join(dict.fromkeys(causes))})"
     return Failure(kind, None, "", message)
+
+
+def is_unknown_host(text: str) -> bool:
+    """Return True for the text of a failed connection if the name service knows no such host.
+
+    Such an answer is final. A name service that does not answer is a "temporary failure".
+    """
+    return re.search(r"Name or service not known|nodename nor servname|No such host is known", text) is not None
 
 
 def _kind(status: int, code: str, refusals: Refusals) -> FailureKind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
-from ckptcore.redaction import chainable, redacted_location
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
+from ckptcore.redaction import chainable, redacted, redacted_location
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response, is_unknown_host
 from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.services import Service, read_certificates
 
@@ -120,7 +121,8 @@ class PlainRequests:
         except urllib3.exceptions.ProxyError as error:
             raise RequestFailed(_proxy_failure(error, proxy_of(url) or "")) from chainable(error)
         except urllib3.exceptions.NewConnectionError as error:  # a subclass of TimeoutError
-            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
+            kind = FailureKind.HOST if is_unknown_host(str(error)) else FailureKind.CONNECTION
+            raise RequestFailed(Failure(kind, None, "", _words(error))) from chainable(error)
         except urllib3.exceptions.TimeoutError as error:
             raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from chainable(error)
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -146,6 +148,7 @@ class PlainRequests:
     def _open(self) -> urllib3.PoolManager:
         import urllib3
 
+        logging.getLogger("urllib3.connectionpool").addFilter(_redact)
         tuning, bundle = self._service.tuning, self._service.ca_bundle
         if bundle:
             read_certificates(bundle)
@@ -172,6 +175,13 @@ def proxy_of(url: str) -> str | None:
     host = urlsplit(url)
     proxy = urllib.request.getproxies().get(host.scheme)
     return proxy if proxy and not urllib.request.proxy_bypass(host.hostname or "") else None
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    """Redact a record of urllib3, which logs URLs with their queries if its level is DEBUG. Always return True."""
+    if isinstance(record.args, tuple):
+        record.args = tuple([redacted(one) if isinstance(one, str) else one for one in record.args])
+    return True
 
 
 def _pieces(body: Buffer) -> Iterator[memoryview]:

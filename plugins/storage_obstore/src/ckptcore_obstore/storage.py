@@ -27,7 +27,7 @@ class ObjectStoreDirectory(StorageBackend):
         self._service = bucket.service
         tuning = bucket.service.tuning
         self._capabilities = StorageCapabilities(tuning.request_bytes, tuning.concurrency, tuning.part_bytes)
-        self._prefix = _check_encodable(check_directory_key(directory)) + "/" if directory else ""
+        self._prefix = self._checked(check_directory_key(directory)) + "/" if directory else ""
         self._url = f"{bucket.service.url}/{self._prefix}"
 
     def __repr__(self) -> str:
@@ -49,7 +49,20 @@ class ObjectStoreDirectory(StorageBackend):
         return self._service.address(self._prefix)
 
     def _full_key(self, key: str) -> str:
-        return self._prefix + _check_encodable(check_key(key))
+        return self._checked(self._prefix + check_key(key))
+
+    def _checked(self, key: str) -> str:
+        """Return a full key if the service keeps it as it is.
+
+        Raises:
+            InvalidLocationError: if it does not.
+        """
+        if (rule := self._bucket.broken_rule(_check_encodable(key))) is not None:
+            raise InvalidLocationError(
+                f"invalid key {key[:200]!r} in {self._service.url}: {rule}; save with another layout, such as "
+                "'safetensors' or 'ocdbt', whose names of files do not contain those of values, or use another name"
+            )
+        return key
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read bytes `start` to `stop` of an object, or fewer at its end."""
@@ -203,8 +216,8 @@ class ObjectStoreDirectory(StorageBackend):
         return _is_supported_key(key) and not self._bucket.is_temporary(key)
 
     def _below(self, prefix: str) -> str:
-        directory = _check_encodable(check_directory_key(prefix))
-        return self._prefix + (directory + "/" if directory else "")
+        directory = check_directory_key(prefix)
+        return self._checked(self._prefix + directory) + "/" if directory else self._prefix
 
     def _error(self, failed: RequestFailed, verb: str, key: str) -> Exception:
         return error_of(failed, self._service, f"{verb} {self._url}{key}")

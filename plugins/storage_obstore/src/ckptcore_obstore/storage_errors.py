@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -59,6 +60,8 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
     cause, remedy = (refusal.cause, refusal.remedy) if refusal is not None else ("", "")
     if kind is FailureKind.PROXY:
         remedy = _proxy_remedy(service)
+    if kind is FailureKind.HOST:
+        failure = replace(failure, kind=FailureKind.CONNECTION)  # what to do is the same
     remedy = remedy or service.remedy(failure)
     text = f"cannot {what}: {cause or kind.value}; found {failure.description.removesuffix('.')}{tries}. {remedy}"
     return _ERRORS.get(kind, StorageError)(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,6 +20,18 @@ MIN_PART_BYTES: Final = 5 << 20
 
 See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
 """
+
+
+TEMPORARY_INFIX: Final = ".ckptcore-upload-"
+"""The key of a temporary object is that of the object, this, and an id."""
+
+_TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
+
+
+def upload_id_of(key: str) -> str | None:
+    """Return the upload id in the key of a temporary object, or None for any other key."""
+    found = _TEMPORARY.search(key)
+    return None if found is None else found[1]
 
 
 class PendingUpload(Protocol):

@@ -46,11 +46,13 @@ class StorageBackendTests:
         examples: number of sequences of operations that Hypothesis tries.
         threads: number of concurrent threads.
         conditional: True if `put` supports conditions. Otherwise it must raise `AtomicityError` and change nothing.
+        refused_keys: those of `UNUSUAL_KEYS` that the service would change, so that the storage refuses them.
     """
 
     examples: int = 25
     threads: int = 8
     conditional: bool = True
+    refused_keys: Sequence[str] = ()
 
     def open(self, directory: str) -> StorageBackend:
         """Open a directory. Equal names in one test open the same directory.
@@ -543,6 +545,12 @@ class StorageBackendTests:
         check_each(partial(self._check_unusual_keys_are_accepted, storage), UNUSUAL_KEYS)
 
     def _check_unusual_keys_are_accepted(self, storage: StorageBackend, key: str) -> None:
+        if key in self.refused_keys:
+            for write in (storage.put, partial(_write, storage)):
+                with pytest.raises(InvalidLocationError):
+                    write(key, b"data")
+            assert list(storage.list()) == []
+            return
         storage.put(key, b"put")
         assert storage.get(key) == b"put"
         _write(storage, key, b"written")
