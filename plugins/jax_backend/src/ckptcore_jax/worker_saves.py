@@ -74,6 +74,8 @@ class WorkerSave(PlainSave):
         held = _WorkerElements(self.executor, save)
         if not held.shares:
             return save
+        for one in (save, *save.further):
+            one.strategy.begin(one)  # refuses what it cannot commit, before anything is captured
         further = [one._replace(strategy=WorkerSave(one.strategy, self.executor, held)) for one in save.further]
         strategy = WorkerSave(save.strategy, self.executor, held)
         return save._replace(strategy=strategy, further=further, capture_elsewhere=held.start)
