@@ -148,6 +148,15 @@ def test_shards_are_written_by_the_workers_that_hold_them(
     assert len([name for name in files if name.endswith(".safetensors")]) == 2
 
 
+def test_progress_of_workers_is_planned_once(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    totals: set[int] = set()
+    state = state_of(workers)
+    ckptcore.save(tmp_path / "it", state, context=context, progress=lambda done, total: totals.add(total))
+    assert len(totals) == 1 and totals.pop() >= 2 * SPEC.nbytes
+
+
 def test_workers_share_writes_of_replicas(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "it", {"whole": make_whole(workers)}, layout="ocdbt", context=context)
     root = ckptcore.metadata(tmp_path / "it")

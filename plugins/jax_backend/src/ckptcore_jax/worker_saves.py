@@ -78,7 +78,9 @@ class WorkerSave(PlainSave):
             one.strategy.begin(one)  # refuses what it cannot commit, before anything is captured
         further = [one._replace(strategy=WorkerSave(one.strategy, self.executor, held)) for one in save.further]
         strategy = WorkerSave(save.strategy, self.executor, held)
-        return save._replace(strategy=strategy, further=further, capture_elsewhere=held.start)
+        return save._replace(
+            strategy=strategy, further=further, capture_elsewhere=held.start, nbytes_elsewhere=held.nbytes
+        )
 
     def _cut(self, draft: SaveDraft, description: PartDescription) -> PartDescription:
         """Cut large arrays for the workers that hold replicas of them."""
@@ -131,7 +133,6 @@ class _WorkerElements:
         self.executor = executor
         self.shares: dict[int, _WorkerShares] = {}
         self.by_worker: dict[int, HeldElements] = {}
-        self._save = save
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
         """By worker and id of a leaf, the boxes that the worker writes of it."""
         for one in (save, *save.further):
@@ -176,12 +177,13 @@ class _WorkerElements:
             if self.executor.takes(leaf):
                 yield number, leaf
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the workers write."""
+        return sum([item.nbytes for share in self.shares.values() for plan in share.plans for item in plan.items])
+
     def start(self, copied: bool) -> Self:
         """Begin to keep the boxes in the memory of the workers. See `Save.capture_elsewhere`."""
-        progress = self._save.recording.progress
-        if progress is not None:
-            items = [item for share in self.shares.values() for plan in share.plans for item in plan.items]
-            progress.plan(self._save.nbytes + sum([item.nbytes for item in items]))
         try:
             for worker in range(len(self.executor.workers)):
                 self._take(worker, copied=copied)
