@@ -187,6 +187,8 @@ class Save(NamedTuple):
         capture_elsewhere: starts to capture boxes that other processes hold for this one, and that the strategy writes:
             True to copy them. None: there are none.
         nbytes_elsewhere: bytes of these boxes, further saves included.
+        receive_elsewhere: waits until other processes have written boxes of this save or a further one, which it is
+            given, and adds their receipts to its parts.
     """
 
     target: CommitTarget
@@ -199,6 +201,7 @@ class Save(NamedTuple):
     further: Sequence[Save] = ()
     capture_elsewhere: Callable[[bool], StateCopy] | None = None
     nbytes_elsewhere: int = 0
+    receive_elsewhere: Callable[[Save], None] | None = None
 
     @property
     def nbytes(self) -> int:
