@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -50,33 +50,51 @@ class StateElements:
     _users: Counter[_Key] = field(default_factory=Counter)
     _arrays: dict[_Key, Sequence[Pending[HostArray]]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
 
     def use(
         self, boxes: Sequence[StateBoxes]
-    ) -> tuple[Callable[[int], Sequence[Pending[HostArray]]], Callable[[int], None]]:
+    ) -> tuple[Callable[[int], Sequence[Pending[HostArray]]], Callable[[int], None], Collection[int]]:
         """Return the functions of one snapshot that start and release an item. Call it before anything is released.
+
+        An item can be released again, and without being started.
 
         Args:
             boxes: the boxes of each item. Only the function that starts items refers to the leaves.
+
+        Returns:
+            The two functions, and the items that are not released yet.
         """
         keys = [(id(one.leaf), one.boxes) for one in boxes]
         self._users.update(keys)
+        unreleased = set(range(len(keys)))
 
         def start(item: int) -> Sequence[Pending[HostArray]]:
             with self._lock:
-                if keys[item] not in self._arrays:
-                    self._arrays[keys[item]] = self.transfer(boxes[item])
-                return self._arrays[keys[item]]
+                arrays = self._arrays.get(keys[item])
+                if arrays is None:
+                    arrays = self._arrays[keys[item]] = self.transfer(boxes[item])
+                return arrays
 
         def release(item: int) -> None:
+            if self._closed:
+                return
             with self._lock:
+                if item not in unreleased:
+                    return
+                unreleased.remove(item)
                 self._users[keys[item]] -= 1
                 arrays = () if self._users[keys[item]] else self._arrays.pop(keys[item], ())
             if self.free is not None:
                 for array in arrays:
                     self.free(array.result())
 
-        return start, release
+        return start, release, unreleased
+
+    def close(self) -> None:
+        """Forget all arrays without freeing their memory. Waits for no transfer that runs."""
+        self._closed = True
+        self._arrays.clear()
 
 
 class StateCopy(Protocol):
@@ -132,10 +150,9 @@ class ViewedSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
-            if not self._pending.get(item):
-                return  # the writer failed before it took the item
-            self._pending[item] = ()
-            self._outstanding -= self.plan.items[item].nbytes
+            if self._pending.get(item):  # otherwise the writer failed before it took the item
+                self._pending[item] = ()
+                self._outstanding -= self.plan.items[item].nbytes
         self._release(item)
 
 
@@ -237,6 +254,9 @@ class BoundedSnapshot:
                 with self._changed:
                     self._pending[number] = arrays
                     self._changed.notify_all()
+                    is_needed = not self._writing_ended
+                if not is_needed:
+                    self.release(number)
         except BaseException as error:
             if isinstance(error, Exception) and self._writing_ended:
                 return  # the writer freed the memory, and raises its own error

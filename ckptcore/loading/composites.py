@@ -155,7 +155,7 @@ class CompositeLoad:
             else:
                 from ckptcore.loading.joint import load_composite_collectively  # only jobs need it
 
-                loaded = load_composite_collectively(self, strategy.job)
+                loaded = load_composite_collectively(self, strategy)
         except Exception as error:
             if isinstance(error, TargetUndefinedError):
                 raise

@@ -110,15 +110,15 @@ class CollectiveRead:
     one reads. If the checkpoint is replaced during the load, all ranks start again.
     """
 
-    def __init__(self, job: Coordinator, attempt: type[CollectiveAttempt[Any]]) -> None:
+    def __init__(self, job: Coordinator, find_attempt: Callable[[], type[CollectiveAttempt[Any]]]) -> None:
         """Load in a job of several processes.
 
         Args:
             job: the coordinator of the job.
-            attempt: the type of the attempts.
+            find_attempt: returns the type of the attempts. Its error on one rank fails the load on all ranks.
         """
         self.job = job
-        self._attempt = attempt
+        self.find_attempt = find_attempt
 
     def run(self, load: Load[T]) -> T:
         """Load. Every rank must call this, for the same checkpoint.
@@ -129,8 +129,13 @@ class CollectiveRead:
         """
         key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/load")
         agreement = Agreement(self.job, key, load.recording)
+        try:
+            new_attempt: type[CollectiveAttempt[T]] = self.find_attempt()
+        except BaseException:
+            with agreement.stage("open-0"):  # the first step of an attempt, at whose end the other ranks wait
+                raise
         for number in itertools.count():  # `load` limits the attempts
-            attempt: CollectiveAttempt[T] = self._attempt(load, self.job, agreement, number)
+            attempt = new_attempt(load, self.job, agreement, number)
             reading = attempt.plan()
             if reading is not None and attempt.begin(reading) and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
@@ -205,15 +210,15 @@ class CollectiveAttempt(Generic[T]):
         return take_step(self._agreement, f"{name}-{self._number}", work, is_current=is_current)
 
 
-def load_composite_collectively(load: CompositeLoad, job: Coordinator) -> dict[str, object]:
+def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -> dict[str, object]:
     """Load several checkpointables on all ranks of a job, one after another.
 
     A rank that does not request a name takes part in its load without requesting data.
     """
     key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/names")
-    agreement = Agreement(job, key, load.recording)
+    agreement = Agreement(strategy.job, key, load.recording)
     for number in itertools.count():  # `load` limits the attempts
-        attempt = _CompositeAttempt(load)
+        attempt = _CompositeAttempt(load, strategy)
         requests = attempt.take_step(agreement, f"begin-{number}", attempt.begin)
         if requests is None:
             continue
@@ -239,8 +244,9 @@ def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
 class _CompositeAttempt:
     """One attempt of a rank to load several checkpointables. Its methods are steps, and return messages."""
 
-    def __init__(self, load: CompositeLoad) -> None:
+    def __init__(self, load: CompositeLoad, strategy: CollectiveRead) -> None:
         self._load = load
+        self._strategy = strategy
         self._composite: CompositeCheckpoint | None = None
         self._requests: dict[str, MemberRequest] = {}
         self._loaded: dict[str, object] = {}
@@ -251,6 +257,7 @@ class _CompositeAttempt:
 
     def begin(self) -> JSON:
         """Open the composite, and check the requests of this rank."""
+        self._strategy.find_attempt()  # fails here, before a load changes anything
         self._composite = self._load.attempts.open()
         self._requests = {request.name: request for request in self._load.plan(self._composite)}
         return [[request.name, int(request.changes)] for request in self._requests.values()]

@@ -248,18 +248,20 @@ class Load(Generic[T]):
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
     """Return the strategy of collective loads in the job of a Context; None if this process loads alone.
 
-    Raises:
-        MissingDistributionError: processes read for each other, and ckptcore-collective is not installed.
+    The strategy imports ckptcore-collective if processes read for each other, and fails on all ranks if one lacks it.
     """
     reads = context.job.reads
     if reads == "alone" or (job := runtime.job()).size == 1:
         return None
     from ckptcore.loading.joint import CollectiveAttempt, CollectiveRead  # only jobs of several processes
 
-    if reads == "all":
-        return CollectiveRead(job, CollectiveAttempt)
-    attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
-    return CollectiveRead(job, cast("type[CollectiveAttempt[Any]]", attempt))
+    def find_attempt() -> type[CollectiveAttempt[Any]]:
+        if reads == "all":
+            return CollectiveAttempt
+        attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
+        return cast("type[CollectiveAttempt[Any]]", attempt)
+
+    return CollectiveRead(job, find_attempt)
 
 
 @contextmanager

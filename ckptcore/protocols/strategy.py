@@ -109,7 +109,7 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
         ...
 
     def begin(self, save: SaveT) -> SaveCommit:
-        """Return the commit of a save that `prepare` returned, without I/O."""
+        """Return the commit of a save that `prepare` returned, or refuse it. Without I/O; can be called again."""
         ...
 
     def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -96,19 +97,24 @@ class TreeCaptured(NamedTuple):
     Attributes:
         snapshot: the arrays.
         copy: the running copy of which they are; None for views, and arrays that exist already.
+        unreleased: the items of the snapshot that are not released yet, as far as `close` releases them.
     """
 
     snapshot: Snapshot
     copy: StateCopy | None = None
+    unreleased: Collection[int] = ()
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Stop the copy from waiting for the writer."""
+        """Stop the copy from waiting for the writer, and release the arrays that a failed writer has left."""
         if self.copy is not None:
             self.copy.end_writing()
+        for item in list(self.unreleased):
+            with suppress(Exception):  # a copy that failed has no memory to free, and its error was raised already
+                self.snapshot.release(item)
 
 
 class FilesDescription(NamedTuple):

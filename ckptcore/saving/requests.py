@@ -186,6 +186,9 @@ class Save(NamedTuple):
         further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
         capture_elsewhere: starts to capture boxes that other processes hold for this one, and that the strategy writes:
             True to copy them. None: there are none.
+        nbytes_elsewhere: bytes of these boxes, further saves included.
+        receive_elsewhere: waits until other processes have written boxes of this save or a further one, which it is
+            given, and adds their receipts to its parts.
     """
 
     target: CommitTarget
@@ -197,12 +200,14 @@ class Save(NamedTuple):
     context: Context
     further: Sequence[Save] = ()
     capture_elsewhere: Callable[[bool], StateCopy] | None = None
+    nbytes_elsewhere: int = 0
+    receive_elsewhere: Callable[[Save], None] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays that this process writes, further saves included."""
+        """Bytes of arrays that this process and its workers write, further saves included."""
         own = sum(item.nbytes for part in self.parts for item in part.plan.items)
-        return own + sum(save.nbytes for save in self.further)
+        return own + self.nbytes_elsewhere + sum(save.nbytes for save in self.further)
 
     @property
     def has_other_writers(self) -> bool:

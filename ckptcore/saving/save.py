@@ -217,11 +217,18 @@ class _Capture:
         """Prepare to capture the parts of a save. `view` or `copy` captures them."""
         self._save = save
         self._copies: list[StateCopy] = []
+        self._elements: list[StateElements] = []
 
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
         elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
-        self._capture(lambda plan, boxes: TreeCaptured(ViewedSnapshot(plan, *elements.use(boxes))), copied=False)
+        self._elements.append(elements)
+
+        def viewed(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
+            start, release, unreleased = elements.use(boxes)
+            return TreeCaptured(ViewedSnapshot(plan, start, release), unreleased=unreleased)
+
+        self._capture(viewed, copied=False)
         for copy in self._copies:
             copy.wait()
 
@@ -238,27 +245,35 @@ class _Capture:
         """
 
         def new_elements() -> StateElements:
-            return StateElements(
+            elements = StateElements(
                 lambda boxes: boxes.handler.copy_to_host(boxes.leaf, boxes.boxes, memory), memory.release
             )
+            self._elements.append(elements)
+            return elements
 
         shared = new_elements()
         earlier: BoundedSnapshot | None = None
 
         def copied(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
             nonlocal earlier
+            start, release, unreleased = (shared if limit is None else new_elements()).use(boxes)
             if limit is None:
-                copy: CopiedSnapshot | BoundedSnapshot = CopiedSnapshot(plan, *shared.use(boxes))
+                copy: CopiedSnapshot | BoundedSnapshot = CopiedSnapshot(plan, start, release)
             else:
-                copy = earlier = BoundedSnapshot(plan, *new_elements().use(boxes), limit, earlier)
+                copy = earlier = BoundedSnapshot(plan, start, release, limit, earlier)
             self._copies.append(copy)
-            return TreeCaptured(copy, copy)
+            return TreeCaptured(copy, copy, unreleased)
 
         self._capture(copied, copied=True)
         return self._copies[:]
 
     def close(self) -> None:
-        """Release everything. The traceback of an error would otherwise keep the parts in memory."""
+        """Release everything. The traceback of an error would otherwise keep the parts in memory.
+
+        Does not wait for copies: the caller closes their memory.
+        """
+        for elements in self._elements:
+            elements.close()
         for save in (self._save, *self._save.further):
             for part in save.parts:
                 part.close()

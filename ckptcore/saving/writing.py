@@ -75,6 +75,8 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
                 store = commit.store
                 with save.recording.phase("write") as phase:
                     write_parts(save, store)
+                    if save.receive_elsewhere is not None:
+                        save.receive_elsewhere(save)
                     phase.nbytes = sum(
                         [record.size for part in save.parts for receipt in part.receipts for record in receipt.objects]
                     )

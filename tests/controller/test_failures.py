@@ -149,11 +149,14 @@ def test_leaves_without_elements_are_named(context: ckptcore.Context, tmp_path: 
 
 
 def test_a_session_and_a_file_are_refused(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    rows = make_rows(workers)
+    asked = len(workers.crossings)
     with pytest.raises(UnsupportedLeafError, match=r"workers .* cannot be saved in sessions; save them with"):
-        ckptcore.partial(tmp_path / "it", context=context).save({"rows": make_rows(workers)})
-    with pytest.raises(InvalidLocationError, match="several processes hold the arrays"):
-        ckptcore.save(tmp_path / "it.safetensors", {"rows": make_rows(workers)}, context=context)
-    assert list(tmp_path.iterdir()) == []
+        ckptcore.partial(tmp_path / "it", context=context).save({"rows": rows})
+    for save in (ckptcore.save, ckptcore.save_async):
+        with pytest.raises(InvalidLocationError, match="several processes hold the arrays"):
+            save(tmp_path / "it.safetensors", {"rows": rows}, context=context)
+    assert list(tmp_path.iterdir()) == [] and workers.crossings[asked:] == []  # refused before workers copy
     ckptcore.save(tmp_path / "here.safetensors", {"w": np.ones(3)}, context=context)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptcore_transforms import Cast, Fuse, Scale, Transform, Transpose
 
 import ckptcore
 from ckptcore.errors import TransformError
+from ckptcore.events import Event
 from ckptcore.model import ArraySpec, Box
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
@@ -146,6 +148,28 @@ def test_shards_are_written_by_the_workers_that_hold_them(
     files = sorted(path.name for path in (tmp_path / "it").iterdir())
     assert [name for name in files if "00001-model" in name] == []  # rank 0 is the controller
     assert len([name for name in files if name.endswith(".safetensors")]) == 2
+
+
+def test_progress_of_workers_is_planned_once(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    totals: set[int] = set()
+    state = state_of(workers)
+    ckptcore.save(tmp_path / "it", state, context=context, progress=lambda done, total: totals.add(total))
+    assert len(totals) == 1 and totals.pop() >= 2 * SPEC.nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_phase_has_all_writes(
+    layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    context = replace(context, observers=(events.append,))
+    export = ckptcore.Export(location=tmp_path / "export", subtree="rows", layout=layout)
+    strategy = ckptcore.WithExports([export])
+    ckptcore.save(tmp_path / "it", state_of(workers), layout=layout, context=context, strategy=strategy)
+    written = [event.nbytes or 0 for event in events if event.phase == "write"]
+    assert len(written) == 2 and written[0] >= 2 * SPEC.nbytes and written[1] >= SPEC.nbytes
 
 
 def test_workers_share_writes_of_replicas(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.events import Event
-from ckptcore.model import Box, HostArray, Pending
+from ckptcore.model import Box, HostArray, Pending, Ready
 from ckptcore.protocols import Coordinator, HostMemory
 from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
@@ -293,6 +293,68 @@ def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
         tmp_path / "c", state, layout=Looking(), strategy=WithExports(exports), context=context
     ).result()
     assert seen == [40 << 20, 8 << 20] and runtime_of(context).staging.held_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_a_failed_export_gives_its_memory_back_before_the_next(limit: int | None, tmp_path: Path) -> None:
+    context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit, keep_staging=False))
+    seen: list[int] = []
+
+    class Failing(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            snapshot.take(0)
+            raise OSError("on fire")
+
+    class Looking(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            for item in range(len(snapshot.plan.items)):
+                snapshot.take(item)
+                snapshot.release(item)
+            runtime_of(context).staging.release_unused()
+            seen.append(runtime_of(context).staging.held_bytes)
+            raise OSError("looked")
+
+    state = {"a": {"x": np.ones(1 << 20), "y": np.ones(1 << 20)}, "b": {"z": np.ones(1 << 20)}}
+    exports = [
+        Export(location=tmp_path / "e", layout=Failing(), subtree="a"),
+        Export(location=tmp_path / "f", layout=Looking(), subtree="b"),
+    ]
+    with pytest.raises(OSError, match="on fire"):
+        ckptcore.save_async(tmp_path / "c", state, strategy=WithExports(exports), context=context).result()
+    assert seen == [0] and runtime_of(context).staging.held_bytes == 0
+
+
+def test_a_failed_export_gives_views_back_before_the_next(tmp_path: Path) -> None:
+    arrays: list[weakref.ref[HostArray]] = []
+    alive: list[int] = []
+
+    class DeviceHandler(HostArrayHandler):
+        """Like the handler of arrays on a device, whose elements a blocking save transfers to the host."""
+
+        def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+            found = [Ready(np.array(leaf[box.slices])) for box in boxes]
+            arrays.extend(weakref.ref(one.value) for one in found)
+            return found
+
+    class Failing(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            snapshot.take(0)  # the second one is transferred ahead
+            raise OSError("on fire")
+
+    class Looking(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            alive.append(sum(one() is not None for one in arrays))
+            return super().write(snapshot, store)
+
+    state = {"a": {"x": np.ones(9), "y": np.ones(9)}, "b": np.ones(9)}
+    exports = [
+        Export(location=tmp_path / "e", layout=Failing(), subtree="a"),
+        Export(location=tmp_path / "f", layout=Looking(), subtree="b"),
+    ]
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: DeviceHandler()}))
+    with pytest.raises(OSError, match="on fire"):
+        ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports), context=context)
+    assert len(arrays) >= 3 and alive == [1]
 
 
 def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:

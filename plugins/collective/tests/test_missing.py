@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore.context import JobOptions
-from ckptcore.errors import MissingDistributionError
+from ckptcore.distributions import import_name
+from ckptcore.errors import CheckpointError, MissingDistributionError, RankFailedError
 from ckptcore.protocols import Coordinator
 
 
@@ -32,3 +36,34 @@ def test_the_core_alone_names_the_distribution(tmp_path: Path, monkeypatch: pyte
 
     ThreadJob(2).run(load)
     assert ckptcore.load(tmp_path / "c", context=ckptcore.Context(job=JobOptions(reads="broadcast")))["w"].sum() == 3
+
+
+@pytest.mark.parametrize("load", [ckptcore.load, ckptcore.load_checkpointables])
+def test_one_rank_without_the_distribution_fails_all(
+    load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckptcore.save_checkpointables(tmp_path / "several", {"model": {"w": np.ones(3)}})
+    ckptcore.save(tmp_path / "one", {"w": np.ones(3)})
+    lacking = threading.local()
+
+    def import_or_not(name: str, *, purpose: str = "") -> object:
+        if getattr(lacking, "is_lacking", False):
+            raise MissingDistributionError(f"{purpose} needs the distribution ckptcore-collective")
+        return import_name(name, purpose=purpose)
+
+    monkeypatch.setattr("ckptcore.loading.load.import_name", import_or_not)
+    place = tmp_path / ("one" if load is ckptcore.load else "several")
+
+    network = ThreadNetwork(2)
+
+    def refused(coordinator: Coordinator) -> type[Exception]:
+        lacking.is_lacking = coordinator.rank == 1
+        collectives = network.collectives(coordinator.rank)
+        context = ckptcore.Context(job=JobOptions(coordinator=coordinator, reads="broadcast", collectives=collectives))
+        with pytest.raises(CheckpointError, match="needs the distribution ckptcore-collective") as caught:
+            load(place, context=context)
+        lacking.is_lacking = False
+        assert list(load(place, context=context)) == (["w"] if load is ckptcore.load else ["model"])
+        return caught.type
+
+    assert ThreadJob(2, timeout_seconds=20).run(refused) == [RankFailedError, MissingDistributionError]

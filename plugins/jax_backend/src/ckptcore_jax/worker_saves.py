@@ -74,9 +74,15 @@ class WorkerSave(PlainSave):
         held = _WorkerElements(self.executor, save)
         if not held.shares:
             return save
-        further = [one._replace(strategy=WorkerSave(one.strategy, self.executor, held)) for one in save.further]
+        for one in (save, *save.further):
+            one.strategy.begin(one)  # refuses what it cannot commit, before anything is captured
+        further = [self._with_workers(one, held) for one in save.further]
+        own = self._with_workers(save, held)
+        return own._replace(further=further, capture_elsewhere=held.start, nbytes_elsewhere=held.nbytes)
+
+    def _with_workers(self, save: Save, held: _WorkerElements) -> Save:
         strategy = WorkerSave(save.strategy, self.executor, held)
-        return save._replace(strategy=strategy, further=further, capture_elsewhere=held.start)
+        return save._replace(strategy=strategy, receive_elsewhere=held.receive)
 
     def _cut(self, draft: SaveDraft, description: PartDescription) -> PartDescription:
         """Cut large arrays for the workers that hold replicas of them."""
@@ -93,7 +99,9 @@ class WorkerSave(PlainSave):
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of the save, with the receipts of the workers."""
         assert self.held is not None  # set by `prepare`
-        return _WorkerCommit(self.strategy.begin(save._replace(strategy=self.strategy)), save, self.held)
+        commit = _WorkerCommit(self.strategy.begin(save._replace(strategy=self.strategy)), save, self.held)
+        self.held.commits[save.info.save_id] = commit
+        return commit
 
     def after_commit(self, save: Save, write: Callable[[Save], None]) -> None:
         """Write the further saves of the other strategy."""
@@ -122,6 +130,7 @@ class _WorkerElements:
         executor: the workers.
         shares: what workers write, by id of the part.
         by_worker: the elements that each worker holds; a worker without any is left out.
+        commits: by save id, the commits that workers write for.
     """
 
     def __init__(self, executor: StagedExecutor, save: Save) -> None:
@@ -129,7 +138,7 @@ class _WorkerElements:
         self.executor = executor
         self.shares: dict[int, _WorkerShares] = {}
         self.by_worker: dict[int, HeldElements] = {}
-        self._save = save
+        self.commits: dict[str, _WorkerCommit] = {}
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
         """By worker and id of a leaf, the boxes that the worker writes of it."""
         for one in (save, *save.further):
@@ -174,12 +183,13 @@ class _WorkerElements:
             if self.executor.takes(leaf):
                 yield number, leaf
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the workers write."""
+        return sum([item.nbytes for share in self.shares.values() for plan in share.plans for item in plan.items])
+
     def start(self, copied: bool) -> Self:
         """Begin to keep the boxes in the memory of the workers. See `Save.capture_elsewhere`."""
-        progress = self._save.recording.progress
-        if progress is not None:
-            items = [item for share in self.shares.values() for plan in share.plans for item in plan.items]
-            progress.plan(self._save.nbytes + sum([item.nbytes for item in items]))
         try:
             for worker in range(len(self.executor.workers)):
                 self._take(worker, copied=copied)
@@ -202,6 +212,10 @@ class _WorkerElements:
             share.held.append(WorkerPart(part.directory, part.layout, plan, tuple(positions)))
         if boxes:
             self.by_worker[worker] = self.executor.take(worker, list(boxes.values()), copied=copied)
+
+    def receive(self, save: Save) -> None:
+        """Wait until the workers have written. See `Save.receive_elsewhere`."""
+        self.commits.pop(save.info.save_id).receive()
 
     def wait(self) -> None:
         """See `StateCopy`."""
@@ -278,16 +292,16 @@ class _WorkerCommit:
         raise_first(failed)
         return receipts
 
-    def commit(self, payloads: Sequence[object]) -> None:
-        """Wait for the workers, and commit their objects too."""
-        recording = self._save.recording
-        with recording.phase("write") as phase:
-            receipts = self._receipts()
-            phase.nbytes = sum([record.size for _, receipt in receipts for record in receipt.objects])
+    def receive(self) -> None:
+        """Wait for the workers, and add their receipts to the parts."""
+        receipts, progress = self._receipts(), self._save.recording.progress
         for part, receipt in receipts:
             part.receipts = [*part.receipts, receipt]
-        if recording.progress is not None:
-            recording.progress.complete(sum([item.nbytes for _, receipt in receipts for item in receipt.items]))
+        if progress is not None:
+            progress.complete(sum([item.nbytes for _, receipt in receipts for item in receipt.items]))
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """See `SaveCommit`."""
         self._commit.commit(payloads)
 
     def settle(self, error: Exception | None) -> None:
@@ -296,6 +310,7 @@ class _WorkerCommit:
 
     def abort(self) -> None:
         """Wait for the workers, which may not write after the objects are removed."""
+        self._held.commits.pop(self._save.info.save_id, None)
         with suppress(Exception):
             self._receipts()
         self._commit.abort()
