@@ -20,6 +20,8 @@ from ckptcore.protocols import Coordinator
 
 
 def test_the_core_alone_names_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("ckptcore_collective.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ckptcore_collective", None)
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
 
