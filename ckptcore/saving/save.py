@@ -222,13 +222,12 @@ class _Capture:
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
         elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
-        self._elements.append(elements)
-
-        def viewed(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
-            start, release, unreleased = elements.use(boxes)
-            return TreeCaptured(ViewedSnapshot(plan, start, release), unreleased=unreleased)
-
-        self._capture(viewed, copied=False)
+        self._capture(
+            lambda plan, boxes: TreeCaptured(
+                ViewedSnapshot(plan, *(used := elements.use(boxes))[:2]), unreleased=used[2]
+            ),
+            copied=False,
+        )
         for copy in self._copies:
             copy.wait()
 
