@@ -34,7 +34,7 @@ _NAMES: Final = {
     "ckptcore.errors": "CheckpointError",
     "ckptcore.hookspecs": "hookimpl",
     "ckptcore.loading.load": "LoadAs",
-    "ckptcore.loading.load_options": "Matching",
+    "ckptcore.matching.options": "Matching",
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from ckptcore.lazy_names import tiers as tiers
     from ckptcore.lazy_names import transforms as transforms
     from ckptcore.loading.load import LoadAs as LoadAs
-    from ckptcore.loading.load_options import Matching as Matching
+    from ckptcore.matching.options import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
     from ckptcore.saving.writing import PlainSave as PlainSave

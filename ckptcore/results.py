@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Final
 # Each name is imported when it is first used, as in `ckptcore`, because together they would import the whole library.
 _NAMES: Final = {
     "ckptcore.io.background": "LoadHandle SaveHandle",
-    "ckptcore.loading.completeness": "Problem",
-    "ckptcore.loading.describe": "CheckpointMetadata CheckpointablesMetadata",
-    "ckptcore.loading.loaded_boxes": "LoadedBox",
-    "ckptcore.loading.load_options": "LeafChange LoadReport",
-    "ckptcore.loading.open_checkpoints": "OpenCheckpoint StoredTree",
-    "ckptcore.loading.stored_arrays": "StoredArray",
-    "ckptcore.loading.verify": "VerifyReport",
+    "ckptcore.inspection.completeness": "Problem",
+    "ckptcore.inspection.describe": "CheckpointMetadata CheckpointablesMetadata",
+    "ckptcore.on_demand.boxes": "LoadedBox",
+    "ckptcore.matching.options": "LeafChange LoadReport",
+    "ckptcore.on_demand.checkpoints": "OpenCheckpoint StoredTree",
+    "ckptcore.on_demand.arrays": "StoredArray",
+    "ckptcore.inspection.verify": "VerifyReport",
     "ckptcore.progress": "Progress ProgressCallback",
     "ckptcore.training.restoring": "SkippedStep",
 }
 _HOMES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
+    from ckptcore.inspection.completeness import Problem as Problem
+    from ckptcore.inspection.describe import CheckpointablesMetadata as CheckpointablesMetadata
+    from ckptcore.inspection.describe import CheckpointMetadata as CheckpointMetadata
+    from ckptcore.inspection.verify import VerifyReport as VerifyReport
     from ckptcore.io.background import LoadHandle as LoadHandle
     from ckptcore.io.background import SaveHandle as SaveHandle
-    from ckptcore.loading.completeness import Problem as Problem
-    from ckptcore.loading.describe import CheckpointablesMetadata as CheckpointablesMetadata
-    from ckptcore.loading.describe import CheckpointMetadata as CheckpointMetadata
-    from ckptcore.loading.load_options import LeafChange as LeafChange
-    from ckptcore.loading.load_options import LoadReport as LoadReport
-    from ckptcore.loading.loaded_boxes import LoadedBox as LoadedBox
-    from ckptcore.loading.open_checkpoints import OpenCheckpoint as OpenCheckpoint
-    from ckptcore.loading.open_checkpoints import StoredTree as StoredTree
-    from ckptcore.loading.stored_arrays import StoredArray as StoredArray
-    from ckptcore.loading.verify import VerifyReport as VerifyReport
+    from ckptcore.matching.options import LeafChange as LeafChange
+    from ckptcore.matching.options import LoadReport as LoadReport
+    from ckptcore.on_demand.arrays import StoredArray as StoredArray
+    from ckptcore.on_demand.boxes import LoadedBox as LoadedBox
+    from ckptcore.on_demand.checkpoints import OpenCheckpoint as OpenCheckpoint
+    from ckptcore.on_demand.checkpoints import StoredTree as StoredTree
     from ckptcore.progress import Progress as Progress
     from ckptcore.progress import ProgressCallback as ProgressCallback
     from ckptcore.training.restoring import SkippedStep as SkippedStep

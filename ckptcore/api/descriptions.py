@@ -8,13 +8,13 @@ from typing import Any
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.describe import (
+from ckptcore.inspection.describe import (
     CheckpointMetadata,
     describe_checkpoint,
     describe_tree,
 )
-from ckptcore.loading.open_checkpoints import OpenCheckpoint
 from ckptcore.model.tree import format_path
+from ckptcore.on_demand.checkpoints import OpenCheckpoint
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of

@@ -9,8 +9,8 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
 from ckptcore.loading.load import Load, LoadRequest, recorded_load
-from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.matching.options import EXACT, LoadReport, Matching
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import ReadStrategy, Transforms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptcore.commit.delete import delete_checkpoint
 from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
-from ckptcore.loading.verify import VerifyReport, verify_checkpoint
+from ckptcore.inspection.verify import VerifyReport, verify_checkpoint
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.progress import ProgressCallback
 from ckptcore.runtime import runtime_of

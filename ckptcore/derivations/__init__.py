@@ -1,4 +1,4 @@
-"""Derived arrays of the core. `ckptcore.loading.derived` reads and computes these and those of other distributions.
+"""Derived arrays of the core. `ckptcore.opening.derived` reads and computes these and those of other distributions.
 
 - `Stored`: an array of a checkpoint, from which all others are derived
 - `Cut`, `Concatenation`, `Constant`: parts of arrays, joined arrays, constants (`ckptcore.derivations.arrays`)

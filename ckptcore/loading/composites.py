@@ -19,10 +19,7 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.events import Recording, logger_named
-from ckptcore.loading.checkpoint import CompositeCheckpoint, Source
-from ckptcore.loading.foreign import format_names
 from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
-from ckptcore.loading.opening import ConsistentRead, is_deleted, open_member, open_names, present_members
 from ckptcore.loading.targets import (
     check_target,
     holds_objects,
@@ -32,6 +29,9 @@ from ckptcore.loading.targets import (
     load_value,
 )
 from ckptcore.loading.undo import Undo
+from ckptcore.opening.checkpoint import CompositeCheckpoint, Source
+from ckptcore.opening.foreign import format_names
+from ckptcore.opening.open_checkpoints import ConsistentRead, is_deleted, open_member, open_names, present_members
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.loading.reading import TreeRead
 from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 

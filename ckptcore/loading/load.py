@@ -11,13 +11,13 @@ from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
 from ckptcore.distributions import import_name
 from ckptcore.events import Recording, logger_named
-from ckptcore.loading.checkpoint import Checkpoint, Source, check_additional
-from ckptcore.loading.load_options import EXACT, LeafChange, LoadReport, Matching
-from ckptcore.loading.matching import Matched
-from ckptcore.loading.opening import tree_attempts
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
 from ckptcore.loading.stored_trees import transformed
+from ckptcore.matching.leaf_matching import Matched
+from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matching
 from ckptcore.model.tree import format_path, leaf_paths
+from ckptcore.opening.checkpoint import Checkpoint, Source, check_additional
+from ckptcore.opening.open_checkpoints import tree_attempts
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import ReadStrategy, ReadThrough, Transforms
 from ckptcore.runtime import Runtime, refuse_in_signal_handler, runtime_of
@@ -207,7 +207,7 @@ class Load(Generic[T]):
         if self._report_builder is not None:
             self._report_builder.add_plan(matched)
         if matched.changes:
-            from ckptcore.loading.differences import adjusted  # only if arrays are adjusted
+            from ckptcore.matching.differences import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
         return plan_leaf_reads(checkpoint, matched, self.recording.progress)

@@ -10,12 +10,12 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate, free
-from ckptcore.loading.checkpoint import Checkpoint, naming_additional
-from ckptcore.loading.matching import Matched
+from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import Checkpoint, naming_additional
 from ckptcore.plugins import Plugins
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.matching import Matched
+from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 from ckptcore.plugins import Plugins
 from ckptcore.tree.flattening import Flat

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.reading import default_handlers
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
 from ckptcore.model.tree import (
@@ -24,6 +23,7 @@ from ckptcore.model.tree import (
     format_path,
     leaf_count,
 )
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of

@@ -20,9 +20,7 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Recording, logger_named
-from ckptcore.loading.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget
-from ckptcore.loading.matching import Matched, match_leaves
 from ckptcore.loading.reading import TreeRead, default_handlers
 from ckptcore.loading.stored_trees import (
     chosen_leaves,
@@ -32,9 +30,11 @@ from ckptcore.loading.stored_trees import (
     transformed,
 )
 from ckptcore.loading.stored_values import with_stored_values
+from ckptcore.matching.leaf_matching import Matched, match_leaves
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Node, Skeleton, TreePath, format_path
+from ckptcore.opening.checkpoint import Checkpoint, Source, file_pieces
 from ckptcore.other_libraries import REFUSING_NUMPY, hint_of_framework
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import FilesHandler, LeafHandler

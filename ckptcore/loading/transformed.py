@@ -14,11 +14,11 @@ from ckptcore.context import Context
 from ckptcore.derivations import Constant, Stored, walk
 from ckptcore.errors import CheckpointError, ObjectNotFoundError, TransformError, UnsupportedLeafError
 from ckptcore.io.elements import bytes_of
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import derive
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import derive
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms
 from ckptcore.runtime import runtime_of
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ckptcore.errors import CheckpointError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import logger_named
-from ckptcore.loading.checkpoint import Source
+from ckptcore.opening.checkpoint import Source
 from ckptcore.tree.shapes import LiveObject
 
 logger = logger_named("ckptcore.loading")

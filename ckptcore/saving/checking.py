@@ -8,8 +8,8 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.matching import match_leaves
 from ckptcore.loading.stored_trees import stored_at
+from ckptcore.matching.leaf_matching import match_leaves
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of

@@ -275,10 +275,10 @@ def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
 
 
 def foreign_checkpoints(context: Context) -> FindForeign:
-    """Return a function that detects checkpoints of other software. See `ckptcore.loading.foreign`."""
+    """Return a function that detects checkpoints of other software. See `ckptcore.opening.foreign`."""
 
     def find_foreign(location: Location) -> OwnKeys | None:
-        from ckptcore.loading import foreign  # not needed for a save to an empty location
+        from ckptcore.opening import foreign  # not needed for a save to an empty location
 
         return foreign.foreign_checkpoints(context)(location)
 

@@ -30,8 +30,8 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.events import Recording, logger_named
+from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

@@ -14,9 +14,9 @@ from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
-from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend

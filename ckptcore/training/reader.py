@@ -15,12 +15,12 @@ from ckptcore.commit.location import AnyLocation, LocationLike, expanded_locatio
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, PartialLoadError
 from ckptcore.events import Recording
+from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
-from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.loading.load import LoadRequest
-from ckptcore.loading.load_options import EXACT, LoadReport, Matching
 from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.matching.options import EXACT, LoadReport, Matching
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import ExplainsAttributes, explains_arguments, hint_of_step
 from ckptcore.policies import BestN, StepInfo

@@ -39,8 +39,8 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.foreign import is_one_checkpoint
-from ckptcore.loading.opening import ConsistentRead, open_either
+from ckptcore.opening.foreign import is_one_checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

@@ -27,8 +27,8 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.loading.load import Load
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, ObjectRecord, Receipt, WritePlan
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.saving.parts import SavePart
 from ckptcore.saving.requests import CommitInfo
 from ckptcore.saving.writing import finish_part, recorder_of

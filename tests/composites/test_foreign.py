@@ -29,7 +29,7 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.hookspecs import hookimpl
-from ckptcore.loading.completeness import has_expected_sizes
+from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
 from tests.composites.objects import Files, Linear

@@ -14,7 +14,7 @@ from ckptcore_testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJ
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginError, StorageError
-from ckptcore.loading.completeness import has_expected_sizes
+from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.model import HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import CheckpointInfo, Coordinator, StorageOptions, WriteStore

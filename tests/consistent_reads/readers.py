@@ -12,8 +12,8 @@ from ckptcore_tools.run_steps import find_steps, read_steps
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, TargetUndefinedError
-from ckptcore.loading.completeness import has_expected_sizes
-from ckptcore.loading.describe import describe_checkpoint
+from ckptcore.inspection.completeness import has_expected_sizes
+from ckptcore.inspection.describe import describe_checkpoint
 from ckptcore.model import AbstractArray
 from ckptcore.results import CheckpointMetadata, StoredArray, StoredTree
 

@@ -17,9 +17,9 @@ from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata, WriteItem, WritePlan
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import ChunkIndex, Layout, ReadStore
 from tests.composites.shelf import ShelfLayout
 from tests.consolidation.test_jobs import CountedFiles

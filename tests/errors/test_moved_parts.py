@@ -14,8 +14,8 @@ from ckptcore_transforms import Rename
 import ckptcore
 from ckptcore import PLACEHOLDER, Matching
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading import moves as of_moves
-from ckptcore.loading.moves import find_moves, whole_parts
+from ckptcore.matching import moves as of_moves
+from ckptcore.matching.moves import find_moves, whole_parts
 
 optax = pytest.importorskip("optax")
 

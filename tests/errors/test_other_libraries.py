@@ -13,7 +13,7 @@ import pytest
 import ckptcore
 from ckptcore import policies
 from ckptcore.io.background import LoadHandle
-from ckptcore.loading.open_checkpoints import StoredTree
+from ckptcore.on_demand.checkpoints import StoredTree
 from ckptcore.other_libraries import ARGUMENTS, ATTRIBUTES, LAYOUTS, ExplainsAttributes, explains_arguments
 from ckptcore.results import SaveHandle
 from ckptcore.training.reader import StepReader

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.matching import match_leaves
+from ckptcore.matching.leaf_matching import match_leaves
 from ckptcore.model import TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
 from ckptcore.tree.flattening import flatten

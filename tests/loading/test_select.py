@@ -20,11 +20,11 @@ from ckptcore import PLACEHOLDER, AbstractArray, Context, select
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.derived import derive
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.loading.stored_trees import chosen_leaves
 from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
+from ckptcore.opening.derived import derive
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import Coordinator
 from ckptcore.results import LoadReport
 from ckptcore.select import LeafTable, Selection

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.load_options import Casting, Keys, Missing, Sequences, ShapeChange, Unexpected
+from ckptcore.matching.options import Casting, Keys, Missing, Sequences, ShapeChange, Unexpected
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 

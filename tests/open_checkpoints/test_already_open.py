@@ -8,7 +8,7 @@ import numpy as np
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.loading.opening import ConsistentRead, tree_attempts
+from ckptcore.opening.open_checkpoints import ConsistentRead, tree_attempts
 
 
 def test_an_open_checkpoint_is_read_in_one_attempt(tmp_path: Path) -> None:

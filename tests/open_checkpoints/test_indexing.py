@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ckptcore.loading.indexing import index_box, rows_of
+from ckptcore.on_demand.indexing import index_box, rows_of
 
 
 @st.composite

@@ -34,7 +34,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         seen.append(data)
         return parse_root(store, data, display)
 
-    monkeypatch.setattr("ckptcore.loading.opening.parse_root", noting)
+    monkeypatch.setattr("ckptcore.opening.open_checkpoints.parse_root", noting)
     return seen
 
 

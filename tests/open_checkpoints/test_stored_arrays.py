@@ -312,7 +312,7 @@ def test_a_large_read_with_steps_is_cut_so_that_it_needs_little_memory(
     large: tuple[Path, np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location, array = large
-    monkeypatch.setattr("ckptcore.loading.stored_arrays._BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr("ckptcore.on_demand.arrays._BATCH_BYTES", 1 << 20)
     with ckptcore.open(location, context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][:, 3::700], array[:, 3::700])
         np.testing.assert_array_equal(opened["w"][5:200:7, ::-3], array[5:200:7, ::-3])
@@ -450,7 +450,7 @@ def test_a_storage_that_holds_nothing_open_gives_the_same(
 
 
 def test_a_checkpoint_of_many_files_holds_few_of_them_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore.loading.open_state._MAX_HELD", 5)
+    monkeypatch.setattr("ckptcore.on_demand.open_state._MAX_HELD", 5)
     state = {f"a{number}": np.full((4, 2), number) for number in range(80)}
     ckptcore.save(tmp_path / "c", state, layout="zarr3", context=FAST)
     for context in (FAST, TRUSTING):

@@ -19,7 +19,7 @@ from ckptcore.commit.support import StorageSupport
 from ckptcore.commit.target import name_of_replaced
 from ckptcore.context import Context
 from ckptcore.errors import AtomicityError, SaveLostError, StorageError, StorageFullError
-from ckptcore.loading.bases import base_location
+from ckptcore.opening.bases import base_location
 from ckptcore.protocols import PutCondition, StorageBackend, Transaction
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory

@@ -10,8 +10,8 @@ from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore.model import ArraySpec, Box, Chunk
+from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 
 
 def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:

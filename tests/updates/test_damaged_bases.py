@@ -18,10 +18,11 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.loading import reading, verify
-from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.inspection import verify
+from ckptcore.loading import reading
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
+from ckptcore.opening.checkpoint import Checkpoint
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
@@ -85,7 +86,7 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
         taken.append(spec.nbytes)
         return allocate_for(opened, leaf, spec)
 
-    monkeypatch.setattr("ckptcore.loading.verify.allocate_for", noting)
+    monkeypatch.setattr("ckptcore.inspection.verify.allocate_for", noting)
     report = ckptcore.verify(tmp_path / "update")
     assert report.ok and report.nbytes > big.nbytes
     assert max(taken) <= 1 << 24 and sum(taken) == big.nbytes + 8

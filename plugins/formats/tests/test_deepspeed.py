@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.opening import ConsistentRead, open_either
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from plugins.formats.tests.zero_files import FROZEN, SHAPES, array, edit, write_zero
 
 GOLDEN = Path(__file__).parent / "golden"

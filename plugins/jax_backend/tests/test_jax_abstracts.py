@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptcore
-import ckptcore.loading.describe
+import ckptcore.inspection.describe
 from ckptcore.model import ArrayRecord, ArraySpec, Node, TreeMetadata
 
 CONTEXT = ckptcore.Context(durability="none")
@@ -214,11 +214,11 @@ def test_wide_dtypes_are_jax_arrays_if_jax_supports_them(tmp_path):
 # --- strange records
 
 
-def metadata_of(record: ArrayRecord) -> ckptcore.loading.describe.CheckpointMetadata:
+def metadata_of(record: ArrayRecord) -> ckptcore.inspection.describe.CheckpointMetadata:
     abstract = {"w": ckptcore.AbstractArray(record.spec.shape, record.spec.dtype)}
     tree = TreeMetadata(Node("dict", ("w",), (None,)), (record,))
-    contents = ckptcore.loading.describe.TreeContents(abstract, tree, "safetensors", {})
-    return ckptcore.loading.describe.CheckpointMetadata(None, "a stranger", {}, None, contents=contents)
+    contents = ckptcore.inspection.describe.TreeContents(abstract, tree, "safetensors", {})
+    return ckptcore.inspection.describe.CheckpointMetadata(None, "a stranger", {}, None, contents=contents)
 
 
 def sharded_notes(spec, **mesh: int) -> dict:

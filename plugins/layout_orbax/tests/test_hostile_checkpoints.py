@@ -26,8 +26,8 @@ from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
-from ckptcore.loading import loaded_boxes
 from ckptcore.model import Box, HostArray, Node
+from ckptcore.on_demand import boxes as loaded_boxes
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

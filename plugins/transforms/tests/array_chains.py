@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ckptcore.context import Context
 from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import JSON, ArraySpec, Box, HostArray, ReadItem, TreeMetadata
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import ChunkIndex, DerivedArray, ReadStore
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")

@@ -19,10 +19,10 @@ import ckptcore
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.errors import TransformError
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import BoxOutput, Derived, derive
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import BoxOutput, Derived, derive
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 from plugins.transforms.tests.array_chains import Chain, chains, open_counted

@@ -23,9 +23,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptcore
 from ckptcore.derivations import Stored, concatenate, constant
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import BoxOutput, Derived, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import BoxOutput, Derived, derive
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 from plugins.transforms.tests.array_chains import open_counted

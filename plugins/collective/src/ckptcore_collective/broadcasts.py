@@ -12,12 +12,12 @@ from typing import Final
 
 from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.joint import PeerFailure
 from ckptcore.loading.reading import LeafRead, TreeRead, check_sizes, incomplete_read
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import Channels
 from ckptcore_collective.shares import Message, Round, SharedPlan, message_offsets
 

@@ -15,7 +15,6 @@ import xxhash
 
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
-from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
 from ckptcore.loading.joint import CollectiveAttempt
 from ckptcore.loading.reading import TreeRead
 from ckptcore.model import BLOCK_BYTES
@@ -23,6 +22,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Chunk, Pending, ReadItem
 from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint, naming_arrays
 from ckptcore.planning.replicas import ReadGroups, Reads
 from ckptcore.protocols import Channels
 from ckptcore.runtime import runtime_of

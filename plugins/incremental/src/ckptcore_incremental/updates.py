@@ -22,10 +22,10 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.loading.bases import base_location, base_path, read_base
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.opening import open_checkpoint
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.opening.bases import base_location, base_path, read_base
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.replicas import SplitTree
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.requests import Save, SaveDraft

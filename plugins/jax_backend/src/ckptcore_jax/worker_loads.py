@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.load import Load, LoadTarget
-from ckptcore.loading.matching import Matched
 from ckptcore.loading.reading import TreeRead, batches, check_sizes, read_tree
+from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model import ArrayRecord
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import LeafHandler, ReadStrategy
 from ckptcore_jax.worker_leaves import LeavesAtWorkers
 from ckptcore_jax.worker_saves import raise_first

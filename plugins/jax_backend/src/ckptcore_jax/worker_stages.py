@@ -21,11 +21,11 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedE
 from ckptcore.io.memory import allocate
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.job.visibility import expect_claim
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import incomplete_read
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, Receipt, TreeMetadata, WritePlan
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import Derived, derive
+from ckptcore.opening.open_checkpoints import open_tree
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray, Layout
 from ckptcore.runtime import runtime_of
@@ -171,7 +171,7 @@ class DerivationRecipe:
     """The derivations of a derived checkpoint, for a worker, which opens the source checkpoints itself.
 
     Attributes:
-        tree, derivations, values, most_bytes: see `ckptcore.loading.derived.Derived`.
+        tree, derivations, values, most_bytes: see `ckptcore.opening.derived.Derived`.
         further: locations of further source checkpoints.
     """
 

@@ -9,9 +9,9 @@ from functools import partial
 from ckptcore.commit.location import SubPath
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, UploadError
+from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
-from ckptcore.loading.completeness import has_expected_sizes
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
 from ckptcore.saving.writing import PlainSave

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
+from ckptcore.on_demand.open_state import OpenState
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.planning import plan_read
 
 

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.loading.open_state import OpenState
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -22,6 +21,7 @@ from ckptcore.model import (
     column_summary,
     format_path,
 )
+from ckptcore.on_demand.open_state import OpenState
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.results import CheckpointMetadata
 from ckptcore.runtime import runtime_of

@@ -16,9 +16,9 @@ from ckptcore.errors import InvalidLocationError, TreeMismatchError, Unsupported
 from ckptcore.events import Recording
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.foreign import foreign_checkpoints
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
+from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.opening import ConsistentRead, open_files
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_files
 from ckptcore_tools.differences import Difference
 from ckptcore_tools.elements import Distance
 

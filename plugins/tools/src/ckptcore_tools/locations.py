@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from ckptcore.commit.location import AnyLocation, open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.completeness import FileCheck, StoredFiles
-from ckptcore.loading.describe import CheckpointMetadata, describe_checkpoint, describe_found, describe_tree
-from ckptcore.loading.opening import ConsistentRead, is_deleted, member_opener, open_either, present_members
+from ckptcore.inspection.completeness import FileCheck, StoredFiles
+from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_found, describe_tree
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, is_deleted, member_opener, open_either, present_members
 from ckptcore.runtime import runtime_of
 
 

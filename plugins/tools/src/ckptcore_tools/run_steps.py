@@ -22,11 +22,11 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import readable_events
-from ckptcore.loading.completeness import FileCheck
-from ckptcore.loading.folders import FoundRun, find_run
-from ckptcore.loading.foreign import format_names
-from ckptcore.loading.opening import ATTEMPTS
+from ckptcore.inspection.completeness import FileCheck
 from ckptcore.model import JSON
+from ckptcore.opening.folders import FoundRun, find_run
+from ckptcore.opening.foreign import format_names
+from ckptcore.opening.open_checkpoints import ATTEMPTS
 from ckptcore.results import Problem
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames

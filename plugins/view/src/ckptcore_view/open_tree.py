@@ -11,12 +11,12 @@ from ckptcore_tools.outline import Outline, outline_of
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.loading.load import LoadRequest
-from ckptcore.loading.loaded_boxes import iter_boxes
-from ckptcore.loading.open_state import OpenState
-from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
+from ckptcore.on_demand.arrays import StoredArray
+from ckptcore.on_demand.boxes import iter_boxes
+from ckptcore.on_demand.open_state import OpenState
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.select import LeafTable, Selection
 
 

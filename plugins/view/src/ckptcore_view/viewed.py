@@ -25,8 +25,8 @@ from ckptcore.errors import (
     InvalidLocationError,
     UncommittedCheckpointError,
 )
-from ckptcore.loading.checkpoint import CompositeCheckpoint
-from ckptcore.loading.opening import ConsistentRead, open_either
+from ckptcore.opening.checkpoint import CompositeCheckpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory

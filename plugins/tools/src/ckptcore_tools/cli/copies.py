@@ -19,7 +19,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore.loading.describe import describe_checkpoint
+from ckptcore.inspection.describe import describe_checkpoint
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.step_names import StepNames
 from ckptcore_tools.cli.command import (

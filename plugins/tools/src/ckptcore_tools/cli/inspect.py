@@ -10,7 +10,7 @@ import click
 
 import ckptcore
 from ckptcore.events import Event
-from ckptcore.loading.left_out import in_directory_of
+from ckptcore.inspection.left_out import in_directory_of
 from ckptcore.model import (
     ArrayRecord,
     LeafRecord,

@@ -32,12 +32,16 @@ from ckptcore.errors import (
     converts_errors,
 )
 from ckptcore.events import Recording
+from ckptcore.inspection.left_out import check_left_out
 from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
-from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import (
+from ckptcore.loading.reading import check_sizes
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
+from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
+from ckptcore.opening.foreign import foreign_checkpoints
+from ckptcore.opening.open_checkpoints import (
     ATTEMPTS,
     ConsistentRead,
     open_either,
@@ -45,10 +49,6 @@ from ckptcore.loading.opening import (
     replaced_too_often,
     tree_attempts,
 )
-from ckptcore.loading.reading import check_sizes
-from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
-from ckptcore.model.tree import JSON
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore

@@ -21,17 +21,17 @@ from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_r
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named
+from ckptcore.inspection.left_out import check_left_out
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
-from ckptcore.loading.foreign import foreign_checkpoints, format_names
-from ckptcore.loading.left_out import check_left_out
-from ckptcore.loading.opening import ConsistentRead, existing_members, open_either, open_member
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
+from ckptcore.opening.foreign import foreign_checkpoints, format_names
+from ckptcore.opening.open_checkpoints import ConsistentRead, existing_members, open_either, open_member
 from ckptcore.planning import plan_write
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore

@@ -36,11 +36,11 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
+from ckptcore.inspection.verify import verify_checkpoint
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.loading.foreign import foreign_checkpoints
-from ckptcore.loading.opening import ATTEMPTS, replaced_too_often
-from ckptcore.loading.verify import verify_checkpoint
 from ckptcore.model.metadata import ObjectRecord
+from ckptcore.opening.foreign import foreign_checkpoints
+from ckptcore.opening.open_checkpoints import ATTEMPTS, replaced_too_often
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of

@@ -6,7 +6,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.root import Root
 from ckptcore.commit.target import read_root
 from ckptcore.errors import InvalidLocationError
-from ckptcore.loading.checkpoint import Checkpoint
+from ckptcore.opening.checkpoint import Checkpoint
 
 
 def refuse_destination(source: Location, destination: Location) -> None:

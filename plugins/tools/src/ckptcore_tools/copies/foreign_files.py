@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError, UnsupportedLeafError
-from ckptcore.loading.checkpoint import Checkpoint, missing_file
 from ckptcore.model import ArrayRecord, Box
 from ckptcore.model.metadata import unreadable_error
+from ckptcore.opening.checkpoint import Checkpoint, missing_file
 
 _BATCH_CHUNKS: Final = 1024
 

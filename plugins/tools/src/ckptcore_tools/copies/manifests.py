@@ -23,12 +23,13 @@ from ckptcore.errors import (
     StoragePermissionError,
 )
 from ckptcore.events import logger_named
+from ckptcore.inspection.completeness import FileCheck, lost_problem
+from ckptcore.inspection.left_out import matches_any
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.completeness import FileCheck, lost_problem
-from ckptcore.loading.foreign import format_names
-from ckptcore.loading.left_out import matches_any
-from ckptcore.loading.opening import (
+from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.opening.foreign import format_names
+from ckptcore.opening.open_checkpoints import (
     ConsistentRead,
     is_deleted,
     lost_members,
@@ -37,7 +38,6 @@ from ckptcore.loading.opening import (
     open_member,
     present_members,
 )
-from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.foreign_files import expect_files

@@ -11,12 +11,12 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import ObjectNotFoundError, PluginError, SaveLostError
 from ckptcore.io.chunk_reads import native_reader
-from ckptcore.loading.checkpoint import Checkpoint, extents_of, missing_file
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, unreadable_error
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import Checkpoint, extents_of, missing_file
 from ckptcore.planning import plan_read
 from ckptcore.planning.partition import cut_flat_ranges
 from ckptcore.protocols import Layout

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ckptcore.errors import CheckpointError
-from ckptcore.loading.checkpoint import Checkpoint
 from ckptcore.model import JSON, ArrayRecord, Box, Chunk, ChunkLocations, format_path
+from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import NativeReader
 from ckptcore.redaction import redacted
 from ckptcore_view.documents.request import Request

@@ -12,10 +12,10 @@ from ckptcore_tools.locations import describe_and_check
 
 from ckptcore.context import Context
 from ckptcore.events import Event, readable_events
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin
-from ckptcore.loading.completeness import FileCheck, Problem
-from ckptcore.loading.opening import member_opener, present_members
+from ckptcore.inspection.completeness import FileCheck, Problem
 from ckptcore.model import JSON, ArrayRecord, column_summary, format_path, unreadable_error
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin
+from ckptcore.opening.open_checkpoints import member_opener, present_members
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json

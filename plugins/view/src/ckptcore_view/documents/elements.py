@@ -11,9 +11,9 @@ import numpy as np
 from ckptcore_tools.elements import are_numbers, numbers_of
 from ckptcore_tools.statistics import statistics_of
 
-from ckptcore.loading.indexing import index_box
-from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model import JSON
+from ckptcore.on_demand.arrays import StoredArray
+from ckptcore.on_demand.indexing import index_box
 from ckptcore_view.documents.numbers import number_to_json
 from ckptcore_view.documents.request import BadRequestError, Request
 from ckptcore_view.open_tree import OpenTree

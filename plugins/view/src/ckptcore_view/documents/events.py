@@ -14,8 +14,8 @@ from ckptcore_tools.run_steps import RunOwner, StepStatus
 from ckptcore.commit.leases import Holder, read_lease
 from ckptcore.commit.owners import OWNER_LEASE, read_owner
 from ckptcore.errors import CheckpointError, StorageError
-from ckptcore.loading.opening import present_members
 from ckptcore.model import JSON, ArrayRecord
+from ckptcore.opening.open_checkpoints import present_members
 from ckptcore.policies import AnyPreservation, BestN, PreservationPolicy
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.documents.logs import TrainerLog

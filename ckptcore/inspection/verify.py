@@ -22,9 +22,16 @@ from ckptcore.errors import (
     UnsupportedLeafError,
     UnsupportedVersionError,
 )
+from ckptcore.inspection.completeness import Problem, missing_members
+from ckptcore.inspection.left_out import left_out_of
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.loading.checkpoint import (
+from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
+from ckptcore.model.adapters import adapter_gaps
+from ckptcore.model.arrays import ArraySpec, Box
+from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
+from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import (
     Checkpoint,
     CompositeCheckpoint,
     arrays_at,
@@ -32,20 +39,13 @@ from ckptcore.loading.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.loading.completeness import Problem, missing_members
-from ckptcore.loading.left_out import left_out_of
-from ckptcore.loading.opening import (
+from ckptcore.opening.open_checkpoints import (
     ConsistentRead,
     existing_members,
     open_directory,
     open_either,
     open_tree,
 )
-from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
-from ckptcore.model.adapters import adapter_gaps
-from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
-from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of

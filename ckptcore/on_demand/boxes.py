@@ -14,17 +14,17 @@ from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.checkpoint import Checkpoint, check_additional
 from ckptcore.loading.load import LoadRequest, ReportBuilder
-from ckptcore.loading.matching import Matched
-from ckptcore.loading.open_state import OpenState
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
-from ckptcore.loading.stored_pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.loading.stored_trees import chosen_leaves, transformed
+from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.on_demand.open_state import OpenState
+from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
+from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection

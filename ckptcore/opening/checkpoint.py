@@ -23,7 +23,7 @@ from ckptcore.protocols import ChunkIndex, Layout, ReadBoxes, ReadThrough, Stora
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.derived import Derived
+    from ckptcore.opening.derived import Derived
 
 _PIECE_BYTES: Final = 1 << 24
 

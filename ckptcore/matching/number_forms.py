@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, HostValueHandler
-from ckptcore.loading.load_options import Matching
+from ckptcore.matching.options import Matching
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.protocols import LeafHandler

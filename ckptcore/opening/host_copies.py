@@ -15,10 +15,10 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.events import logger_named
 from ckptcore.io.elements import copy_elements
-from ckptcore.loading.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan
+from ckptcore.opening.checkpoint import Checkpoint, reader_of, stored_format
 from ckptcore.planning.partition import subtract
 
 logger = logger_named("ckptcore.loading")

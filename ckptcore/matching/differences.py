@@ -12,14 +12,14 @@ from ckptcore.context import Context
 from ckptcore.derivations import Stored, accepts_kind_of, cast, cut, narrow, pad, reshape, truncate
 from ckptcore.derivations.dtypes import float_values, has_all_values_of, is_narrowing, is_truncating
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import derive
-from ckptcore.loading.load_options import Casting, LeafChange, Matching, ShapeChange
-from ckptcore.loading.moves import Move
-from ckptcore.loading.quantized_names import find_quantized, find_scales
+from ckptcore.matching.moves import Move
+from ckptcore.matching.options import Casting, LeafChange, Matching, ShapeChange
+from ckptcore.matching.quantized_names import find_quantized, find_scales
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import derive
 from ckptcore.protocols import DerivedArray
 from ckptcore.tree.suggestions import NameSuggestions
 

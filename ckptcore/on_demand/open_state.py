@@ -20,11 +20,11 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.chunk_reads import native_reader
 from ckptcore.io.elements import is_little
-from ckptcore.loading.checkpoint import Checkpoint, naming_arrays
-from ckptcore.loading.opening import tree_attempts
 from ckptcore.loading.reading import incomplete_read
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
+from ckptcore.opening.checkpoint import Checkpoint, naming_arrays
+from ckptcore.opening.open_checkpoints import tree_attempts
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
 
@@ -52,7 +52,7 @@ class OpenState:
         """Open a checkpoint. Reads its root and no array.
 
         Raises:
-            Errors of `ckptcore.loading.opening.open_tree`.
+            Errors of `ckptcore.opening.open_checkpoints.open_tree`.
         """
         self.context = context
         self.is_closed = False

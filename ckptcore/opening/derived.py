@@ -15,11 +15,11 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.errors import TransformError
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
-from ckptcore.loading.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import Checkpoint, extents_of, naming_additional
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError, UnknownPathError
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.describe import CheckpointMetadata, describe_opened
+from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
-from ckptcore.loading.loaded_boxes import LoadedBox, iter_boxes
-from ckptcore.loading.open_state import OpenState
-from ckptcore.loading.opening import open_tree
 from ckptcore.loading.reading import default_handlers, read_leaves
-from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
 from ckptcore.notebooks import ShownInNotebooks
+from ckptcore.on_demand.arrays import StoredArray
+from ckptcore.on_demand.boxes import LoadedBox, iter_boxes
+from ckptcore.on_demand.open_state import OpenState
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import open_tree
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.loading.load_options import LoadReport
+    from ckptcore.matching.options import LoadReport
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 

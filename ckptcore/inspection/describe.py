@@ -19,8 +19,12 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import Event, readable_events
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.loading.opening import (
+from ckptcore.loading.stored_trees import abstract_tree, transformed
+from ckptcore.model.metadata import ObjectRecord, TreeMetadata
+from ckptcore.model.tree import JSON
+from ckptcore.notebooks import ShownInNotebooks
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.opening.open_checkpoints import (
     ConsistentRead,
     MemberOpener,
     existing_members,
@@ -30,10 +34,6 @@ from ckptcore.loading.opening import (
     open_tree,
     tree_attempts,
 )
-from ckptcore.loading.stored_trees import abstract_tree, transformed
-from ckptcore.model.metadata import ObjectRecord, TreeMetadata
-from ckptcore.model.tree import JSON
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 

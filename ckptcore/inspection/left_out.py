@@ -14,9 +14,9 @@ from typing import Final
 from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, TreeMismatchError
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
-from ckptcore.loading.opening import ConsistentRead, open_either, open_member, present_members
 from ckptcore.model.metadata import unreadable_error
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_member, present_members
 from ckptcore.protocols import StorageBackend
 
 _STATE: Final = re.compile(

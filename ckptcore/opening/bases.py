@@ -15,10 +15,10 @@ from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
 from ckptcore.io.requests import map_ordered, requests_of
-from ckptcore.loading.checkpoint import Checkpoint
-from ckptcore.loading.derived import derive
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.derived import derive
 from ckptcore.protocols import DerivedArray
 from ckptcore.runtime import runtime_of
 

@@ -24,7 +24,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
-from ckptcore.loading.checkpoint import (
+from ckptcore.opening.checkpoint import (
     Checkpoint,
     CompositeCheckpoint,
     Source,
@@ -32,7 +32,7 @@ from ckptcore.loading.checkpoint import (
     naming_other_file,
     stored_format,
 )
-from ckptcore.loading.foreign import (
+from ckptcore.opening.foreign import (
     find_composite,
     format_names,
     inspect_tree,
@@ -344,11 +344,11 @@ def _open_with_root(
         stored = known.keep(data, root, functools.partial(stored_format, root, context))
     opened = Checkpoint.of_root(location, version, root, context, stored)
     if root.references.leaf:
-        from ckptcore.loading.bases import with_bases  # only updates refer to bases
+        from ckptcore.opening.bases import with_bases  # only updates refer to bases
 
         return with_bases(opened, root, context)
     if location.of_host:
-        from ckptcore.loading.host_copies import with_copies  # only per-host directories have copies
+        from ckptcore.opening.host_copies import with_copies  # only per-host directories have copies
 
         return with_copies(opened, root, context)
     return opened

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.loading.load_options import EXACT, LeafChange, Matching
-from ckptcore.loading.number_forms import (
+from ckptcore.matching.number_forms import (
     FloatOfInt,
     NumberOfArray,
     are_interchangeable,
@@ -20,6 +19,7 @@ from ckptcore.loading.number_forms import (
     sort_of_elements,
     with_casts_of_numbers,
 )
+from ckptcore.matching.options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import (
@@ -36,8 +36,8 @@ from ckptcore.tree.flattening import Flat
 from ckptcore.tree.shapes import outer_objects, outer_parts
 
 if TYPE_CHECKING:
-    from ckptcore.loading.differences import Difference
-    from ckptcore.loading.moves import Move
+    from ckptcore.matching.differences import Difference
+    from ckptcore.matching.moves import Move
 
 _SEQUENCES: Final = {"list", "tuple"}
 """The kinds of columns of which either may be requested."""
@@ -156,7 +156,7 @@ def match_leaves(
     selects_leaves = chosen is not None and any(number < len(tree.leaves) for number in chosen)
     lost = compared.unmatched(flat, absent, unexpected) if absent or selects_leaves else []
     if differences or changes or absent or unexpected or lost or not (is_same or by_name):
-        from ckptcore.loading import differences as of_trees  # only if the trees differ
+        from ckptcore.matching import differences as of_trees  # only if the trees differ
 
         before: list[Difference] = []
         elsewhere: list[TreePath] = []
@@ -394,7 +394,7 @@ class _Comparison:
         Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
         another path.
         """
-        from ckptcore.loading.differences import key_differences, moved_parts  # only if the trees differ
+        from ckptcore.matching.differences import key_differences, moved_parts  # only if the trees differ
 
         related = self._related(absent, unexpected)
         moved = [{pair[side] for move in related.moves for pair in move.pairs} for side in (0, 1)]
@@ -407,8 +407,8 @@ class _Comparison:
         ]
 
     def _related(self, absent: Sequence[int], unexpected: Sequence[int], any_number: bool = False) -> _Related:
-        from ckptcore.loading.differences import structure_differences  # only if the trees differ
-        from ckptcore.loading.moves import find_moves
+        from ckptcore.matching.differences import structure_differences  # only if the trees differ
+        from ckptcore.matching.moves import find_moves
 
         requested = {position: self.paths[position] for position in absent}
         stored = {number: self.tree.paths[number] for number in unexpected}
@@ -439,8 +439,8 @@ class _Comparison:
         These are objects, and plain containers directly below the root or with most leaves of the container around
         them. A new part of a network of arrays is neither.
         """
-        from ckptcore.loading.differences import moved_parts  # only if the trees differ
-        from ckptcore.loading.moves import in_order
+        from ckptcore.matching.differences import moved_parts  # only if the trees differ
+        from ckptcore.matching.moves import in_order
 
         missing, sizes = set(absent), dict[TreePath, int]()
         lost: dict[TreePath, list[int]] = {}
@@ -465,7 +465,7 @@ class _Comparison:
 
         To keep what is missing would mix two states: the mean of one optimizer with the variance of another.
         """
-        from ckptcore.loading.differences import state_differences  # only if the trees differ
+        from ckptcore.matching.differences import state_differences  # only if the trees differ
 
         found = state_differences(
             skeleton,
@@ -502,7 +502,7 @@ class _Comparison:
 
     def kept_parts(self, absent: Sequence[int]) -> Sequence[str]:
         """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
-        from ckptcore.loading.moves import whole_parts  # only if the trees differ
+        from ckptcore.matching.moves import whole_parts  # only if the trees differ
 
         missing = set(absent)
         counted = self._counted(range(len(self.paths)))
@@ -561,7 +561,7 @@ class _Comparison:
 
     def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
         """Return the differences for missing leaves that have no value to keep."""
-        from ckptcore.loading.differences import Difference, Remedy  # only if the trees differ
+        from ckptcore.matching.differences import Difference, Remedy  # only if the trees differ
 
         found = []
         for position in absent:
@@ -592,7 +592,7 @@ class _Comparison:
                 raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
             if isinstance(requested, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(requested, record):
                 if requested.spec != record.spec:
-                    from ckptcore.loading.differences import adjust  # only if the trees differ
+                    from ckptcore.matching.differences import adjust  # only if the trees differ
 
                     allowed = with_casts_of_numbers(matching, requested, record)
                     change = adjust(format_path(self.paths[position]), requested.spec, record.spec, allowed)
@@ -628,7 +628,7 @@ class _Comparison:
             if are_values and matching.values == "stored":
                 self._take_stored(position, handler, requested, record)
             elif reason is not None:
-                from ckptcore.loading.differences import Difference, Remedy
+                from ckptcore.matching.differences import Difference, Remedy
 
                 sort = reason.partition(":")[0]
                 remedy = Remedy("sequences", "either") if is_sequence else None

@@ -26,8 +26,8 @@ from ckptcore.errors import (
 )
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
@@ -100,7 +100,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
         if file := _single_file(store, version.names, registry.layouts()):
             raise CheckpointNotFoundError(_files_message(location, file, store, version.names))
-        from ckptcore.loading.folders import held_in  # only if no layout finds a tree
+        from ckptcore.opening.folders import held_in  # only if no layout finds a tree
 
         if held := held_in(location, version.names, context):
             raise CheckpointNotFoundError(f"{location.display} is not a checkpoint. It holds {held}")
@@ -118,7 +118,7 @@ def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]
 
 
 def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
-    from ckptcore.loading.folders import has_own_checkpoint  # only checkpoints of other software need it
+    from ckptcore.opening.folders import has_own_checkpoint  # only checkpoints of other software need it
 
     return has_own_checkpoint(store, names)
 

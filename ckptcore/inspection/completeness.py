@@ -20,9 +20,9 @@ from ckptcore.errors import (
     StoragePermissionError,
 )
 from ckptcore.io.requests import map_ordered, requests_of
-from ckptcore.loading.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
-from ckptcore.loading.foreign import format_names
-from ckptcore.loading.opening import (
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
+from ckptcore.opening.foreign import format_names
+from ckptcore.opening.open_checkpoints import (
     ConsistentRead,
     MemberOpener,
     existing_members,
@@ -279,7 +279,7 @@ class FileCheck:
     def _wrong_in_bases(self, bases: Sequence[Base], location: AnyLocation) -> Iterator[Problem]:
         if not bases:
             return
-        from ckptcore.loading.bases import base_location, read_base  # only updates refer to bases
+        from ckptcore.opening.bases import base_location, read_base  # only updates refer to bases
 
         resolved = resolve_location(location, runtime_of(self._context).storages)
         for base in bases:
