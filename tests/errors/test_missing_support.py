@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,13 @@ from ckptcore.errors import CheckpointNotFoundError, UnknownPluginError, Unsuppo
 
 
 @pytest.fixture
-def core_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[ckptcore.Context]:
+def core_alone(monkeypatch: pytest.MonkeyPatch) -> ckptcore.Context:
     """A Context of a program that has installed no other distribution of this project."""
     manager = plugins._new_manager()
     manager.register(BuiltinPlugin(), "builtin")
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
     monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
-    yield ckptcore.Context()
+    return ckptcore.Context()
 
 
 class Model(torch.nn.Module):
