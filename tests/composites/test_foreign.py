@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.layout_stores import WatchedIndex
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 
 import ckptcore
 from ckptcore.errors import (
@@ -34,7 +35,6 @@ from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
 from tests.composites.objects import Files, Linear
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 CREATED = "2026-01-02T03:04:05+00:00"
 PARAMS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}

@@ -15,14 +15,13 @@ import safetensors.torch
 import torch
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, new_place, store_at, through
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError, SaveLostError, StorageError
 from ckptcore.protocols import Coordinator
-from tests.copying.places import new_place, store_at
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 _STATE: Final[dict[str, Any]] = {
     "a.weight": np.arange(6.0).reshape(2, 3),

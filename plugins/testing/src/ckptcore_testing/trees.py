@@ -47,3 +47,18 @@ def assert_same_value(found: Any, expected: Any, where: str) -> None:
         return
     # No repr, because Python refuses to convert a very long int to text.
     assert found == expected, f"{where}: expected another {type(expected).__name__}"
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Return True if two trees are equal, bit for bit, types included."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same_value(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same_value, found, expected))
+    if isinstance(expected, np.ndarray | np.generic):
+        if found.dtype != expected.dtype or found.shape != expected.shape:
+            return False
+        return bytes(found.tobytes()) == bytes(expected.tobytes())
+    return bool(found == expected)
