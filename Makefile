@@ -33,7 +33,7 @@ PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.t
 # Distributions that need no framework and no store, and tests of these.
 CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
 CORE_TESTS := tests/composites tests/conformance tests/io tests/events tests/ownership tests/open_checkpoints tests/loading \
-	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/tools/tests
+	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/incremental/tests plugins/tools/tests
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"
 SOURCES := $(PLUGINS:%=%/src)
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py

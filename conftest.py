@@ -59,6 +59,8 @@ _SYSTEM: Final = frozenset(
 
 _COMBINATIONS: Final = frozenset(
     {
+        "plugins/incremental/tests/partial/test_crashes.py",
+        "plugins/incremental/tests/updates/test_interleavings.py",
         "plugins/jax_backend/tests/test_equal_values.py",
         "plugins/jax_backend/tests/test_jax_settings.py",
         "plugins/jax_backend/tests/test_nnx_modules.py",
@@ -69,10 +71,12 @@ _COMBINATIONS: Final = frozenset(
         "plugins/layout_orbax/tests/test_orbax_loads_ours.py",
         "plugins/layout_orbax/tests/test_ours_loads_orbax.py",
         "plugins/layout_orbax/tests/test_weak_spots.py",
+        "plugins/tiers/tests/test_orders.py",
+        "plugins/tools/tests/copying/test_dying_copies.py",
         "plugins/torch_backend/tests/test_optimizer_matrix.py",
         "plugins/torch_backend/tests/test_peft_models.py",
         "tests/benchmarks/test_benchmarks.py",
-        "tests/copying/test_dying_copies.py",
+        "tests/consistent_reads/test_every_moment.py",
         "tests/corruption/test_budgets.py",
         "tests/corruption/test_damage.py",
         "tests/corruption/test_hostile_composites.py",
@@ -81,15 +85,11 @@ _COMBINATIONS: Final = frozenset(
         "tests/crashes/test_power_loss.py",
         "tests/crashes/test_sync_order.py",
         "tests/matrix/test_matrix.py",
-        "tests/partial/test_crashes.py",
-        "tests/consistent_reads/test_every_moment.py",
         "tests/servers/test_matrix.py",
         "tests/stateful/test_grain.py",
         "tests/stateful/test_in_place.py",
         "tests/storage/test_file_systems.py",
         "tests/toy_plugins/test_toy_plugins.py",
-        "tests/tiers/test_orders.py",
-        "tests/updates/test_interleavings.py",
     }
 )
 """Files whose tests have many parameters, each of which starts a process, runs a crash or compiles. See `_sampled`."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_testing.far_storage import FarRequestKind, FarStorage
 from ckptcore_testing.faults import FaultPlan, Step
 from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
 from ckptcore.builtin.local import open_local
+from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.commit.location import open_directory
-from ckptcore.context import default_context
+from ckptcore.context import PluginOptions, default_context
 from ckptcore.events import Observer
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
@@ -173,3 +176,45 @@ class Gate:
         """Stop those that come."""
         self.arrived.clear()
         self._open.clear()
+
+
+class Meeting:
+    """Far storages ``far://`` in which a request for the root of step 2 waits for one of step 3, and vice versa.
+
+    Attributes:
+        left: how many times they still wait.
+        context: a Context with these storages.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.context = ckptcore.Context(plugins=PluginOptions(extra=(self,)))
+        self._both = threading.Barrier(2, self._meet)
+        self._objects = MemoryStorages()
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"far": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return _MeetingStorage(self, self._objects.open(url.replace("far://", "memory://"), options))
+
+    def _meet(self) -> None:
+        self.left -= 1
+
+    def wait(self, key: str) -> None:
+        """Wait for the other request, if any is left."""
+        if self.left and key in (f"2/{ROOT}", f"3/{ROOT}"):
+            self._both.wait(30)  # two at once, or this breaks
+
+
+class _MeetingStorage(FarStorage):
+    def __init__(self, meeting: Meeting, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self._meeting = meeting
+
+    @contextmanager
+    def request(self, kind: FarRequestKind, key: str, start: int = 0, stop: int = 0) -> Iterator[None]:
+        with super().request(kind, key, start, stop):
+            self._meeting.wait(key)
+            yield

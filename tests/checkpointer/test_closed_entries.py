@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.locations import store_at
 from ckptcore_tools.cli import command as cli_command
 from ckptcore_tools.cli.application import application
 from ckptcore_tools.run_steps import find_steps, read_steps
@@ -25,7 +26,6 @@ from ckptcore.errors import CheckpointReferredError, ObjectUnavailableError, Sto
 from ckptcore.policies import LatestN
 from ckptcore.step_names import StepNames
 from tests.checkpointer.runs import Watch, array_key, assert_is_step, cut, save_steps, through, tree, watched
-from tests.copying.places import store_at
 
 
 def archived() -> StorageError:

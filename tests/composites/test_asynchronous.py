@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.io.memory import StagingMemory
 from tests.composites.objects import Counter, Files, Linear
-from tests.crashes.states import same_value
 
 
 @pytest.mark.parametrize("save_bytes", [None, 1, 1000])

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.layout_stores import WatchedIndex
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import (
@@ -34,7 +36,6 @@ from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
 from tests.composites.objects import Files, Linear
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 CREATED = "2026-01-02T03:04:05+00:00"
 PARAMS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
@@ -64,13 +65,6 @@ def shelf(tmp_path: Path) -> Path:
     return directory
 
 
-def same(found: Any, expected: dict[str, HostArray]) -> bool:
-    return list(found) == list(expected) and all(
-        found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
-        for name, array in expected.items()
-    )
-
-
 def strange(shelf: Path) -> Path:
     """Add an item that claims to be a tree of an unknown format."""
     (shelf / "ema").mkdir()
@@ -84,14 +78,14 @@ def strange(shelf: Path) -> Path:
 def test_everything_is_loaded_by_name(shelf: Path, context: ckptcore.Context) -> None:
     loaded = ckptcore.load_checkpointables(shelf, context=context)
     assert list(loaded) == ["data", "moments", "params"]
-    assert same(loaded["params"], PARAMS) and loaded["moments"]["bias"].tolist() == [0, 2, 4, 6]
+    assert same_value(loaded["params"], PARAMS) and loaded["moments"]["bias"].tolist() == [0, 2, 4, 6]
     assert loaded["data"] == FILES["data"]
 
 
 def test_only_requested_members_are_read(shelf: Path, context: ckptcore.Context) -> None:
     shutil.rmtree(shelf / "moments")
     (shelf / "data" / "position").unlink()
-    assert same(ckptcore.load_checkpointables(shelf, ["params"], context=context)["params"], PARAMS)
+    assert same_value(ckptcore.load_checkpointables(shelf, ["params"], context=context)["params"], PARAMS)
     wanted: dict[str, Any] = {
         "data": ckptcore.PLACEHOLDER,
         "params": {"bias": np.empty(4), "weight": ckptcore.PLACEHOLDER},
@@ -129,7 +123,7 @@ def test_an_error_of_an_object_names_it(shelf: Path, context: ckptcore.Context) 
 
 
 def test_each_member_opens_by_its_own_location(shelf: Path, context: ckptcore.Context) -> None:
-    assert same(ckptcore.load(shelf / "params", context=context), PARAMS)
+    assert same_value(ckptcore.load(shelf / "params", context=context), PARAMS)
     assert ckptcore.metadata(shelf / "params", context=context).layout == "shelf"
 
 
@@ -140,29 +134,29 @@ def test_members_can_have_different_layouts(shelf: Path, context: ckptcore.Conte
     shutil.copy(shelf.parent / "ours" / "model.safetensors", shelf / "head")
     (shelf / "head" / "strange").touch()
     head = ckptcore.load_checkpointables(shelf, ["head"], context=context)["head"]
-    assert same(dict(sorted(head.items(), reverse=True)), PARAMS)
+    assert same_value(dict(sorted(head.items(), reverse=True)), PARAMS)
     assert ckptcore.metadata(shelf, context=context).checkpointables["head"].layout == "safetensors"
     assert ckptcore.verify(shelf, context=context).ok
 
 
 def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, context: ckptcore.Context) -> None:
     put_on_shelf(tmp_path / "one", {"tree": PARAMS}, metrics={"loss": 2}, created=CREATED)
-    assert same(ckptcore.load(tmp_path / "one", context=context), PARAMS)
+    assert same_value(ckptcore.load(tmp_path / "one", context=context), PARAMS)
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
-    assert list(loaded) == ["tree"] and same(loaded["tree"], PARAMS)
+    assert list(loaded) == ["tree"] and same_value(loaded["tree"], PARAMS)
     # For all else it is one tree.
     found = ckptcore.metadata(tmp_path / "one", context=context)
     assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
     ckptcore.copy(tmp_path / "one", tmp_path / "ours", layout="safetensors", context=context)
-    assert same(ckptcore.load(tmp_path / "ours"), PARAMS)
+    assert same_value(ckptcore.load(tmp_path / "ours"), PARAMS)
     assert ckptcore.metadata(tmp_path / "ours").metrics == {"loss": 2}
 
 
 def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context: ckptcore.Context) -> None:
     """As in the software that wrote it; but to describe, verify or convert it means all of it."""
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
-    assert same(ckptcore.load(tmp_path / "c", context=context), PARAMS)
+    assert same_value(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
     found = ckptcore.metadata(tmp_path / "c", context=context)
     assert list(found.checkpointables) == ["ema", "tree"] and found.tree == found.checkpointables["tree"].tree
@@ -210,7 +204,7 @@ def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context:
     with pytest.raises(CheckpointNotFoundError, match="'ema'"):
         ckptcore.load_checkpointables(shelf, {"ema": None}, into={"params": model}, context=context)
     assert model.bias.tolist() == Linear(9).bias.tolist()
-    assert same(ckptcore.load_checkpointables(shelf, ["params", "data"], context=context)["params"], PARAMS)
+    assert same_value(ckptcore.load_checkpointables(shelf, ["params", "data"], context=context)["params"], PARAMS)
 
 
 def test_unsupported_members_are_described(shelf: Path, context: ckptcore.Context) -> None:
@@ -294,7 +288,7 @@ def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, con
         ckptcore.load_checkpointables(tmp_path / "c", context=context)
     with pytest.raises(CheckpointError):
         ckptcore.load(tmp_path / "c", context=context)
-    assert same(ckptcore.load(tmp_path / "c" / "params", context=context), PARAMS)
+    assert same_value(ckptcore.load(tmp_path / "c" / "params", context=context), PARAMS)
 
 
 # --- what it says
@@ -320,7 +314,9 @@ def test_metadata_describes_the_members(shelf: Path, context: ckptcore.Context) 
         "params": "shelf",
     }
     assert found.nbytes == 2 * (48 + 32) + 5
-    assert same(ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS)
+    assert same_value(
+        ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS
+    )
 
 
 def test_verification_reads_all_members(shelf: Path, context: ckptcore.Context) -> None:
@@ -398,7 +394,7 @@ def test_members_are_converted(layout: str, shelf: Path, context: ckptcore.Conte
     assert ckptcore.verify(tmp_path / "ours", context=context).ok
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
     assert list(loaded) == ["data", "moments", "params"]
-    assert same(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
+    assert same_value(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
     found = ckptcore.metadata(tmp_path / "ours", context=context)
     assert (found.custom, found.metrics) == ({"run": 1}, {"loss": 0.5})
     assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")

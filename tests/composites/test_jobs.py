@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.locations import store_at
 
 import ckptcore
 from ckptcore.errors import (
@@ -22,7 +23,6 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear
-from tests.copying.places import store_at
 from tests.saving.test_failures import job_context
 
 SIZE = 3

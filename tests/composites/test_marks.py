@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJob
+from ckptcore_testing.locations import faulty_context, through
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginError, StorageError
@@ -20,7 +21,6 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import CheckpointInfo, Coordinator, StorageOptions, WriteStore
 from tests.composites.objects import Counter, Files
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin
-from tests.crashes.places import faulty_context, through
 
 ARRAYS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
 

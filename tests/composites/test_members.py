@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from ckptcore_testing.locations import store_at
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.commit.root import ROOT_KEY, Claim
@@ -18,8 +20,6 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
 from tests.composites.objects import Counter, Files, Linear
-from tests.copying.places import store_at
-from tests.crashes.states import same_value
 
 
 def save_all(location: str, version: int = 3, **options: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.locations import store_at
+from ckptcore_testing.trees import same_value
 from ckptcore_transforms import Rename
 
 import ckptcore
@@ -29,8 +31,6 @@ from ckptcore.loading.load import recorded_load
 from ckptcore.protocols import StorageBackend
 from tests.checkpointer.runs import Watch, through, watched
 from tests.composites.objects import Counter, Files, Linear
-from tests.copying.places import store_at
-from tests.crashes.states import same_value
 
 PARAMS = {"layers": [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5)], "name": "a name"}
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 
 import ckptcore
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 
 def _save(location: str, version: int) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import CheckpointExistsError
 from tests.composites.objects import Counter, Files, Linear
-from tests.crashes.places import InterruptedPlan, faulty_context, through
-from tests.crashes.states import same_value
 
 
 def save_all(location: str, version: int = 3, **options: object) -> None:

@@ -10,10 +10,10 @@ from typing import Final
 
 import pytest
 from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.locations import faulty_context, through
 
 from tests.consistent_reads.readers import READERS, Outcome, outcome_of
 from tests.consistent_reads.states import LAYOUTS, SCHEMES, STATES, Place, state_of
-from tests.crashes.places import faulty_context, through
 
 pytestmark = pytest.mark.system
 

@@ -12,13 +12,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
-from tests.crashes.states import same_value
 
 _FAST: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _RELAXED: Final = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))

@@ -16,12 +16,12 @@ import pytest
 import xxhash
 from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.locations import faulty_context, through
 
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedVersionError
 from tests.composites.objects import Counter, Files, Linear
 from tests.corruption.checkpoints import bounded_memory
-from tests.crashes.places import faulty_context, through
 
 _CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MEMORY_BYTES: Final = 32 << 20

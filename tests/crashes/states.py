@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, CompositeCheckpointError
@@ -96,18 +97,3 @@ def version_at(location: str, **options: Any) -> int | None:
     report = ckptcore.verify(location, **options)
     assert report.ok, report.problems
     return version
-
-
-def same_value(found: Any, expected: Any) -> bool:
-    """Return True if two trees are equal, bit for bit, types included."""
-    if type(found) is not type(expected):
-        return False
-    if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same_value(found[key], expected[key]) for key in expected)
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(expected, np.ndarray | np.generic):
-        if found.dtype != expected.dtype or found.shape != expected.shape:
-            return False
-        return bytes(found.tobytes()) == bytes(expected.tobytes())
-    return bool(found == expected)

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 import torch
 from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, Operation, SimulatedCrash
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -28,7 +29,6 @@ from ckptcore.commit.placing import PlacedObjects
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.protocols import StorageOptions
 from ckptcore.runtime import runtime_of
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

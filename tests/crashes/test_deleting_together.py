@@ -10,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, new_place, through
 
 import ckptcore
 from ckptcore.builtin.local_directories import FileLock
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
-from tests.copying.places import new_place
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 _STATE = {"w": np.arange(4)}
 

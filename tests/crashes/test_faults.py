@@ -11,12 +11,12 @@ from typing import Final, Literal
 
 import pytest
 from ckptcore_testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
+from ckptcore_testing.locations import faulty_context, through
 
 import ckptcore
 from ckptcore.errors import AtomicityError, CheckpointError, CheckpointExistsError, StorageError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3

@@ -9,13 +9,13 @@ from typing import Final
 import pytest
 from ckptcore_orbax import OcdbtLayout
 from ckptcore_testing.faults import SimulatedCrash
+from ckptcore_testing.locations import SCHEME, simulated_context
 from ckptcore_testing.simulated_disk import SimulatedDisk
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
 from ckptcore.runtime import runtime_of
-from tests.crashes.places import SCHEME, simulated_context
 from tests.crashes.states import make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3

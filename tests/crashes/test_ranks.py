@@ -11,6 +11,7 @@ import pytest
 from ckptcore_orbax import OcdbtLayout
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.locations import faulty_context, through
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -19,7 +20,6 @@ from ckptcore.errors import BackgroundSaveError, CheckpointExistsError, RankFail
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, WriteStore
 from ckptcore.runtime import Runtime, runtime_of
-from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3

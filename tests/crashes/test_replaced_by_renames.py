@@ -15,6 +15,7 @@ from typing import Final
 
 import pytest
 from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, Operation, SimulatedCrash
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 
 import ckptcore
 from ckptcore.builtin.local_calls import local_error
@@ -22,7 +23,6 @@ from ckptcore.commit.location import resolve_location
 from ckptcore.commit.method import find_partial
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, SaveLostError
 from ckptcore.runtime import runtime_of
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3

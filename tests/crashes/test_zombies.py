@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from ckptcore_testing.faults import FaultPlan, Operation
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 
 import ckptcore
 from ckptcore.commit.target import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_state, version_at, version_of
 
 _OLD, _ZOMBIE, _OTHER = 1, 2, 3

@@ -77,7 +77,8 @@ def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
 def run_console(block: CodeBlock, page: Path) -> None:
     """Run the `ckptcore` commands of a block, and compare their output.
 
-    They run in this process, because starting one takes half a second. `tests/cli/test_process.py` starts some.
+    They run in this process, because starting one takes half a second.
+    `plugins/tools/tests/cli/test_process.py` starts some.
     """
     for command, shown in commands(block):
         if command.startswith(NOT_RUN):

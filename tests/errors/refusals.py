@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -25,17 +25,6 @@ def refused(call: Callable[[], object], *texts: str, error: type[Exception] = Ch
     for text in texts:
         assert text in str(caught.value)
     return str(caught.value)
-
-
-def same(loaded: Any, saved: Any) -> bool:
-    """Compare trees with their types, and arrays by their elements."""
-    if isinstance(saved, np.ndarray):
-        return isinstance(loaded, np.ndarray) and loaded.dtype == saved.dtype and np.array_equal(loaded, saved)
-    if isinstance(saved, dict):
-        return list(loaded) == list(saved) and all(same(loaded[key], value) for key, value in saved.items())
-    if isinstance(saved, list | tuple):
-        return type(loaded) is type(saved) and len(loaded) == len(saved) and all(map(same, loaded, saved))
-    return type(loaded) is type(saved) and bool(loaded == saved)
 
 
 class Interrupting(FaultPlan):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import zarr
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_torch
@@ -23,7 +24,7 @@ from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CompositeCheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+from tests.errors.refusals import ONE, TWO, interrupted, refused
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,10 +51,10 @@ def test_a_file_that_an_index_lists_is_gone(sharded: Path) -> None:
     (sharded / SECOND).unlink()
     refused(lambda: ckptcore.load(sharded), f"restore {SECOND} from a copy, or correct {INDEX}")
     (sharded / SECOND).write_bytes(content)
-    assert same(ckptcore.load(sharded), WHOLE)
+    assert same_value(ckptcore.load(sharded), WHOLE)
     (sharded / SECOND).unlink()
     _write_index(sharded, a=FIRST, b=FIRST)
-    assert same(ckptcore.load(sharded), {"a": ONE, "b": TWO})
+    assert same_value(ckptcore.load(sharded), {"a": ONE, "b": TWO})
 
 
 def test_a_tensor_is_in_another_file_than_the_index_lists(sharded: Path) -> None:
@@ -62,10 +63,10 @@ def test_a_tensor_is_in_another_file_than_the_index_lists(sharded: Path) -> None
     refused(lambda: ckptcore.load(sharded), advice)
     content = (sharded / SECOND).read_bytes()
     save_file({"b": ONE, "c": TWO}, sharded / SECOND)
-    assert same(ckptcore.load(sharded), {"a": ONE, "b": ONE, "c": TWO})
+    assert same_value(ckptcore.load(sharded), {"a": ONE, "b": ONE, "c": TWO})
     (sharded / SECOND).write_bytes(content)
     _write_index(sharded, a=FIRST, b=FIRST, c=SECOND)
-    assert same(ckptcore.load(sharded), WHOLE)
+    assert same_value(ckptcore.load(sharded), WHOLE)
 
 
 def test_a_configuration_that_is_too_large(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_configuration_that_is_too_large(tmp_path: Path) -> None:
     with (tmp_path / "adapter_config.json").open("wb") as file:
         file.truncate((1 << 24) + 1)
     refused(lambda: ckptcore.load(tmp_path), "adapter_config.json has", "Name a file of tensors to load it alone")
-    assert same(ckptcore.load(tmp_path / "adapter_model.safetensors"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "adapter_model.safetensors"), {"w": ONE})
 
 
 def test_a_tensor_in_two_files_without_an_index(sharded: Path) -> None:
@@ -82,9 +83,9 @@ def test_a_tensor_in_two_files_without_an_index(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     advice = "load one of these files by its own location, or restore the index"
     refused(lambda: ckptcore.load(sharded), f"'a' is both in {FIRST} and in {SECOND}", advice)
-    assert same(ckptcore.load(sharded / FIRST), {"a": ONE, "b": TWO})
+    assert same_value(ckptcore.load(sharded / FIRST), {"a": ONE, "b": TWO})
     (sharded / INDEX).write_text(index)
-    assert same(ckptcore.load(sharded), WHOLE)
+    assert same_value(ckptcore.load(sharded), WHOLE)
 
 
 def test_several_files_without_an_index(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
         save_file({"w": value}, tmp_path / f"{name}.safetensors")
     text = refused(lambda: ckptcore.load(tmp_path), "Name one of them as the location", error=CheckpointNotFoundError)
     for name, value in zip(re.findall(r"\w+\.safetensors", text), (ONE, TWO), strict=True):
-        assert same(ckptcore.load(tmp_path / name), {"w": value})
+        assert same_value(ckptcore.load(tmp_path / name), {"w": value})
 
 
 def test_a_pipeline_of_models(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_pipeline_of_models(tmp_path: Path) -> None:
         "vae": ONE.tolist(),
         "unet": TWO.tolist(),
     }
-    assert same(ckptcore.load(tmp_path / "vae"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "vae"), {"w": ONE})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
@@ -128,7 +129,7 @@ def test_slices_of_arrays(tmp_path: Path) -> None:
         "with HuggingFaceStorageReader of torch.distributed.checkpoint",
         error=CheckpointNotFoundError,
     )
-    assert same(ckptcore.load(tmp_path / "c"), {"w": np.arange(6.0)})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": np.arange(6.0)})
     (tmp_path / "c" / "checkpoint.json").unlink()
     advice = "HuggingFaceStorageReader of torch.distributed.checkpoint loads the arrays alone, without checks"
     refused(lambda: ckptcore.load(tmp_path / "c"), "restore checkpoint.json from a copy", advice)
@@ -170,7 +171,7 @@ def test_files_of_unknown_software(
     )
     assert "check the path" not in text
     ckptcore.save(tmp_path / "converted", read(tmp_path / name))
-    assert same(ckptcore.load(tmp_path / "converted"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
@@ -183,7 +184,7 @@ def test_a_directory_around_a_group_of_zarr(zarr_format: Any, tmp_path: Path) ->
     assert named is not None
     read: Any = zarr.open(named[1], mode="r")
     ckptcore.save(tmp_path / "converted", {"w": read["w"][:]})
-    assert same(ckptcore.load(tmp_path / "converted"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_a_location_without_files(tmp_path: Path) -> None:
     text = refused(lambda: ckptcore.load(tmp_path / "step_01"), "check the path, or list its parent directory")
     assert text.startswith(f"{tmp_path}/step_01 does not exist")
     (name,) = [found.name for found in tmp_path.iterdir()]
-    assert same(ckptcore.load(tmp_path / name), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / name), {"w": ONE})
 
 
 @pytest.mark.parametrize("create", [Checkpointer, CheckpointReader])
@@ -212,9 +213,9 @@ def test_a_run_without_steps(create: Callable[[Path], Any], tmp_path: Path) -> N
         refused(mistyped.load, "check the path of the run, or save a step first", error=CheckpointNotFoundError)
         if isinstance(mistyped, Checkpointer):
             mistyped.save_blocking(1, {"w": TWO})
-            assert same(mistyped.load(), {"w": TWO})
+            assert same_value(mistyped.load(), {"w": TWO})
     with create(tmp_path / "run") as right:
-        assert same(right.load(), {"w": ONE})
+        assert same_value(right.load(), {"w": ONE})
 
 
 # --- several checkpointables ------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_names_that_exist(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": ONE, "optimizer": TWO})
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["modle"]), "did you mean 'model'?")
     names = text.partition("Existing names: ")[2].partition(";")[0].split(", ")
-    assert same(ckptcore.load_checkpointables(tmp_path / "c", names), {"model": ONE, "optimizer": TWO})
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c", names), {"model": ONE, "optimizer": TWO})
 
 
 def test_names_that_were_deleted(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_names_that_were_deleted(tmp_path: Path) -> None:
     ckptcore.delete(tmp_path / "c" / "optimizer")
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["optimizer"]), "Existing names: ")
     names = text.partition("Existing names: ")[2].split(", ")
-    assert same(ckptcore.load_checkpointables(tmp_path / "c", names), {"model": ONE, "data": 3})
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c", names), {"model": ONE, "data": 3})
 
 
 # --- checkpoints that are replaced ------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def test_a_checkpoint_that_is_always_replaced(tmp_path: Path) -> None:
 
     context = interrupted("file", "get_into", ".safetensors", replace, times=100)
     refused(lambda: ckptcore.load(tmp_path / "c", context=context), "load it while no process saves to it")
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE + saves})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE + saves})
 
 
 def test_another_checkpoint_that_is_replaced(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_another_checkpoint_that_is_replaced(tmp_path: Path) -> None:
         lambda: ckptcore.load(tmp_path / "one", transforms=average, context=context),
         f"{tmp_path}/two was replaced while its arrays were combined with those of another checkpoint: load again",
     )
-    assert same(ckptcore.load(tmp_path / "one", transforms=average, context=context), {"w": (ONE + TWO + 2) / 2})
+    assert same_value(ckptcore.load(tmp_path / "one", transforms=average, context=context), {"w": (ONE + TWO + 2) / 2})
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -305,9 +306,9 @@ def test_damaged_files(layout: str, tmp_path: Path) -> None:
                 refusals.append(damage)
                 assert re.search("from a copy|load another", str(error), re.IGNORECASE), error
             file.write_bytes(content)
-        assert same(ckptcore.load(tmp_path / "c"), state)
+        assert same_value(ckptcore.load(tmp_path / "c"), state)
     assert set(refusals) == {_cut, _flip, _lengthen, _empty, None}
-    assert same(ckptcore.load(tmp_path / "another"), state)
+    assert same_value(ckptcore.load(tmp_path / "another"), state)
 
 
 @pytest.mark.parametrize("change", [_cut, _empty, lambda content: content.replace(b"[0,24]", b"[1,25]")])
@@ -318,4 +319,4 @@ def test_damaged_files_of_other_software(change: Callable[[bytes], bytes], tmp_p
     file.write_bytes(change(content))
     refused(lambda: ckptcore.load(tmp_path), "restore it from a copy, or load another one")
     file.write_bytes(content)
-    assert same(ckptcore.load(tmp_path), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path), {"w": ONE})

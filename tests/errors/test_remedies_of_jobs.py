@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import ArrayShard, Context, PerProcess, SafetensorsLayout, ShardedArray
@@ -17,7 +18,7 @@ from ckptcore.context import JobOptions, MemoryOptions, ReplicaOptions
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, refused, same
+from tests.errors.refusals import ONE, TWO, refused
 
 NAMES = {"Context": Context, "JobOptions": JobOptions, "ReplicaOptions": ReplicaOptions}
 
@@ -89,9 +90,9 @@ def test_values_that_differ(tmp_path: Path) -> None:
         "Wrap state that differs between ranks in PerProcess(...), and save different objects under different keys",
     )
     _in_job(save(lambda rank: {"w": ONE, "position": PerProcess(rank)}))
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE, "position": {0: 0, 1: 1}})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE, "position": {0: 0, 1: 1}})
     _in_job(save(lambda rank: {"w": ONE, f"object{rank}": rank + 3}, "d"))
-    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE, "object0": 3, "object1": 4})
+    assert same_value(ckptcore.load(tmp_path / "d"), {"w": ONE, "object0": 3, "object1": 4})
 
 
 def test_arrays_that_differ(tmp_path: Path) -> None:
@@ -109,9 +110,9 @@ def test_arrays_that_differ(tmp_path: Path) -> None:
     _in_job(lambda context, rank: save(context, rank, state={"w": PerProcess(large + rank)}, name="every"))
     _in_job(lambda context, rank: save(context, rank, state={"w": large + 1}, name="copied"))
     _in_job(lambda context, rank: save(context, rank, layout="safetensors", name="lowest"))
-    assert same(ckptcore.load(tmp_path / "every"), {"w": {0: large, 1: large + 1}})
-    assert same(ckptcore.load(tmp_path / "copied"), {"w": large + 1})
-    assert same(ckptcore.load(tmp_path / "lowest"), {"w": large})
+    assert same_value(ckptcore.load(tmp_path / "every"), {"w": {0: large, 1: large + 1}})
+    assert same_value(ckptcore.load(tmp_path / "copied"), {"w": large + 1})
+    assert same_value(ckptcore.load(tmp_path / "lowest"), {"w": large})
 
 
 def test_names_that_differ(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_names_that_differ(tmp_path: Path) -> None:
         "Save the same ones on every rank; only the trees may differ. Nothing was written",
     )
     _in_job(save(lambda rank: {"model": {f"w{rank}": ONE + rank}}))
-    assert same(ckptcore.load_checkpointables(tmp_path / "c"), {"model": {"w0": ONE, "w1": ONE + 1}})
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c"), {"model": {"w0": ONE, "w1": ONE + 1}})
 
 
 def _halves(rank: int) -> ShardedArray:
@@ -142,7 +143,7 @@ def test_options_of_safetensors_that_differ(tmp_path: Path) -> None:
     )
     assert not (tmp_path / "c").exists()
     _in_job(lambda context, rank: save(context, rank, stems=("other", "other")))
-    assert same(ckptcore.load(tmp_path / "c"), {"w0": ONE, "w1": ONE + 1})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w0": ONE, "w1": ONE + 1})
 
 
 @pytest.mark.parametrize("follow", ["layout", "location", "delete"])
@@ -157,7 +158,7 @@ def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
         lambda context, rank: save(context, rank, overwrite="keep-other-files"),
         "save with the layout dcp, to another location, or with overwrite='with-other-files', which deletes the other",
     )
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
     ways: dict[str, dict[str, Any]] = {
         "layout": {"layout": "dcp", "overwrite": "keep-other-files"},
         "location": {"name": "d"},
@@ -165,7 +166,7 @@ def test_slices_among_other_files(follow: str, tmp_path: Path) -> None:
     }
     options = ways[follow]
     _in_job(lambda context, rank: save(context, rank, **options))
-    assert same(ckptcore.load(tmp_path / options.get("name", "c")), {"w": np.arange(6.0)})
+    assert same_value(ckptcore.load(tmp_path / options.get("name", "c")), {"w": np.arange(6.0)})
     assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")
 
 
@@ -186,7 +187,7 @@ def test_loads_with_different_options(tmp_path: Path) -> None:
     assert str(tmp_path) in text
     loaded = _in_job(lambda context, rank: load(context, rank, differ=False), reads="broadcast")
     loaded += _in_job(lambda context, rank: load(context, rank, differ=True), reads="all")
-    assert all(same(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(found, {"w": ONE}) for found in loaded)
 
 
 def test_loads_without_collectives(tmp_path: Path) -> None:
@@ -198,4 +199,4 @@ def test_loads_without_collectives(tmp_path: Path) -> None:
     advice = 'or pass JobOptions(collectives=...), or use reads="all"'
     _refused_in_job(load, advice, error=PluginError, reads="broadcast", collectives=False)
     loaded = _in_job(load, reads="broadcast") + _in_job(load, reads="all", collectives=False)
-    assert all(same(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(found, {"w": ONE}) for found in loaded)

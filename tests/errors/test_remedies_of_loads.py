@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -28,7 +29,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, refused, same
+from tests.errors.refusals import ONE, TWO, refused
 
 BOTH = {"model": {"w": ONE}, "data": {"position": 3}}
 
@@ -78,8 +79,8 @@ def test_a_member_that_was_replaced(several: bool, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "c" / "model")
     shutil.copytree(source, tmp_path / "c" / "model")
     refused(lambda: ckptcore.load_checkpointables(tmp_path / "c"), f"{tmp_path}/c/model", advice)
-    assert same(ckptcore.load_checkpointables(tmp_path / "c", ["data"]), {"data": BOTH["data"]})
-    assert same(ckptcore.load(source if several else tmp_path / "c" / "model"), {"w": TWO})
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c", ["data"]), {"data": BOTH["data"]})
+    assert same_value(ckptcore.load(source if several else tmp_path / "c" / "model"), {"w": TWO})
 
 
 def test_a_composite_that_lost_its_root(tmp_path: Path) -> None:
@@ -92,9 +93,9 @@ def test_a_composite_that_lost_its_root(tmp_path: Path) -> None:
     for load in (ckptcore.load, ckptcore.load_checkpointables):
         refused(lambda load=load: load(tmp_path / "c"), advice, error=CorruptCheckpointError)  # type: ignore[misc]  # of a default
     shutil.copytree(tmp_path / "c" / "model", tmp_path / "model")
-    assert same(ckptcore.load(tmp_path / "model"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "model"), {"w": ONE})
     (tmp_path / "c" / "checkpoint.json").write_bytes(root)
-    assert same(ckptcore.load_checkpointables(tmp_path / "c"), BOTH)
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c"), BOTH)
 
 
 def test_a_step_without_some_names(tmp_path: Path) -> None:
@@ -104,8 +105,8 @@ def test_a_step_without_some_names(tmp_path: Path) -> None:
     with CheckpointReader(tmp_path / "run") as reader:
         advice = "Request the names that you need, or load this checkpoint explicitly to get the remaining objects"
         refused(reader.load_checkpointables, "model was saved, and deleted or lost later", advice)
-        assert same(reader.load_checkpointables(abstract=["data"]), {"data": BOTH["data"]})
-        assert same(reader.load_checkpointables(1), {"data": BOTH["data"]})
+        assert same_value(reader.load_checkpointables(abstract=["data"]), {"data": BOTH["data"]})
+        assert same_value(reader.load_checkpointables(1), {"data": BOTH["data"]})
 
 
 def test_metadata_of_several(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_states_of_two_processes_in_one(tmp_path: Path) -> None:
     )
     assert "a separate value for each of 2 processes, but this job has 1" in text
     loaded = ckptcore.load(tmp_path / "c", {"w": ONE, "position": {0: 7, 1: 7}})
-    assert same(loaded, {"w": ONE, "position": {0: 0, 1: 1}})
+    assert same_value(loaded, {"w": ONE, "position": {0: 0, 1: 1}})
     text = refused(
         lambda: ckptcore.load_checkpointables(tmp_path / "several"),
         "Load the state that each process needs by its own location, such as ",
@@ -202,9 +203,9 @@ def test_a_base_in_another_directory(tmp_path: Path) -> None:
     ckptcore.save(location, {"w": TWO}, strategy=update, context=context)
     assert refused(lambda: ckptcore.load(location), error=InvalidLocationError) == text
     expected = {"w": TWO, "v": ONE}
-    assert same(ckptcore.load(location, context=context), expected)
+    assert same_value(ckptcore.load(location, context=context), expected)
     ckptcore.copy(location, tmp_path / "copy", context=context)
-    assert same(ckptcore.load(tmp_path / "copy"), expected)
+    assert same_value(ckptcore.load(tmp_path / "copy"), expected)
 
 
 def test_a_base_in_another_storage(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_a_base_in_another_storage(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "update", state)
     ckptcore.save(f"{base}2", state, strategy=ckptcore.Update(base=base))
     for location in (tmp_path / "update", f"{base}2"):
-        assert same(ckptcore.load(location), state)
+        assert same_value(ckptcore.load(location), state)
 
 
 def test_a_base_that_was_removed(tmp_path: Path) -> None:
@@ -230,9 +231,9 @@ def test_a_base_that_was_removed(tmp_path: Path) -> None:
     (tmp_path / "base").rename(tmp_path / "moved")
     advice = "restore it, or load another checkpoint. Copies by ckptcore.copy need no base"
     refused(lambda: ckptcore.load(tmp_path / "update"), "which was deleted", advice, error=CorruptCheckpointError)
-    assert same(ckptcore.load(tmp_path / "copy"), state)
+    assert same_value(ckptcore.load(tmp_path / "copy"), state)
     (tmp_path / "moved").rename(tmp_path / "base")
-    assert same(ckptcore.load(tmp_path / "update"), state)
+    assert same_value(ckptcore.load(tmp_path / "update"), state)
 
 
 # --- targets and arrays -----------------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def test_arrays_that_cannot_be_mapped(scheme: str, reason: str, tmp_path: Path) 
         array: Any = opened["w"]
         advice = "Read it by indexing, such as array[...], or convert the checkpoint to safetensors on a local disk"
         refused(array.memory_map, "w of ", reason, advice, error=NotMappableError)
-        assert same(array[...], np.arange(6.0))
+        assert same_value(array[...], np.arange(6.0))
     ckptcore.copy(location, tmp_path / "c", layout="safetensors")
     with ckptcore.open(tmp_path / "c") as opened:
         assert opened["w"].memory_map().tolist() == list(range(6))
@@ -276,7 +277,7 @@ def test_a_load_that_stops_in_the_middle(tmp_path: Path) -> None:
     again = {"a": np.zeros(1000), "w": np.zeros(1 << 18)}
     for whole in (target, again):
         ckptcore.load_into(tmp_path / "sound", whole)
-        assert same(whole, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5})
+        assert same_value(whole, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5})
 
 
 def test_a_selection_of_nothing(tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_a_selection_of_nothing(tmp_path: Path) -> None:
     text = refused(lambda: load(tmp_path / "c", select="params"), "such as ", error=TypeError)
     for code in text.partition("such as ")[2].split(" or "):
         selection = eval(code, {"select": ckptcore.select})
-        assert same(load(tmp_path / "c", select=selection), {"params": {"w": ONE}})
+        assert same_value(load(tmp_path / "c", select=selection), {"params": {"w": ONE}})
     nothing = ckptcore.select.glob("param")
     refused(
         lambda: load(tmp_path / "c", select=nothing),
@@ -293,7 +294,9 @@ def test_a_selection_of_nothing(tmp_path: Path) -> None:
         error=TreeMismatchError,
     )
     name = next(iter(ckptcore.metadata(tmp_path / "c").abstract))
-    assert same(load(tmp_path / "c", select=ckptcore.select.names(name)), {name: {"params": {"w": ONE}}.get(name, TWO)})
+    assert same_value(
+        load(tmp_path / "c", select=ckptcore.select.names(name)), {name: {"params": {"w": ONE}}.get(name, TWO)}
+    )
 
 
 class Refuses(Counter):
@@ -320,10 +323,10 @@ def test_an_object_that_refuses(tmp_path: Path) -> None:
         "or put PLACEHOLDER in its place to load everything else",
         error=TreeMismatchError,
     )
-    assert same(target["w"], ONE * 0)
+    assert same_value(target["w"], ONE * 0)
     others = {**target, "counter": PLACEHOLDER}
     ckptcore.load_into(tmp_path / "c", others)
-    assert same(others["w"], ONE)
+    assert same_value(others["w"], ONE)
 
 
 class Outer:
@@ -380,7 +383,7 @@ def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
         if follow == "create":
             into = {"a": {"w": ONE * 0}, "b": {"v": np.zeros(3000)}}
         ckptcore.load_checkpointables(tmp_path / "sound", into=into)
-        assert same(into, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
+        assert same_value(into, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
 
 
 def test_files_that_are_separate(tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_members_that_no_plugin_reads(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "c" / "model")
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["model"]), "Existing names: ")
     names = text.partition("Existing names: ")[2].split(", ")
-    assert same(ckptcore.load_checkpointables(tmp_path / "c", names), {"data": BOTH["data"]})
+    assert same_value(ckptcore.load_checkpointables(tmp_path / "c", names), {"data": BOTH["data"]})
 
 
 class OneWay(Counter):
@@ -417,11 +420,11 @@ def test_an_old_state_that_cannot_be_put_back(tmp_path: Path) -> None:
         "whose old state cannot be put back: create new objects before loading again. Nothing else was changed",
         error=TargetUndefinedError,
     )
-    assert same(target["w"], ONE * 0)
+    assert same_value(target["w"], ONE * 0)
     target |= {"first": OneWay(), "second": Refuses()}
     ckptcore.load_into(tmp_path / "c", target)
     assert (target["first"].count, target["second"].count) == (3, 3)
-    assert same(target["w"], ONE)
+    assert same_value(target["w"], ONE)
 
 
 def test_a_damaged_model_of_a_pipeline(tmp_path: Path) -> None:
@@ -437,7 +440,7 @@ def test_a_damaged_model_of_a_pipeline(tmp_path: Path) -> None:
     (note,) = caught.value.__notes__
     assert note.startswith("to load the others without it, pass their names to load_checkpointables: ")
     names = note.partition(": ")[2].split(", ")
-    assert same(ckptcore.load_checkpointables(tmp_path, names), {"unet": {"w": TWO}})
+    assert same_value(ckptcore.load_checkpointables(tmp_path, names), {"unet": {"w": TWO}})
 
 
 @pytest.mark.parametrize("like", [collections.deque([1]), {1}])
@@ -445,4 +448,4 @@ def test_another_kind_of_collection(like: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"x": {"a": 1, "b": ONE}})
     refused(lambda: ckptcore.load(tmp_path / "c", {"x": like}), "request what is stored", error=TreeMismatchError)
     stored = ckptcore.metadata(tmp_path / "c").abstract
-    assert same(ckptcore.load(tmp_path / "c", stored), {"x": {"a": 1, "b": ONE}})
+    assert same_value(ckptcore.load(tmp_path / "c", stored), {"x": {"a": 1, "b": ONE}})

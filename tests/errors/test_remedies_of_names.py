@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.other_libraries import ARGUMENTS, ATTRIBUTES
 from ckptcore.step_names import StepNameFormat, StepNames
-from tests.errors.refusals import ONE, refused, same
+from tests.errors.refusals import ONE, refused
 
 STATE = {"name": np.arange(16.0)}
 
@@ -72,14 +73,14 @@ def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -
     found = _run(code, {**names, "path": names["stored"]})
     match attribute:
         case "restore":
-            assert same(names["state"] if found is None else found, STATE)
+            assert same_value(names["state"] if found is None else found, STATE)
         case "pytree_metadata":
             assert found.abstract["name"].shape == (16,)
         case _:
             slicing = "checkpoint['name'][0:8]"
             refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # of others
             with found as checkpoint:
-                assert same(_run(slicing, {"checkpoint": checkpoint}), STATE["name"][:8])
+                assert same_value(_run(slicing, {"checkpoint": checkpoint}), STATE["name"][:8])
 
 
 @pytest.mark.parametrize(
@@ -98,14 +99,14 @@ def test_functions_that_write(attribute: str, code: str, names: dict[str, Any]) 
         refused(lambda: ckptcore.wait_until_finished, "handle.result() of ckptcore.save_async", error=AttributeError)  # type: ignore[attr-defined]  # of others
         handle.result()
     load = ckptcore.load_checkpointables if attribute == "Composite" else ckptcore.load
-    assert same(load(names["path"]), STATE)
+    assert same_value(load(names["path"]), STATE)
 
 
 def test_files_of_other_software(names: dict[str, Any]) -> None:
     text = refused(lambda: ckptcore.FileSystemWriter, "a path, and layout=", error=AttributeError)  # type: ignore[attr-defined]  # of others
     _run(f"ckptcore.save(path, state, {text.partition('and ')[2].removesuffix(' to write')})", names)
     assert (names["path"] / ".metadata").exists()
-    assert same(ckptcore.load(names["path"]), STATE)
+    assert same_value(ckptcore.load(names["path"]), STATE)
 
 
 def test_runs(names: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ def test_runs(names: dict[str, Any]) -> None:
         checkpointer.save(3, STATE)
         checkpointer.wait()
         assert list(checkpointer.steps) == [2, 3]
-        assert same(checkpointer.load(), STATE)
+        assert same_value(checkpointer.load(), STATE)
 
 
 METHODS = {name: hint for name, hint in ATTRIBUTES["Checkpointer"].items() if "(step, state)" in hint}
@@ -135,7 +136,7 @@ def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
             handle.result()
             assert _run("handle.done()", {"handle": handle})
         checkpointer.wait()
-        assert same(checkpointer.load(3), STATE)
+        assert same_value(checkpointer.load(3), STATE)
 
 
 def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
@@ -147,9 +148,9 @@ def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
             ("latest_step", "latest", lambda found: found == 2),
             ("best_step", "best(metric, mode)", lambda found: found == 2),
             ("item_metadata", "metadata(step)", lambda found: found.abstract["name"].shape == (16,)),
-            ("load_checkpoint", "load(step)", lambda found: same(found, STATE)),
-            ("load_pytree", "load(step, abstract)", lambda found: same(found, STATE)),
-            ("restore", "load_into(target)", lambda found: same(names["target"], STATE)),
+            ("load_checkpoint", "load(step)", lambda found: same_value(found, STATE)),
+            ("load_pytree", "load(step, abstract)", lambda found: same_value(found, STATE)),
+            ("restore", "load_into(target)", lambda found: same_value(names["target"], STATE)),
             ("reached_preemption", "preempted", lambda found: not found),
             ("check_for_errors", "wait()", lambda found: found is None),
             ("remove_checkpoint", "delete(step)", lambda found: list(checkpointer.steps) == [2]),
@@ -167,7 +168,7 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
     option, owner, _ = re.fullmatch(r"(\w+=.*?)( of Checkpointer)?((?:, or |; ).*)?", OPTIONS[argument]).groups()  # type: ignore[union-attr]  # they match
     keyword = option.partition("=")[0]
     if keyword == "select":
-        assert same(_run(f"ckptcore.load(stored, {option})", names), STATE)
+        assert same_value(_run(f"ckptcore.load(stored, {option})", names), STATE)
         return
     if owner is not None or keyword not in {*inspect.signature(ckptcore.save).parameters, "matching"}:
         create: Any = ckptcore.Checkpointer
@@ -175,7 +176,7 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
         with _run(f"ckptcore.Checkpointer(directory, {option})", names) as checkpointer:
             assert checkpointer.save(3, STATE, metrics={"loss": 0}, epoch=1) is not None
             checkpointer.wait()
-            assert same(checkpointer.load(3), STATE)
+            assert same_value(checkpointer.load(3), STATE)
         return
     function: Any = ckptcore.load if keyword == "matching" else ckptcore.save
     refused(lambda: function(names["path"], STATE, **{argument: 1}), f"use {option}", error=TypeError)
@@ -183,10 +184,10 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
         target = {"name": ONE * 0, "more": ONE}
         ckptcore.save(names["path"], {"name": ONE, "unexpected": ONE})
         _run(f"ckptcore.load_into(path, target, {option})", {**names, "target": target})
-        assert same(target, {"name": ONE, "more": ONE})
+        assert same_value(target, {"name": ONE, "more": ONE})
     else:
         _run(f"ckptcore.save(path, state, {option})", names)
-        assert same(ckptcore.load(names["path"]), STATE)
+        assert same_value(ckptcore.load(names["path"]), STATE)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_arguments_in_words(
     call = getattr(ckptcore, function)
     refused(lambda: call(names["path"], STATE, **{argument: 1}), f"use {hint}", error=TypeError)
     loaded = follow(names["path"], names["stored"])
-    assert same(ckptcore.load(names["path"]) if loaded is None else loaded, STATE)
+    assert same_value(ckptcore.load(names["path"]) if loaded is None else loaded, STATE)
 
 
 def test_names_of_items(names: dict[str, Any]) -> None:
@@ -216,7 +217,7 @@ def test_names_of_items(names: dict[str, Any]) -> None:
     hint = "use save_checkpointables and load_checkpointables"
     refused(lambda: save(names["path"], STATE, item_names=["model"]), hint, error=TypeError)
     ckptcore.save_checkpointables(names["path"], {"model": STATE})
-    assert same(ckptcore.load_checkpointables(names["path"], ["model"]), {"model": STATE})
+    assert same_value(ckptcore.load_checkpointables(names["path"], ["model"]), {"model": STATE})
 
 
 @pytest.mark.parametrize("argument", ["options", "save_decision_policy", "step_prefix"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Checkpointer, Context, Matching, SafetensorsLayout, policies, select
@@ -19,7 +20,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.planning.replicas import ReadGroups, ReplicaOptions
 from ckptcore.protocols import Coordinator
 from ckptcore.step_names import StepNameFormat, StepNames
-from tests.errors.refusals import ONE, TWO, refused, same
+from tests.errors.refusals import ONE, TWO, refused
 
 
 def _choices(text: str) -> list[str]:
@@ -52,7 +53,7 @@ def test_options_of_safetensors(create: Callable[[], object], advice: str, right
     file = tmp_path / "c" / f"{right.get('stem', 'model')}.safetensors"
     header = read_header(lambda start, stop: file.read_bytes()[start:stop], file.stat().st_size, file.name)
     assert right.get("metadata", {}).items() <= (header.metadata or {}).items()
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_words_that_an_option_accepts(create: Callable[[Any], Any], option: str,
             options = {"context": made}
         elif isinstance(made, JobOptions):
             options = {"context": Context(job=made)}
-        assert same(ckptcore.load(tmp_path / "c", {"w": TWO}, **options), {"w": ONE})
+        assert same_value(ckptcore.load(tmp_path / "c", {"w": TWO}, **options), {"w": ONE})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_groups_of_options(name: str, group: type, tmp_path: Path) -> None:
     text = refused(lambda: create(**{name: 3}), f"ckptcore.context.{group.__name__}(...)", error=TypeError)
     code = text.rpartition("expected ")[2].replace("(...)", "()")
     ckptcore.save(tmp_path / "c", {"w": ONE}, context=create(**{name: eval(code, {"ckptcore": ckptcore})}))
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 @pytest.mark.parametrize("groups", [[[0, 0]], [[0, 1], [1]], [[-1]], [[True]]])
@@ -105,7 +106,7 @@ def test_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
         job = JobOptions(coordinator=coordinator, collectives=collectives, reads=ReadGroups([[1, 0]]))
         return ckptcore.load(tmp_path / "c", context=Context(job=job))
 
-    assert all(same(loaded, {"w": ONE}) for loaded in ThreadJob(2).run(load))
+    assert all(same_value(loaded, {"w": ONE}) for loaded in ThreadJob(2).run(load))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_numbers_of_options(create: Any, option: str, value: Any, right: list[An
         options: dict[str, Any] = {group: JobOptions(replicas=made) if group == "job" else made}
         context = Context(**options)
         ckptcore.save_async(tmp_path / f"{number}", {"w": ONE, "v": TWO}, context=context).result()
-        assert same(ckptcore.load(tmp_path / f"{number}", context=context), {"w": ONE, "v": TWO})
+        assert same_value(ckptcore.load(tmp_path / f"{number}", context=context), {"w": ONE, "v": TWO})
 
 
 def test_options_of_local_storage(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_options_of_local_storage(tmp_path: Path) -> None:
         refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # of a default
     for value in (True, False):
         save(direct_io=value)
-        assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+        assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_overwriting(tmp_path: Path) -> None:
@@ -150,15 +151,15 @@ def test_overwriting(tmp_path: Path) -> None:
     for number, choice in enumerate(eval(text.partition("expected ")[2].replace(" or ", ", "))):
         for value in (TWO, ONE) if choice else (ONE,):
             ckptcore.save(tmp_path / f"{number}", {"w": value}, overwrite=choice)
-        assert same(ckptcore.load(tmp_path / f"{number}"), {"w": ONE})
+        assert same_value(ckptcore.load(tmp_path / f"{number}"), {"w": ONE})
 
 
 def test_a_framework_and_an_abstract_tree(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     load: Any = ckptcore.load
     refused(lambda: load(tmp_path / "c", {"w": TWO}, framework="numpy"), "pass only one of the two", error=ValueError)
-    assert same(load(tmp_path / "c", framework="numpy"), {"w": ONE})
-    assert same(load(tmp_path / "c", {"w": TWO}), {"w": ONE})
+    assert same_value(load(tmp_path / "c", framework="numpy"), {"w": ONE})
+    assert same_value(load(tmp_path / "c", {"w": TWO}), {"w": ONE})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_names_of_steps(wrong: Callable[[], Any], right: Callable[[], Any], tmp_
         checkpointer.save_blocking(3, {"w": ONE})
     with Checkpointer(tmp_path / "run", step_names=names) as checkpointer:
         assert list(checkpointer.steps) == [3]
-        assert same(checkpointer.load(), {"w": ONE})
+        assert same_value(checkpointer.load(), {"w": ONE})
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_policies_of_epochs(tmp_path: Path) -> None:
         assert checkpointer.save(7, {"w": ONE}, epoch=1) is None
         assert checkpointer.should_save(8, epoch=2)
         assert checkpointer.save(8, {"w": ONE}, epoch=2) is not None
-    assert same(ckptcore.load(tmp_path / "run" / "8"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "run" / "8"), {"w": ONE})
 
 
 # --- selections and transforms ----------------------------------------------------------------------------------------
@@ -319,9 +320,9 @@ def test_patterns(tmp_path: Path) -> None:
     glob: Any = select.glob
     text = refused(lambda: glob(3), "is not a pattern; pass text such as", error=ValueError)
     pattern = eval(text.rpartition("such as ")[2])
-    assert same(ckptcore.load(tmp_path / "c", select=glob(pattern)), {"params": {"dense": {"kernel": TWO}}})
+    assert same_value(ckptcore.load(tmp_path / "c", select=glob(pattern)), {"params": {"dense": {"kernel": TWO}}})
     refused(lambda: glob("a[0"), "write '[[]' for '['", error=ValueError)
-    assert same(ckptcore.load(tmp_path / "c", select=glob("a[[]0")), {"a[0": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c", select=glob("a[[]0")), {"a[0": ONE})
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -334,7 +335,7 @@ def test_experts(tmp_path: Path) -> None:
     text = refused(lambda: load("expert/{expert}", range(1)), "no stored path matches", advice, error=TreeMismatchError)
     assert "nothing was read" in text
     refused(lambda: load("experts/{expert}", range(1, 4)), "experts 0-1 are stored", advice, error=TreeMismatchError)
-    assert same(load("experts/{expert}", range(1, 2)), {"experts": {"1": TWO}, "w": ONE})
+    assert same_value(load("experts/{expert}", range(1, 2)), {"experts": {"1": TWO}, "w": ONE})
 
 
 @pytest.mark.parametrize("wrong", ["w", {"w": "v"}, None])
@@ -345,11 +346,11 @@ def test_lists_of_transforms(wrong: Any, tmp_path: Path) -> None:
     advice = "expected a list of transforms, such as transforms=[Rename(...), Cast(...)]"
     refused(lambda: ckptcore.load(tmp_path / "c", transforms=wrong), advice, error=TypeError)
     transforms = [ckptcore.transforms.Rename("w", "v"), ckptcore.transforms.Cast("v", "float32")]
-    assert same(ckptcore.load(tmp_path / "c", transforms=transforms), {"v": ONE.astype(np.float32)})
+    assert same_value(ckptcore.load(tmp_path / "c", transforms=transforms), {"v": ONE.astype(np.float32)})
 
 
 def test_a_class_in_the_place_of_a_transform(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     wrong: Any = [ckptcore.transforms.Rename]
     refused(lambda: ckptcore.load(tmp_path / "c", transforms=wrong), "such as Rename(...)", error=TypeError)
-    assert same(ckptcore.load(tmp_path / "c", transforms=[ckptcore.transforms.Rename("w", "v")]), {"v": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c", transforms=[ckptcore.transforms.Rename("w", "v")]), {"v": ONE})

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Context, hookimpl, plugins
@@ -27,7 +28,7 @@ from ckptcore.errors import (
 )
 from ckptcore.installed import EntryPoint, entry_points
 from ckptcore.protocols import CheckpointableHandler, Priority
-from tests.errors.refusals import ONE, refused, same
+from tests.errors.refusals import ONE, refused
 from tests.loading.incomplete_layout import Incomplete
 
 
@@ -98,7 +99,7 @@ def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
     found.remove(first)
     save()
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 class Stated:
@@ -172,7 +173,7 @@ def test_two_plugins_that_report_a_job(tmp_path: Path) -> None:
     code = text.partition("choose one with ")[2].replace("...", "SingleProcess()").replace("(job", "(plugins=both, job")
     names = {"Context": Context, "JobOptions": JobOptions, "SingleProcess": SingleProcess, "both": plugins_}
     ckptcore.save(tmp_path / "c", {"w": ONE}, context=eval(code, names))
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_a_layout_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_a_layout_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     library.layout = ckptcore.SafetensorsLayout  # type: ignore[attr-defined]  # what the plugin calls
     monkeypatch.setitem(sys.modules, "a_library_that_is_missing", library)
     save()
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_a_distribution_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,4 +197,4 @@ def test_a_distribution_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pat
         )
     assert text.endswith("is not installed: run pip install 'ckptcore[tools]'")
     ckptcore.copy(tmp_path / "c", tmp_path / "d")
-    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "d"), {"w": ONE})

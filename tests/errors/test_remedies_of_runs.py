@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -25,7 +26,7 @@ from ckptcore.errors import (
     StepPinnedError,
 )
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+from tests.errors.refusals import ONE, TWO, interrupted, refused
 from tests.ownership.fake_clock import FakeClock
 
 
@@ -35,7 +36,7 @@ def test_a_step_that_a_reader_pins(tmp_path: Path) -> None:
             checkpointer.save_blocking(step, {"w": ONE * step})
         with CheckpointReader(tmp_path / "run") as reader, reader.pin(1):
             refused(lambda: checkpointer.delete(1), "is pinned by a reader; delete it later", error=StepPinnedError)
-            assert same(reader.load(1), {"w": ONE})
+            assert same_value(reader.load(1), {"w": ONE})
         checkpointer.delete(1)
         checkpointer.wait()
         assert list(checkpointer.steps) == [2]
@@ -60,7 +61,7 @@ def test_a_step_that_is_being_saved(tmp_path: Path) -> None:
         finally:
             refusal.set()
         checkpointer.wait()
-        assert same(checkpointer.load(1), {"w": TWO})
+        assert same_value(checkpointer.load(1), {"w": TWO})
         checkpointer.delete(1)
         checkpointer.wait()
         assert list(checkpointer.steps) == [2]
@@ -77,7 +78,7 @@ def test_a_step_that_is_being_deleted(tmp_path: Path) -> None:
     with deletion:
         refused(lambda: locks.pin("1", wait_seconds=0), "load another step", error=CheckpointNotFoundError)
         with locks.pin("2"), CheckpointReader(tmp_path / "run") as reader:
-            assert same(reader.load(2), {"w": ONE * 2})
+            assert same_value(reader.load(2), {"w": ONE * 2})
 
 
 def test_a_path_that_is_neither_a_file_nor_a_directory(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_a_path_that_is_neither_a_file_nor_a_directory(tmp_path: Path) -> None:
         refused(lambda: checkpointer.save_blocking(1, {"w": ONE}), advice, error=SaveLostError)
         (tmp_path / "run" / "1").unlink()
         checkpointer.save_blocking(1, {"w": ONE})
-        assert same(checkpointer.load(1), {"w": ONE})
+        assert same_value(checkpointer.load(1), {"w": ONE})
 
 
 def test_a_checkpointer_in_another_process(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_checkpointer_in_another_process(tmp_path: Path) -> None:
         advice = "Pass the directory, and read it with CheckpointReader in the other process"
         refused(lambda: pickle.dumps(checkpointer), advice, error=TypeError)
         with CheckpointReader(pickle.loads(pickle.dumps(checkpointer.directory))) as reader:
-            assert same(reader.load(), {"w": ONE})
+            assert same_value(reader.load(), {"w": ONE})
 
 
 def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +106,7 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         for step in (1, 3, 5):
             checkpointer.save_blocking(step, {"w": ONE * step})
     with Checkpointer(tmp_path / "run") as checkpointer:
-        assert same(checkpointer.load(1), {"w": ONE})
+        assert same_value(checkpointer.load(1), {"w": ONE})
         refused(
             lambda: checkpointer.save_blocking(3, {"w": TWO}),
             "To continue from an earlier step, first delete this step and all later ones: a resume loads the newest",
@@ -118,7 +119,7 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         checkpointer.wait()
         checkpointer.save_blocking(3, {"w": TWO * 3})
     with Checkpointer(tmp_path / "run") as checkpointer:
-        assert same(checkpointer.load(), {"w": TWO * 3})
+        assert same_value(checkpointer.load(), {"w": TWO * 3})
         assert list(checkpointer.steps) == [1, 2, 3]
 
 
@@ -132,7 +133,7 @@ def test_damaged_metadata_of_a_run(content: str, tmp_path: Path) -> None:
         with CheckpointReader(tmp_path / "run") as reader:
             advice = "write it again with Checkpointer(directory, metadata=...), or remove it"
             refused(lambda: reader.root_metadata, ".ckptcore/metadata.json", advice)  # called here
-            assert same(reader.load(), {"w": ONE})
+            assert same_value(reader.load(), {"w": ONE})
         if follow == "write":
             Checkpointer(tmp_path / "run", metadata={"b": 2}).close()
         else:
@@ -157,7 +158,7 @@ def test_a_step_that_others_refer_to(tmp_path: Path) -> None:
         checkpointer.delete(1)
         checkpointer.wait()
         assert list(checkpointer.steps) == [3]
-    assert same(ckptcore.load(tmp_path / "run" / "update"), {"w": TWO, "v": TWO})
+    assert same_value(ckptcore.load(tmp_path / "run" / "update"), {"w": TWO, "v": TWO})
 
 
 def test_an_abstract_tree_as_the_step(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_an_abstract_tree_as_the_step(tmp_path: Path) -> None:
         checkpointer.save_blocking(1, {"w": ONE})
         wrong: Any = {"w": TWO}
         refused(lambda: checkpointer.load(wrong), "pass the abstract tree as abstract=", error=TypeError)
-        assert same(checkpointer.load(abstract=wrong), {"w": ONE})
+        assert same_value(checkpointer.load(abstract=wrong), {"w": ONE})
 
 
 def test_preemption_on_another_thread(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
         "create the Checkpointer there, or pass preemption_notice=, a function of the step that returns True"
         in found[0]
     )
-    assert same(ckptcore.load(tmp_path / "run" / "1"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "run" / "1"), {"w": ONE})
     with Checkpointer(tmp_path / "run", save_policy=policy) as checkpointer:
         assert checkpointer.save(2, {"w": ONE}) is None
 

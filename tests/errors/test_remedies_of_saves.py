@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -27,7 +28,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+from tests.errors.refusals import ONE, TWO, interrupted, refused
 
 # --- locations --------------------------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ def test_a_local_directory_named_like_a_url(tmp_path: Path, monkeypatch: pytest.
     advice = "or the absolute path of a local directory that has this name"
     refused(lambda: ckptcore.save(path, {"w": ONE}), advice, error=InvalidLocationError)
     ckptcore.save(path.absolute(), {"w": ONE})
-    assert same(ckptcore.load(path.absolute()), {"w": ONE})
+    assert same_value(ckptcore.load(path.absolute()), {"w": ONE})
     assert (tmp_path / "memory:" / "run" / "c").is_dir()
 
 
@@ -48,8 +49,8 @@ def test_urls_of_local_files(url: str, tmp_path: Path) -> None:
     refused(lambda: ckptcore.save(wrong, {"w": ONE}), "write file:///path, with ? and # as %3F and %23")
     right = wrong.replace("host", "").replace("?", "%3F").replace("#", "%23")
     ckptcore.save(right, {"w": ONE})
-    assert same(ckptcore.load(right), {"w": ONE})
-    assert same(ckptcore.load(tmp_path / wrong.rpartition("/")[2]), {"w": ONE})
+    assert same_value(ckptcore.load(right), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / wrong.rpartition("/")[2]), {"w": ONE})
 
 
 # --- several saves ----------------------------------------------------------------------------------------------------
@@ -69,11 +70,11 @@ def test_a_save_that_another_one_took_over(key: str) -> None:
         "Only one save at a time may write there: wait until the other save has ended, or save to another location",
         error=SaveLostError,
     )
-    assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
+    assert same_value(ckptcore.load(f"{run}/c"), {"w": ONE})
     ckptcore.save(f"{run}/d", {"w": TWO})
-    assert same(ckptcore.load(f"{run}/d"), {"w": TWO})
+    assert same_value(ckptcore.load(f"{run}/d"), {"w": TWO})
     ckptcore.save(f"{run}/c", {"w": TWO}, overwrite="non-atomic")
-    assert same(ckptcore.load(f"{run}/c"), {"w": TWO})
+    assert same_value(ckptcore.load(f"{run}/c"), {"w": TWO})
 
 
 def test_an_upload_that_another_save_removed() -> None:
@@ -100,7 +101,7 @@ def test_a_save_whose_directory_is_removed(tmp_path: Path) -> None:
         error=SaveLostError,
     )
     ckptcore.save(tmp_path / "c", {"w": ONE}, context=context)
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_another_save_among_other_files(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_another_save_among_other_files(tmp_path: Path) -> None:
 
     refused(save, "another process saved there or removed it during the commit; save again", error=SaveLostError)
     save()
-    assert same(ckptcore.load(tmp_path / "c"), {"w": TWO})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": TWO})
     assert (tmp_path / "c" / "notes.txt").read_text() == "mine"
 
 
@@ -133,7 +134,7 @@ def test_two_copies_to_one_location(tmp_path: Path) -> None:
     ckptcore.copy(tmp_path / "c", tmp_path / "d", context=interrupted("file", "rename", "", copy_another))
     assert len(refusals) == 1
     assert ckptcore.copy(tmp_path / "c", tmp_path / "d").sent_bytes == 0
-    assert same(ckptcore.load(tmp_path / "d"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "d"), {"w": ONE})
 
 
 # --- deletions --------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def test_files_of_other_software_are_not_deleted(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_blocking(2, {"w": TWO})
         refused(lambda: checkpointer.delete(1), advice, error=CheckpointNotFoundError)
-        assert same(checkpointer.load(1), {"w": ONE})
+        assert same_value(checkpointer.load(1), {"w": ONE})
         shutil.rmtree(tmp_path / "run" / "1")
         checkpointer.reload()
         assert list(checkpointer.steps) == [2]
@@ -166,7 +167,7 @@ def test_a_neighbour_that_cannot_be_read(tmp_path: Path) -> None:
         ckptcore.delete(tmp_path / "c", context=context)
     (note,) = caught.value.__notes__
     assert note.startswith("Nothing was deleted") and "its parent directory must be listed and read" in note
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
     ckptcore.delete(tmp_path / "c", context=context)
     assert not (tmp_path / "c").exists()
 
@@ -183,7 +184,7 @@ def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
         if follow is ckptcore.delete:
             refused(lambda: ckptcore.load(location), "does not exist", error=CheckpointNotFoundError)  # noqa: B023  # called here
         else:
-            assert same(ckptcore.load(location), {"w": TWO})
+            assert same_value(ckptcore.load(location), {"w": TWO})
             assert ckptcore.verify(location).ok
 
 
@@ -196,7 +197,7 @@ def test_names_of_uncommitted_saves(tmp_path: Path) -> None:
         lambda: ckptcore.save(tmp_path / ".c.0123456789abcdef.ckptcore", {"w": ONE}), advice, error=InvalidLocationError
     )
     ckptcore.save(tmp_path / "c", {"w": ONE})
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_a_checkpoint_within_another(tmp_path: Path) -> None:
@@ -212,8 +213,8 @@ def test_a_checkpoint_within_another(tmp_path: Path) -> None:
         refused(call, f"{tmp_path}/c/inner", advice, error=CheckpointExistsError)
     (tmp_path / "c" / "inner").rename(tmp_path / "moved")
     ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
-    assert same(ckptcore.load(tmp_path / "c"), {"w": TWO})
-    assert same(ckptcore.load(tmp_path / "moved"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": TWO})
+    assert same_value(ckptcore.load(tmp_path / "moved"), {"w": ONE})
 
 
 @pytest.mark.parametrize("follow", ["one tree", "delete", "elsewhere"])
@@ -226,16 +227,16 @@ def test_names_that_are_fixed(follow: str, tmp_path: Path) -> None:
         "delete the other files too. Nothing was changed",
         error=CheckpointExistsError,
     )
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
     location = tmp_path / ("d" if follow == "elsewhere" else "c")
     if follow == "one tree":
         for layout in ("dcp", "safetensors"):
             ckptcore.save(location, {"w": TWO}, layout=layout, overwrite="keep-other-files")
-            assert same(ckptcore.load(location), {"w": TWO})
+            assert same_value(ckptcore.load(location), {"w": TWO})
     else:
         overwrite: Any = "with-other-files" if follow == "delete" else False
         ckptcore.save(location, {"w": TWO}, layout="ocdbt", overwrite=overwrite)
-    assert same(ckptcore.load(location), {"w": TWO})
+    assert same_value(ckptcore.load(location), {"w": TWO})
     assert (tmp_path / "c" / "notes.txt").exists() == (follow != "delete")
 
 
@@ -244,11 +245,11 @@ def test_a_storage_that_replaces_nothing_atomically() -> None:
     ckptcore.save(f"{run}/c", {"w": ONE})
     advice = "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
     refused(lambda: ckptcore.save(f"{run}/c", {"w": TWO}, overwrite=True), advice, error=AtomicityError)
-    assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
+    assert same_value(ckptcore.load(f"{run}/c"), {"w": ONE})
     ckptcore.save(f"{run}/d", {"w": TWO})
     ckptcore.save(f"{run}/c", {"w": TWO}, overwrite="non-atomic")
     for name in ("c", "d"):
-        assert same(ckptcore.load(f"{run}/{name}"), {"w": TWO})
+        assert same_value(ckptcore.load(f"{run}/{name}"), {"w": TWO})
 
 
 def test_a_file_system_without_exchanges(tmp_path: Path) -> None:
@@ -261,11 +262,11 @@ def test_a_file_system_without_exchanges(tmp_path: Path) -> None:
     advice = "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
     save = partial(ckptcore.save, state={"w": TWO}, context=context)
     refused(lambda: save(tmp_path / "c", overwrite=True), advice, error=AtomicityError)
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
     save(tmp_path / "d")
     save(tmp_path / "c", overwrite="non-atomic")
     for name in ("c", "d"):
-        assert same(ckptcore.load(tmp_path / name), {"w": TWO})
+        assert same_value(ckptcore.load(tmp_path / name), {"w": TWO})
 
 
 def test_a_storage_without_conditions() -> None:
@@ -274,7 +275,7 @@ def test_a_storage_without_conditions() -> None:
     code = text.partition("you can pass ")[2].partition(" instead")[0]
     context = eval(code, {"Context": Context, "IOOptions": IOOptions})
     ckptcore.save(location, {"w": ONE}, context=context)
-    assert same(ckptcore.load(location, context=context), {"w": ONE})
+    assert same_value(ckptcore.load(location, context=context), {"w": ONE})
 
 
 def test_results_cannot_be_pickled(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_results_cannot_be_pickled(tmp_path: Path) -> None:
     handle.result()
     loading = ckptcore.load_async(tmp_path / "c")
     refused(lambda: pickle.dumps(loading), "wait for its result() here, and pickle that", error=TypeError)
-    assert same(pickle.loads(pickle.dumps(loading.result())), {"w": ONE})
+    assert same_value(pickle.loads(pickle.dumps(loading.result())), {"w": ONE})
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp"])
@@ -294,7 +295,7 @@ def test_leaves_with_one_name(layout: str, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
     state["renamed"] = state.pop("a\\.b")
     save(state)
-    assert same(ckptcore.load(tmp_path / "c"), state)
+    assert same_value(ckptcore.load(tmp_path / "c"), state)
 
 
 def test_a_base_of_an_update_that_is_being_saved(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_a_base_of_an_update_that_is_being_saved(tmp_path: Path) -> None:
     context = interrupted("file", "rename", "", delete)
     ckptcore.save(tmp_path / "update", {"w": TWO}, strategy=update, context=context)
     assert len(refusals) == 1
-    assert same(ckptcore.load(tmp_path / "update"), {"w": TWO, "v": TWO})
+    assert same_value(ckptcore.load(tmp_path / "update"), {"w": TWO, "v": TWO})
     for name in ("update", "base"):
         ckptcore.delete(tmp_path / name)
     assert not [found for found in tmp_path.iterdir() if not found.name.startswith(".")]

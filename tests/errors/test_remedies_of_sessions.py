@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import (
@@ -17,7 +18,7 @@ from ckptcore.errors import (
 )
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused, same
+from tests.errors.refusals import ONE, TWO, interrupted, refused
 
 
 def test_a_save_that_is_not_committed() -> None:
@@ -29,16 +30,16 @@ def test_a_save_that_is_not_committed() -> None:
         """While the save runs, only the first advice can be followed."""
         advice = "Load another checkpoint. If no process writes there, you can save here again"
         refused(lambda: ckptcore.load(f"{run}/c"), advice, error=UncommittedCheckpointError)
-        assert same(ckptcore.load(f"{run}/b"), {"w": TWO})
+        assert same_value(ckptcore.load(f"{run}/b"), {"w": TWO})
         claims.append(storage.get("c/checkpoint.json"))
 
     ckptcore.save(f"{run}/b", {"w": TWO})
     ckptcore.save(f"{run}/c", {"w": ONE}, context=interrupted("memory", "put", "model.safetensors", look))
-    assert same(ckptcore.load(f"{run}/c"), {"w": ONE})
+    assert same_value(ckptcore.load(f"{run}/c"), {"w": ONE})
     storage.put("d/checkpoint.json", claims[0])  # as a killed process leaves it
     refused(lambda: ckptcore.load(f"{run}/d"), "you can save here again", error=UncommittedCheckpointError)
     ckptcore.save(f"{run}/d", {"w": ONE})
-    assert same(ckptcore.load(f"{run}/d"), {"w": ONE})
+    assert same_value(ckptcore.load(f"{run}/d"), {"w": ONE})
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -62,24 +63,24 @@ def test_a_partial_save(scheme: str, tmp_path: Path) -> None:
     begin()
     ckptcore.partial(location).save({"v": TWO})
     ckptcore.partial(location).finalize()
-    assert same(ckptcore.load(location), {"w": ONE, "v": TWO})
+    assert same_value(ckptcore.load(location), {"w": ONE, "v": TWO})
     ckptcore.delete(location)
     begin()
     ckptcore.delete(location)
     ckptcore.save(location, {"w": TWO})
-    assert same(ckptcore.load(location), {"w": TWO})
+    assert same_value(ckptcore.load(location), {"w": TWO})
     refused(
         lambda: ckptcore.partial(location).save({"w": ONE}),
         "save to another location, or delete the checkpoint with ckptcore.delete first. Nothing was changed",
         error=CheckpointExistsError,
     )
-    assert same(ckptcore.load(location), {"w": TWO})
+    assert same_value(ckptcore.load(location), {"w": TWO})
     for to in (f"{location}2", location):
         if to == location:
             ckptcore.delete(location)
         ckptcore.partial(to).save({"w": ONE})
         ckptcore.partial(to).finalize()
-        assert same(ckptcore.load(to), {"w": ONE})
+        assert same_value(ckptcore.load(to), {"w": ONE})
 
 
 def test_a_root_that_is_a_broken_link(tmp_path: Path) -> None:
@@ -92,10 +93,10 @@ def test_a_root_that_is_a_broken_link(tmp_path: Path) -> None:
         "name the file, or the index of several files, as the location",
         error=CorruptCheckpointError,
     )
-    assert same(ckptcore.load(tmp_path / "c" / "model.safetensors"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c" / "model.safetensors"), {"w": ONE})
     (tmp_path / "c" / "checkpoint.json").unlink()
     (tmp_path / "root.json").rename(tmp_path / "c" / "checkpoint.json")
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_two_sessions_at_once(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
     assert len(refusals) == 1
     ckptcore.partial(location).save({"v": TWO})
     ckptcore.partial(location).finalize()
-    assert same(ckptcore.load(location), {"w": ONE, "v": TWO})
+    assert same_value(ckptcore.load(location), {"w": ONE, "v": TWO})
 
 
 def test_two_sessions_at_once_on_an_object_store() -> None:
@@ -122,4 +123,4 @@ def test_two_sessions_at_once_on_an_object_store() -> None:
     refused(first, "wait until the other save has ended", error=SaveLostError)
     first()
     ckptcore.partial(location).finalize()
-    assert same(ckptcore.load(location), {"v": TWO, "w": ONE})
+    assert same_value(ckptcore.load(location), {"v": TWO, "w": ONE})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -22,7 +23,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from tests.errors.refusals import ONE, TWO, refused, same
+from tests.errors.refusals import ONE, TWO, refused
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the path of a descriptor is in /proc")
@@ -50,7 +51,7 @@ def test_a_full_file_system(follow: str, tmp_path: Path, monkeypatch: pytest.Mon
         "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact",
         error=StorageFullError,
     )
-    assert same(ckptcore.load(tmp_path / "small" / "a"), first)
+    assert same_value(ckptcore.load(tmp_path / "small" / "a"), first)
     location = tmp_path / "small" / "c"
     match follow:
         case "free":
@@ -60,7 +61,7 @@ def test_a_full_file_system(follow: str, tmp_path: Path, monkeypatch: pytest.Mon
         case _:
             location = tmp_path / "large" / "c"
     ckptcore.save(location, second)
-    assert same(ckptcore.load(location), second)
+    assert same_value(ckptcore.load(location), second)
 
 
 def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +72,7 @@ def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytes
     refused(lambda: ckptcore.save("c", {"w": ONE}), advice, error=InvalidLocationError)
     ckptcore.save(tmp_path / "c", {"w": ONE})
     os.chdir(tmp_path)
-    assert same(ckptcore.load("c"), {"w": ONE})
+    assert same_value(ckptcore.load("c"), {"w": ONE})
 
 
 def test_a_link_that_leads_out(tmp_path: Path) -> None:
@@ -80,11 +81,11 @@ def test_a_link_that_leads_out(tmp_path: Path) -> None:
     (tmp_path / "c" / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
     advice = "Copy the file into the checkpoint, or pass the target of the link as the location"
     refused(lambda: ckptcore.load(tmp_path / "c"), "c/model.safetensors leads out", advice, error=InvalidLocationError)
-    assert same(ckptcore.load(tmp_path / "weights.safetensors"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "weights.safetensors"), {"w": ONE})
     content = (tmp_path / "weights.safetensors").read_bytes()
     (tmp_path / "c" / "model.safetensors").unlink()
     (tmp_path / "c" / "model.safetensors").write_bytes(content)
-    assert same(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 
 
 def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "run").rename(tmp_path / "notes")
     ckptcore.save(tmp_path / "run" / "1", {"w": ONE})
     for run in ("run", "other"):
-        assert same(ckptcore.load(tmp_path / run / "1"), {"w": ONE})
+        assert same_value(ckptcore.load(tmp_path / run / "1"), {"w": ONE})
     assert (tmp_path / "notes").read_text() == "mine"
 
 
@@ -140,7 +141,7 @@ def test_a_progress_bar_without_its_library(tmp_path: Path, monkeypatch: pytest.
         assert shown[-1][0] == shown[-1][1] > 0
     ckptcore.save(tmp_path / "d", {"w": ONE}, progress=True)
     for name in ("c", "d"):
-        assert same(ckptcore.load(tmp_path / name), {"w": ONE})
+        assert same_value(ckptcore.load(tmp_path / name), {"w": ONE})
 
 
 def test_an_owner_whose_record_was_removed(tmp_path: Path) -> None:
@@ -154,4 +155,4 @@ def test_an_owner_whose_record_was_removed(tmp_path: Path) -> None:
         )
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_blocking(2, {"w": TWO})
-        assert same(checkpointer.load(), {"w": TWO})
+        assert same_value(checkpointer.load(), {"w": TWO})

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import SavesToDirectoryAsyncHandler
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import PLACEHOLDER, Context
@@ -24,7 +25,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from tests.errors.refusals import ONE, TWO, refused, same
+from tests.errors.refusals import ONE, TWO, refused
 
 
 def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
@@ -46,9 +47,9 @@ def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
         error=UnsupportedLeafError,
     )
     whole = {**partly, "v": ckptcore.load(tmp_path / "c", {"w": PLACEHOLDER, "v": TWO})["v"]}
-    assert same(saved(tmp_path, whole, "d"), {"w": ONE, "v": TWO})
+    assert same_value(saved(tmp_path, whole, "d"), {"w": ONE, "v": TWO})
     del partly["v"]
-    assert same(saved(tmp_path, partly, "e"), {"w": ONE})
+    assert same_value(saved(tmp_path, partly, "e"), {"w": ONE})
 
 
 def test_an_iterator_is_made_again(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_code_is_removed_from_the_tree(code: object, tmp_path: Path) -> None:
     state = {"w": ONE, "function": code}
     refused(lambda: ckptcore.save(tmp_path / "c", state), "function is a ", "remove it from the tree")
     del state["function"]
-    assert same(saved(tmp_path, state), {"w": ONE})
+    assert same_value(saved(tmp_path, state), {"w": ONE})
 
 
 class Directory:
@@ -130,7 +131,7 @@ def test_an_object_that_writes_files(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"state": {"w": ONE}, "tokens": Directory("abc")})
     target = Directory()
     loaded = ckptcore.load_checkpointables(tmp_path / "c", ["state"], into={"tokens": target})
-    assert same(loaded["state"], {"w": ONE})
+    assert same_value(loaded["state"], {"w": ONE})
     assert target.text == "abc"
 
 
@@ -244,13 +245,13 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", model.get_weights())
     other = Model(ONE * 0, TWO * 0)
     other.set_weights(ckptcore.load(tmp_path / "c", other.get_weights()))
-    assert same(other.weights, [ONE, TWO])
+    assert same_value(other.weights, [ONE, TWO])
     model.compile("adam")
     ckptcore.save(tmp_path / "d", model)
     other = Model(ONE * 0, TWO * 0)
     other.compile("adam")
     ckptcore.load_into(tmp_path / "d", other)
-    assert same(other.weights, [ONE, TWO])
+    assert same_value(other.weights, [ONE, TWO])
 
 
 class Zone(datetime.tzinfo):
@@ -313,7 +314,7 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
         "Context(plugins=PluginOptions(handlers=...))",
         error=UnsupportedLeafError,
     )
-    assert same(saved(tmp_path, {"x": np.asarray(value), "mark": value.mark}), {"x": ONE, "mark": "abc"})
+    assert same_value(saved(tmp_path, {"x": np.asarray(value), "mark": value.mark}), {"x": ONE, "mark": "abc"})
 
     class Handler(HostArrayHandler):
         """A handler of the type, which the user writes."""
@@ -328,7 +329,7 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
 
     context = Context(plugins=PluginOptions(handlers={Marked: Handler()}))
     ckptcore.save(tmp_path / "d", {"x": value}, context=context)
-    assert same(ckptcore.load(tmp_path / "d"), {"x": ONE})
+    assert same_value(ckptcore.load(tmp_path / "d"), {"x": ONE})
 
 
 @pytest.mark.parametrize("other", ["PCG64", "PCG64DXSM", "SFC64", "MT19937"])
@@ -420,4 +421,4 @@ def test_a_leaf_that_its_handler_does_not_fill(tmp_path: Path) -> None:
     context = Context(plugins=PluginOptions(handlers={np.ndarray: UnfilledHandler()}))
     target = (ONE * 0,)
     refused(lambda: ckptcore.load_into(tmp_path / "c", target, context=context), "use load() and keep its result")
-    assert same(ckptcore.load(tmp_path / "c", target, context=context), (ONE,))
+    assert same_value(ckptcore.load(tmp_path / "c", target, context=context), (ONE,))

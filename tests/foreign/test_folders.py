@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError
-from plugins.tools.tests.cli.conftest import Run, RunJson, run, run_json  # noqa: F401  # fixtures
+from plugins.tools.tests.cli.conftest import Run, RunJson
 from plugins.tools.tests.cli.expected_documents import ListDocument
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -97,7 +97,7 @@ def test_a_folder_of_runs_is_named(runs: Path) -> None:
     assert eval(way, {"CheckpointReader": ckptcore.CheckpointReader})["n"] == 1
 
 
-def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) -> None:  # noqa: F811
+def test_the_command_line_lists_runs(runs: Path, run: Run, run_json: RunJson) -> None:
     code, document = run_json(ListDocument, "ls", runs)
     assert code == 0
     found = {one["name"]: (one["state"], one.get("steps"), one.get("newest")) for one in document["checkpoints"]}

@@ -15,6 +15,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
@@ -36,17 +37,12 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**made, "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
 
 
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    whole = first.dtype == second.dtype and first.shape == second.shape
-    return whole and first.reshape(-1).view(torch.uint8).equal(second.reshape(-1).view(torch.uint8))
-
-
 def test_safetensors_reads_what_we_write(tmp_path: Path) -> None:
     state = tensors()
     ckptcore.save(tmp_path / "c", state)
     loaded = safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")
     assert loaded.keys() == state.keys()
-    assert all(same(loaded[name], state[name]) for name in state)
+    assert all(same_value(loaded[name], state[name]) for name in state)
     with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"__ckptcore__": "1", "format": "pt"}  # Hugging Face loaders ask for it
 
@@ -56,7 +52,7 @@ def test_we_read_what_safetensors_writes(tmp_path: Path) -> None:
     safetensors.torch.save_file(state, tmp_path / "model.safetensors", {"by": "somebody"})
     for location in (tmp_path, tmp_path / "model.safetensors"):
         loaded = ckptcore.load(location, state)
-        assert all(same(loaded[name], state[name]) for name in state)
+        assert all(same_value(loaded[name], state[name]) for name in state)
         metadata = ckptcore.metadata(location)
         assert (
             metadata.layout == "safetensors"
@@ -121,7 +117,7 @@ def test_load_model_of_safetensors_ties_them_again(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", saved.state_dict())
     safetensors.torch.load_model(loaded, tmp_path / "c" / "model.safetensors")
     assert loaded.second.weight is loaded.first.weight
-    assert same(loaded.first.weight.detach(), saved.first.weight.detach())
+    assert same_value(loaded.first.weight.detach(), saved.first.weight.detach())
 
 
 def test_shards_are_read_by_hugging_face_and_back(tmp_path: Path) -> None:
@@ -135,12 +131,12 @@ def test_shards_are_read_by_hugging_face_and_back(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "c")
     assert (tmp_path / "c" / "model.safetensors.index.json").exists()
     again = transformers.BertModel.from_pretrained(tmp_path / "c", local_files_only=True)
-    assert all(same(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(same_value(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     model.save_pretrained(tmp_path / "theirs", max_shard_size="8KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     for location in (tmp_path / "theirs", tmp_path / "theirs" / "model.safetensors.index.json"):
         loaded = ckptcore.load(location, model.state_dict())
-        assert all(same(loaded[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(same_value(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_two_copies_of_a_tensor_load_as_in_transformers(tmp_path: Path) -> None:

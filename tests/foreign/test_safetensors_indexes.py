@@ -15,10 +15,8 @@ import ckptcore
 from ckptcore import PLACEHOLDER
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model import unreadable_error
-from plugins.tools.tests.cli.conftest import Run, RunJson, run, run_json
+from plugins.tools.tests.cli.conftest import Run, RunJson
 from plugins.tools.tests.cli.expected_documents import InspectDocument, VerifyDocument
-
-__all__ = ["run", "run_json"]
 
 _INDEX = "model.safetensors.index.json"
 _FIRST, _SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

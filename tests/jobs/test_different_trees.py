@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -45,12 +46,6 @@ def _stage(rank: int, value: float = 1) -> dict[str, Any]:
     return {"layers": layers, "step": 7, "norm": np.full(2, float(value)), **ends}
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(_same(left[key], right[key]) for key in left)
-    return bool(np.array_equal(left, right))
-
-
 def _save(location: object, state: Any, **options: Any) -> None:
     ckptcore.save(location, state, **options)  # type: ignore[arg-type]  # any that `save` takes
 
@@ -66,10 +61,10 @@ def test_stages_are_saved_as_one_tree_and_each_loads_its_own(layout: str, save: 
 
     def job(rank: int, context: ckptcore.Context) -> None:
         save(location, _stage(rank), layout=layout, context=context)
-        assert _same(ckptcore.load(location, _stage(rank, 0), context=context), _stage(rank))
+        assert same_value(ckptcore.load(location, _stage(rank, 0), context=context), _stage(rank))
         target = _stage(3 - rank, 0)  # another than it saved
         ckptcore.load_into(location, target, context=context)
-        assert _same(target, _stage(3 - rank))
+        assert same_value(target, _stage(3 - rank))
 
     _run(job)
     whole = ckptcore.load(location)
@@ -80,7 +75,7 @@ def test_stages_are_saved_as_one_tree_and_each_loads_its_own(layout: str, save: 
 
 def test_a_load_may_lack_what_not_every_rank_had_and_nothing_else(tmp_path: Path) -> None:
     _run(lambda rank, context: ckptcore.save(tmp_path / "c", _stage(rank), layout="zarr3", context=context))
-    assert _same(ckptcore.load(tmp_path / "c", {"step": 0, "norm": np.zeros(2)}), {"step": 7, "norm": np.ones(2)})
+    assert same_value(ckptcore.load(tmp_path / "c", {"step": 0, "norm": np.zeros(2)}), {"step": 7, "norm": np.ones(2)})
     for lacking in ("step", "norm"):
         asked = _stage(0)
         del asked[lacking]
@@ -244,7 +239,7 @@ def test_tied_arrays_on_different_ranks(layout: str, tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save(tmp_path / "c", state(rank), layout=layout, context=context)
         loaded = ckptcore.load(tmp_path / "c", state(rank), context=context)
-        assert _same(loaded, state(rank)) and (rank == 1 or loaded["head"] is loaded["embed"])
+        assert same_value(loaded, state(rank)) and (rank == 1 or loaded["head"] is loaded["embed"])
 
     _run(job, 2)
     tree = json.loads((tmp_path / "c" / "checkpoint.json").read_bytes())["tables"]["tree"]
@@ -280,7 +275,7 @@ def test_one_of_several_checkpointables_differs(tmp_path: Path) -> None:
     def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", objects(rank), layout="ocdbt", context=context)
         found = ckptcore.load_checkpointables(tmp_path / "c", objects(rank), context=context)
-        assert _same(found["model"], _stage(rank)) and found["own"] == {"rank": rank}
+        assert same_value(found["model"], _stage(rank)) and found["own"] == {"rank": rank}
         with pytest.raises(
             (TreeMismatchError, RankFailedError), match="(?s)in 'same': .*step: int 0 on rank 0.*rank 3"
         ):
@@ -298,7 +293,7 @@ def test_steps_of_a_checkpointer(tmp_path: Path) -> None:
             for step in (1, 2):
                 checkpointer.save(step, _stage(rank, step))
             checkpointer.wait()
-            assert _same(checkpointer.load(abstract=_stage(rank, 0)), _stage(rank, 2))
+            assert same_value(checkpointer.load(abstract=_stage(rank, 0)), _stage(rank, 2))
 
     _run(job)
 
@@ -314,7 +309,7 @@ def test_exports_are_of_the_union(subtree: str, tmp_path: Path) -> None:
     whole: Any = ckptcore.load(tmp_path / "c")
     for key in subtree.split("/") if subtree else ():
         whole = whole[key]
-    assert _same(ckptcore.load(tmp_path / "export"), whole)
+    assert same_value(ckptcore.load(tmp_path / "export"), whole)
 
 
 def test_an_export_of_what_no_rank_has_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Checkpointer, Context, PerProcess
@@ -28,19 +29,6 @@ def run(job: Callable[[int, Context], Any], size: int = 2) -> Sequence[Any]:
         return job(coordinator.rank, context)
 
     return ThreadJob(size, timeout_seconds=30).run(of_rank)
-
-
-def same(left: Any, right: Any) -> bool:
-    """Compare trees, with the types of their containers."""
-    if isinstance(left, PerProcess):
-        return isinstance(right, PerProcess) and same(left.value, right.value)
-    if isinstance(left, dict):
-        return (
-            isinstance(right, dict) and list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return bool(np.array_equal(left, right))
 
 
 def tree_of(rank: int) -> dict[str, Any]:
@@ -70,19 +58,19 @@ def test_each_process_gets_its_own_value(tmp_path: Path, layout: str, save: Call
         handle = save(tmp_path / "x", tree_of(rank), layout=layout, context=context)
         if handle is not None:
             handle.result()
-        assert same(ckptcore.load(tmp_path / "x", context=context), unwrapped(tree_of(rank)))
-        assert same(ckptcore.load(tmp_path / "x", tree_of(rank), context=context), tree_of(rank))
+        assert same_value(ckptcore.load(tmp_path / "x", context=context), unwrapped(tree_of(rank)))
+        assert same_value(ckptcore.load(tmp_path / "x", tree_of(rank), context=context), tree_of(rank))
         abstract = ckptcore.abstract(tree_of(rank))
-        assert same(ckptcore.load(tmp_path / "x", abstract, context=context), tree_of(rank))
+        assert same_value(ckptcore.load(tmp_path / "x", abstract, context=context), tree_of(rank))
         filled = {**tree_of(rank), "list": [np.zeros(2), PerProcess(np.zeros((2, 2), int))], "seconds": PerProcess(9.0)}
         array = filled["list"][1].value
         ckptcore.load_into(tmp_path / "x", filled, context=context)
-        assert same(filled, tree_of(rank))
+        assert same_value(filled, tree_of(rank))
         assert filled["list"][1].value is array
         selected = ckptcore.load(tmp_path / "x", select=ckptcore.select.names("seconds"), context=context)
         assert selected == {"seconds": 0.5 + rank}
         part = ckptcore.load(tmp_path / "x", select=ckptcore.select.glob("list/0"), context=context)
-        assert same(part["list"], [np.ones(2), ckptcore.PLACEHOLDER])
+        assert same_value(part["list"], [np.ones(2), ckptcore.PLACEHOLDER])
 
     run(job)
     assert ckptcore.verify(tmp_path / "x").ok
@@ -138,15 +126,15 @@ def test_the_whole_tree_and_members(tmp_path: Path) -> None:
     def job(rank: int, context: Context) -> None:
         own = {"rank": rank, "data": np.full(3, rank)}
         ckptcore.save(tmp_path / "root", PerProcess(own), context=context)
-        assert same(ckptcore.load(tmp_path / "root", context=context), own)
-        assert same(ckptcore.load(tmp_path / "root", PerProcess(own), context=context), PerProcess(own))
+        assert same_value(ckptcore.load(tmp_path / "root", context=context), own)
+        assert same_value(ckptcore.load(tmp_path / "root", PerProcess(own), context=context), PerProcess(own))
         members = {"model": tree_of(rank), "own": PerProcess(own)}
         ckptcore.save_checkpointables(tmp_path / "several", members, context=context)
         loaded = ckptcore.load_checkpointables(tmp_path / "several", context=context)
-        assert same(loaded, {"model": unwrapped(tree_of(rank)), "own": own})
+        assert same_value(loaded, {"model": unwrapped(tree_of(rank)), "own": own})
         with Checkpointer(tmp_path / "run", context=context) as checkpointer:
             checkpointer.save_blocking(1, tree_of(rank))
-            assert same(checkpointer.load(abstract=tree_of(rank)), tree_of(rank))
+            assert same_value(checkpointer.load(abstract=tree_of(rank)), tree_of(rank))
 
     run(job)
 
@@ -215,5 +203,5 @@ def test_an_array_is_not_tied_to_the_same_array_in_a_wrapper(tmp_path: Path) -> 
 
 def test_a_single_process(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", tree_of(0))
-    assert same(ckptcore.load(tmp_path / "x"), unwrapped(tree_of(0)))
-    assert same(ckptcore.load(tmp_path / "x", tree_of(0)), tree_of(0))
+    assert same_value(ckptcore.load(tmp_path / "x"), unwrapped(tree_of(0)))
+    assert same_value(ckptcore.load(tmp_path / "x", tree_of(0)), tree_of(0))

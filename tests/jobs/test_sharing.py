@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -231,19 +232,11 @@ def _saved(location: Path, layout: str, size: int = 3, **options: Any) -> Sequen
     return ThreadJob(size, timeout_seconds=30).run(of_rank)
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return all(map(_same, left, right))
-    return bool(np.array_equal(left, right))
-
-
 @pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr", "dcp"])
 def test_ranks_share_in_every_layout_that_takes_pieces(layout: str, tmp_path: Path) -> None:
     written = _saved(tmp_path / "c", layout)
     assert max(written) < 1.1 * sum(written) / 3
-    assert _same(ckptcore.load(tmp_path / "c"), _state()) and ckptcore.verify(tmp_path / "c").ok
+    assert same_value(ckptcore.load(tmp_path / "c"), _state()) and ckptcore.verify(tmp_path / "c").ok
     loaded = ckptcore.load(tmp_path / "c")
     assert loaded["tied"][0] is loaded["tied"][1]
 
@@ -255,4 +248,4 @@ def test_safetensors_stays_whole_and_so_does_what_is_exported_to_it(tmp_path: Pa
     assert [path.name for path in sorted((tmp_path / "export").glob("*.safetensors"))] == ["model.safetensors"]
     shared = ckptcore.Export(location=tmp_path / "f", layout="dcp")
     assert _saved(tmp_path / "e", "ocdbt", strategy=ckptcore.WithExports([shared]))[1] > 0
-    assert _same(ckptcore.load(tmp_path / "f"), _state())
+    assert same_value(ckptcore.load(tmp_path / "f"), _state())

@@ -1,4 +1,4 @@
-"""Records of columns: every value comes back with its type and bits, and damaged records are refused."""
+"""Records of columns: every value comes back with its type and comparable, and damaged records are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 import pytest
+from ckptcore_testing.trees import comparable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,15 +23,6 @@ _LISTS = st.lists(_VALUES) | st.lists(_INTS) | st.lists(st.floats()) | st.lists(
 _NESTED = st.lists(_VALUES | _LISTS | _LISTS.map(tuple) | st.lists(_LISTS, max_size=3), max_size=6)
 
 
-def bits(value: Any) -> Any:
-    """Return a value that is equal only for the same types and bits."""
-    if isinstance(value, dict):
-        return [(bits(key), bits(child)) for key, child in value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), [bits(child) for child in value]
-    return type(value), struct.pack("<d", value) if isinstance(value, float) else value
-
-
 def through_json(record: ValueRecord) -> ValueRecord:
     """Return a record as a root has it."""
     return ValueRecord(record.kind, json.loads(json.dumps(record.value, allow_nan=False)))
@@ -38,18 +30,18 @@ def through_json(record: ValueRecord) -> ValueRecord:
 
 @given(_NESTED | _LISTS | _LISTS.map(tuple) | _NESTED.map(tuple))
 def test_lists_and_tuples_come_back_exactly(value: list[Any] | tuple[Any, ...]) -> None:
-    assert bits(column_value(through_json(column_record(value)))) == bits(value)
+    assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
 @given(st.dictionaries(st.text() | _INTS, _VALUES))
 def test_dicts_come_back_exactly(value: dict[Any, Any]) -> None:
-    assert bits(column_value(through_json(column_record(value)))) == bits(value)
+    assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
 def test_floats_keep_their_bits() -> None:
     patterns = [0x8000000000000000, 0x7FF8000000000123, 0xFFF8000000000001, 0x7FF0000000000000, 1]
     value = [struct.unpack("<d", struct.pack("<Q", pattern))[0] for pattern in patterns]
-    assert bits(column_value(through_json(column_record(value)))) == bits(value)
+    assert comparable(column_value(through_json(column_record(value)))) == comparable(value)
 
 
 def test_numbers_take_only_the_bytes_that_they_need() -> None:

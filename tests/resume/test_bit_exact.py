@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
-from tests.crashes.states import same_value
 from tests.resume.trainers import Trainer, trainer
 
 _STEPS: Final = 60

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Export, WithExports
@@ -55,14 +56,6 @@ def _state(value: float = 1) -> dict[str, Any]:
     return {"model": {"layers": layers, "step": 7}, "optimizer": {"m": np.full(50_000, value)}, "rate": 0.5}
 
 
-def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return bool(np.array_equal(left, right)) and type(left) is type(right)
-
-
 class Counting(HostArrayHandler):
     """Counts how often each box is copied or viewed."""
 
@@ -83,8 +76,8 @@ def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., Non
     state = _state()
     exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all", subtree=())]
     save(tmp_path / "c", state, metadata={"run": "a"}, strategy=WithExports(exports))
-    assert _same(ckptcore.load(tmp_path / "c"), state) and _same(ckptcore.load(tmp_path / "all"), state)
-    assert _same(ckptcore.load(tmp_path / "weights"), state["model"])
+    assert same_value(ckptcore.load(tmp_path / "c"), state) and same_value(ckptcore.load(tmp_path / "all"), state)
+    assert same_value(ckptcore.load(tmp_path / "weights"), state["model"])
     assert ckptcore.metadata(tmp_path / "weights").custom == {"run": "a"}
     for name in ("c", "weights", "all"):
         assert ckptcore.verify(tmp_path / name).ok
@@ -118,7 +111,7 @@ def test_what_changes_afterwards_is_in_no_export(tmp_path: Path) -> None:
     )
     state["optimizer"]["m"][:] = 99
     handle.result()
-    assert _same(ckptcore.load(tmp_path / "e"), _state()["optimizer"])
+    assert same_value(ckptcore.load(tmp_path / "e"), _state()["optimizer"])
 
 
 def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> None:
@@ -126,7 +119,9 @@ def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> N
     state = {"a": {"first": shared}, "b": {"x": np.ones(3), "second": shared, "third": shared}}
     exports = [Export(location=tmp_path / "b", subtree=("b",)), Export(location=tmp_path / "leaf", subtree="b/second")]
     ckptcore.save_async(tmp_path / "c", state, strategy=WithExports(exports)).result()
-    assert _same(ckptcore.load(tmp_path / "b"), state["b"]) and _same(ckptcore.load(tmp_path / "leaf"), shared)
+    assert same_value(ckptcore.load(tmp_path / "b"), state["b"]) and same_value(
+        ckptcore.load(tmp_path / "leaf"), shared
+    )
     assert (tmp_path / "b" / "model.safetensors").stat().st_size < 2 * shared.nbytes
     for name in ("c", "b", "leaf"):
         assert ckptcore.verify(tmp_path / name).ok
@@ -142,7 +137,7 @@ def test_subtrees_are_named_by_keys_or_text(tmp_path: Path) -> None:
     exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in found.items()]
     ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
     for name, (_, expected) in found.items():
-        assert _same(ckptcore.load(tmp_path / name), expected)
+        assert same_value(ckptcore.load(tmp_path / name), expected)
 
 
 @pytest.mark.parametrize("subtree", ["modle", ("model", 3), "model/step/x", ("model", "layers", "0", "w", "x")])
@@ -184,8 +179,8 @@ def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
     inside = [Export(location=tmp_path / "c" / "weights", subtree="model")]
     for value in (1, 2):
         ckptcore.save(tmp_path / "c", _state(value), overwrite=True, strategy=WithExports(inside))
-        assert _same(ckptcore.load(tmp_path / "c" / "weights"), _state(value)["model"])
-        assert _same(ckptcore.load(tmp_path / "c"), _state(value))
+        assert same_value(ckptcore.load(tmp_path / "c" / "weights"), _state(value)["model"])
+        assert same_value(ckptcore.load(tmp_path / "c"), _state(value))
     ckptcore.delete(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
@@ -213,7 +208,7 @@ def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -
         begin(tmp_path / "c", _state(), strategy=WithExports(exports))
     assert ckptcore.load(tmp_path / "e") == {"mine": 1} and not (tmp_path / "c").exists()
     ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(exports), overwrite=True)
-    assert _same(ckptcore.load(tmp_path / "e"), _state()["model"])
+    assert same_value(ckptcore.load(tmp_path / "e"), _state()["model"])
 
 
 class FailingWrites(ckptcore.SafetensorsLayout):
@@ -238,10 +233,12 @@ def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[...,
         f"{tmp_path / 'c'} is committed; its export to {tmp_path / 'bad'} is not" in notes
         and "and then: OSError" in notes
     )
-    assert _same(ckptcore.load(tmp_path / "c"), _state()) and _same(ckptcore.load(tmp_path / "good"), _state()["model"])
+    assert same_value(ckptcore.load(tmp_path / "c"), _state()) and same_value(
+        ckptcore.load(tmp_path / "good"), _state()["model"]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "good"]
     save(tmp_path / "c", _state(2), strategy=WithExports(exports[1:2]), overwrite=True)
-    assert _same(ckptcore.load(tmp_path / "good"), _state(2)["model"])
+    assert same_value(ckptcore.load(tmp_path / "good"), _state(2)["model"])
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -388,8 +385,8 @@ def test_one_of_several_checkpointables_is_exported(tmp_path: Path) -> None:
         Export(location=tmp_path / "w", subtree=("model", "layers", 0)),
     ]
     ckptcore.save_checkpointables(tmp_path / "c", values, strategy=WithExports(exports))
-    assert _same(ckptcore.load(tmp_path / "m"), values["model"])
-    assert _same(ckptcore.load(tmp_path / "w"), _state()["model"]["layers"][0])
+    assert same_value(ckptcore.load(tmp_path / "m"), values["model"])
+    assert same_value(ckptcore.load(tmp_path / "w"), _state()["model"]["layers"][0])
     with pytest.raises(TreeMismatchError, match="Expected one of 'model', 'files', 'each'"):
         ckptcore.save_checkpointables(
             tmp_path / "d", values, strategy=WithExports([Export(location=tmp_path / "e", subtree=())])
@@ -416,7 +413,9 @@ def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
             handle.result()
 
     ThreadJob(3, timeout_seconds=30).run(job)
-    assert _same(ckptcore.load(tmp_path / "e"), _state()["model"]) and _same(ckptcore.load(tmp_path / "f"), _state())
+    assert same_value(ckptcore.load(tmp_path / "e"), _state()["model"]) and same_value(
+        ckptcore.load(tmp_path / "f"), _state()
+    )
 
 
 def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.trees import comparable, same_value
 
 import ckptcore
 from ckptcore import PLACEHOLDER, Matching, PerProcess
@@ -19,7 +20,6 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model import ArrayRecord
 from ckptcore.model.columns import COLUMN_VALUES
 from ckptcore.protocols import LeafHandler
-from tests.model.test_columns import bits
 
 LAYOUTS = ["safetensors", "zarr3", "zarr", "ocdbt", "dcp"]
 MANY = COLUMN_VALUES
@@ -50,7 +50,7 @@ def test_values_come_back_exactly(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", saved, layout=layout)
     loaded = ckptcore.load(tmp_path / "c")
     assert np.array_equal(loaded.pop("w"), saved.pop("w"))
-    assert bits(loaded) == bits(saved)
+    assert same_value(loaded, saved)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -156,8 +156,8 @@ def test_parts_of_a_tree_with_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_whole_checkpoint_may_be_a_column(value: Any, layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", value, layout=layout)
-    assert bits(ckptcore.load(tmp_path / "c")) == bits(value)
-    assert bits(ckptcore.load(tmp_path / "c", type(value)(value))) == bits(value)
+    assert comparable(ckptcore.load(tmp_path / "c")) == comparable(value)
+    assert comparable(ckptcore.load(tmp_path / "c", type(value)(value))) == comparable(value)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,7 +168,7 @@ def test_copies_and_conversions_keep_columns(layout: str, tmp_path: Path) -> Non
     ckptcore.copy(tmp_path / "d", tmp_path / "e", layout="safetensors")
     loaded = ckptcore.load(tmp_path / "e")
     del loaded["w"], saved["w"]
-    assert bits(loaded) == bits(saved)
+    assert same_value(loaded, saved)
 
 
 def test_transforms_move_columns(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ckptcore_integrations.added_files import SaveWithFiles
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
 import ckptcore
 from ckptcore.commit.contents import find_other_files
@@ -24,8 +25,6 @@ from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
 from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
-from tests.copying.places import new_place, store_at
-from tests.crashes.places import faulty_context, through
 
 _STATE: Final = {"w": np.ones((2, 3)), "n": 1}
 

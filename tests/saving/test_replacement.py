@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
 import ckptcore
 from ckptcore.commit.root import ROOT_KEY, Claim
@@ -33,8 +34,6 @@ from ckptcore.model import Box
 from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
 from ckptcore.results import SaveHandle
-from tests.copying.places import new_place, store_at
-from tests.crashes.places import faulty_context, through
 
 _Save = Callable[[str], object]
 _KeepingSave = Callable[..., object]

@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.locations import faulty_context, through
 
 import ckptcore
-from tests.crashes.places import faulty_context, through
 
 _COUNTED: Final = frozenset(
     {"get", "get_with_tag", "get_into", "size", "put", "list", "list_names", "delete", "abort_uploads", "finish"}

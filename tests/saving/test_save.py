@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import (
@@ -40,20 +41,6 @@ class State:
     name: str = "x"
 
 
-def equal(first: Any, second: Any) -> bool:
-    """Equal in type, structure, dtype and every bit."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, dict):
-        same = list(first) == list(second) and [type(key) for key in first] == [type(key) for key in second]
-        return same and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(equal, first, second))
-    if isinstance(first, np.ndarray | np.generic):
-        return bool(first.dtype == second.dtype and first.shape == second.shape) and first.tobytes() == second.tobytes()
-    return repr(first) == repr(second)
-
-
 TREES: dict[str, Any] = {
     "one array": np.arange(6).reshape(2, 3),
     "empty dict": {},
@@ -78,9 +65,9 @@ TREES: dict[str, Any] = {
 def test_a_tree_comes_back_as_it_was(name: str, scheme: str, tmp_path: Path) -> None:
     location = str(tmp_path / "c") if scheme == "local" else f"memory://{tmp_path.name}/c"
     ckptcore.save(location, TREES[name])
-    assert equal(ckptcore.load(location), TREES[name])
-    assert equal(ckptcore.load(location, TREES[name]), TREES[name])
-    assert equal(ckptcore.load(location, ckptcore.metadata(location).abstract), TREES[name])
+    assert same_value(ckptcore.load(location), TREES[name])
+    assert same_value(ckptcore.load(location, TREES[name]), TREES[name])
+    assert same_value(ckptcore.load(location, ckptcore.metadata(location).abstract), TREES[name])
     assert ckptcore.verify(location).ok
 
 
@@ -104,7 +91,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     array = every_bit_pattern(dtype)
     tree = {"whole": array, "strided": array[::-2], "matrix": array[:8].reshape(2, 4).T, "scalar": array[3]}
     ckptcore.save(tmp_path / "c", tree)
-    assert equal(
+    assert same_value(
         ckptcore.load(tmp_path / "c"), {**tree, "strided": tree["strided"].copy(), "matrix": tree["matrix"].copy()}
     )
 
@@ -130,9 +117,9 @@ def test_types_of_others_come_back_as_plain_containers_with_a_note(tmp_path: Pat
     tree = {"pair": Pair(np.ones(2), 3), "state": State(7, [np.zeros(1)]), "counts": collections.defaultdict(int, a=1)}
     ckptcore.save(tmp_path / "c", tree)
     loaded = ckptcore.load(tmp_path / "c")
-    assert equal(loaded["pair"], {"first": np.ones(2), "second": 3})
-    assert equal(loaded["state"], {"step": 7, "weights": [np.zeros(1)], "name": "x"})
-    assert equal(loaded["counts"], {"a": 1})
+    assert same_value(loaded["pair"], {"first": np.ones(2), "second": 3})
+    assert same_value(loaded["state"], {"step": 7, "weights": [np.zeros(1)], "name": "x"})
+    assert same_value(loaded["counts"], {"a": 1})
     skeleton = ckptcore.metadata(tmp_path / "c").tree.skeleton
     assert isinstance(skeleton, Node)
     pair = skeleton.children[0]
@@ -152,7 +139,7 @@ def test_tied_arrays_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     assert (tmp_path / "c" / "model.safetensors").stat().st_size < 12_000 + 1000
     loaded = ckptcore.load(tmp_path / "c")
     assert loaded["in"] is loaded["out"] is loaded["view"]
-    assert equal(loaded["half"], weights[:500])
+    assert same_value(loaded["half"], weights[:500])
 
 
 def test_a_strided_view_is_stored_as_its_own_array(tmp_path: Path) -> None:
@@ -215,7 +202,7 @@ def test_a_checkpoint_is_only_replaced_when_asked(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         ckptcore.save(tmp_path / "c", {"w": np.zeros(2)})
     ckptcore.save(tmp_path / "c", {"v": np.zeros(3)}, overwrite=True)
-    assert equal(ckptcore.load(tmp_path / "c"), {"v": np.zeros(3)})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"v": np.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -234,7 +221,7 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
 def test_an_empty_directory_is_a_place_to_save(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     ckptcore.save(tmp_path / "c", {"w": np.ones(2)})
-    assert equal(ckptcore.load(tmp_path / "c"), {"w": np.ones(2)})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": np.ones(2)})
 
 
 def test_storage_without_rename_replaces_only_when_asked_by_name() -> None:
@@ -242,9 +229,9 @@ def test_storage_without_rename_replaces_only_when_asked_by_name() -> None:
     ckptcore.save(location, {"w": np.ones(2)})
     with pytest.raises(AtomicityError, match="non-atomic"):
         ckptcore.save(location, {"w": np.zeros(2)}, overwrite=True)
-    assert equal(ckptcore.load(location), {"w": np.ones(2)})
+    assert same_value(ckptcore.load(location), {"w": np.ones(2)})
     ckptcore.save(location, {"v": np.zeros(3)}, overwrite="non-atomic")
-    assert equal(ckptcore.load(location), {"v": np.zeros(3)})
+    assert same_value(ckptcore.load(location), {"v": np.zeros(3)})
     ckptcore.delete(location)
     with pytest.raises(ckptcore.errors.CheckpointNotFoundError):
         ckptcore.load(location)
@@ -255,7 +242,7 @@ def test_a_link_is_saved_where_it_leads(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "link", {"w": np.ones(2)})
     ckptcore.save(tmp_path / "link", {"w": np.zeros(2)}, overwrite=True)
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "checkpoint.json").exists()
-    assert equal(ckptcore.load(tmp_path / "link"), {"w": np.zeros(2)})
+    assert same_value(ckptcore.load(tmp_path / "link"), {"w": np.zeros(2)})
 
 
 @pytest.mark.parametrize("location", ["", "/", "memory://", "memory://x", "a\0b", "file://host/x", 5])
@@ -295,7 +282,7 @@ def test_an_unknown_scheme_or_layout_names_those_there_are(tmp_path: Path) -> No
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     ckptcore.save(f"file://{tmp_path}/a%20b", {"w": np.ones(1)})
     assert (tmp_path / "a b" / "checkpoint.json").exists()
-    assert equal(ckptcore.load(tmp_path / "a b"), {"w": np.ones(1)})
+    assert same_value(ckptcore.load(tmp_path / "a b"), {"w": np.ones(1)})
 
 
 def test_metadata_of_the_users_comes_back(tmp_path: Path) -> None:
@@ -335,7 +322,7 @@ def test_large_tables_go_into_parts(tmp_path: Path) -> None:
     parts = [path.name for path in (tmp_path / "c").iterdir() if path.name.startswith("checkpoint.")]
     assert len(parts) > 1
     assert (tmp_path / "c" / "checkpoint.json").stat().st_size < 1 << 20
-    assert equal(ckptcore.load(tmp_path / "c"), tree)
+    assert same_value(ckptcore.load(tmp_path / "c"), tree)
 
 
 def test_shards_above_a_size_get_an_index(tmp_path: Path) -> None:
@@ -343,5 +330,5 @@ def test_shards_above_a_size_get_an_index(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree, layout=ckptcore.SafetensorsLayout(max_file_bytes=9000))
     names = sorted(path.name for path in (tmp_path / "c").iterdir())
     assert names[1:] == [f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)] + ["model.safetensors.index.json"]
-    assert equal(ckptcore.load(tmp_path / "c"), tree)
+    assert same_value(ckptcore.load(tmp_path / "c"), tree)
     assert ckptcore.verify(tmp_path / "c").objects == 7

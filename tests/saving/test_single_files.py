@@ -15,27 +15,20 @@ import safetensors.torch
 import torch
 from ckptcore_testing import ThreadJob
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from ckptcore_testing.locations import InterruptedPlan, faulty_context, new_place, store_at, through
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError, SaveLostError, StorageError
 from ckptcore.protocols import Coordinator
-from tests.copying.places import new_place, store_at
-from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 _STATE: Final[dict[str, Any]] = {
     "a.weight": np.arange(6.0).reshape(2, 3),
     "b/c": np.ones(3, ml_dtypes.bfloat16),
     "empty": np.zeros((0, 2), np.int8),
 }
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    return list(found) == list(expected) and all(
-        np.asarray(found[name]).dtype == array.dtype and np.array_equal(np.asarray(found[name]), array)
-        for name, array in expected.items()
-    )
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -54,7 +47,7 @@ def test_a_flat_dict_of_arrays_is_one_file(asynchronous: bool, top: str) -> None
     else:
         ckptcore.save(place, _STATE, metadata={"lr": "0.1"})
     assert list(store_at(top).list()) == ["model.safetensors"]
-    assert _equal({name: ckptcore.load(place)[name] for name in _STATE}, _STATE)
+    assert same_value({name: ckptcore.load(place)[name] for name in _STATE}, _STATE)
     data = store_at(top).get("model.safetensors")
     loaded = safetensors.torch.load(data)
     assert loaded["b/c"].dtype is torch.bfloat16 and loaded["a.weight"].tolist() == [[0, 1, 2], [3, 4, 5]]

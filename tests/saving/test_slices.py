@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, bit_patterns
+from ckptcore_testing.trees import assert_same_tree
 
 import ckptcore
 from ckptcore import Export, SafetensorsLayout, WithExports
@@ -86,26 +87,17 @@ def _save(location: Path, state: Any, handler: HostArrayHandler, *, size: int = 
     ThreadJob(size, timeout_seconds=60).run(job)
 
 
-def _assert_same(found: Any, state: dict[str, Any]) -> None:
-    assert found.keys() == state.keys()
-    for name, expected in state.items():
-        if isinstance(expected, np.ndarray):
-            assert found[name].dtype == expected.dtype and found[name].tobytes() == expected.tobytes(), name
-        else:
-            assert found[name] == expected
-
-
 @pytest.mark.parametrize("handler", [Rows(), Rows(3), Blocks()], ids=["pieces", "larger pieces", "blocks"])
 @pytest.mark.parametrize("max_file_bytes", [64, 1 << 30])
 def test_slices_make_up_arrays(handler: HostArrayHandler, max_file_bytes: int, tmp_path: Path) -> None:
     state = _state()
     _save(tmp_path / "c", state, handler, layout=SafetensorsLayout(max_file_bytes=max_file_bytes))
-    _assert_same(ckptcore.load(tmp_path / "c"), state)
+    assert_same_tree(ckptcore.load(tmp_path / "c"), state)
     assert ckptcore.verify(tmp_path / "c").ok
     again = ckptcore.load(tmp_path / "c")
     assert again["tied"] is again["again"] or np.shares_memory(again["tied"], again["again"])
     ckptcore.copy(tmp_path / "c", tmp_path / "d", layout=SafetensorsLayout(max_file_bytes=max_file_bytes))
-    _assert_same(ckptcore.load(tmp_path / "d"), state)
+    assert_same_tree(ckptcore.load(tmp_path / "d"), state)
     assert not list((tmp_path / "d").glob("shard-*"))
 
 
@@ -162,7 +154,7 @@ def test_files_that_one_process_holds_whole_stay_whole(tmp_path: Path) -> None:
     _save(tmp_path / "c", state, CutOnly(), size=2, layout=SafetensorsLayout(max_file_bytes=1))
     names = sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
     assert [name.partition("-")[0] for name in names] == ["model", "shard", "shard"]
-    _assert_same(ckptcore.load(tmp_path / "c"), state)
+    assert_same_tree(ckptcore.load(tmp_path / "c"), state)
 
 
 def test_parts_are_read_out_of_the_slices_that_have_them(tmp_path: Path) -> None:

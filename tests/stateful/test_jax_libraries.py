@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 
@@ -17,13 +18,6 @@ optax = pytest.importorskip("optax")
 nnx = pytest.importorskip("flax.nnx")
 
 _INPUTS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4)
-
-
-def _same(first: Any, second: Any) -> bool:
-    left, right = jax.tree_util.tree_leaves(first), jax.tree_util.tree_leaves(second)
-    return len(left) == len(right) and all(
-        np.asarray(one).tobytes() == np.asarray(other).tobytes() for one, other in zip(left, right, strict=True)
-    )
 
 
 class _Net(nnx.Module):  # type: ignore[misc,name-defined]  # Flax has no types here
@@ -97,7 +91,7 @@ def test_equinox_and_optax_go_on_to_the_bit(tmp_path: Path) -> None:
     wanted = {"model": like, "optimizer": fresh, "key": jax.random.key(0), "step": 0}
     loaded = ckptcore.load_checkpointables(tmp_path / "c", wanted)
     assert type(loaded["optimizer"]) is type(state) and loaded["step"] == 3
-    assert _same(jax.random.key_data(loaded["key"]), jax.random.key_data(checkpointables["key"]))
+    assert same_value(jax.random.key_data(loaded["key"]), jax.random.key_data(checkpointables["key"]))
     assert _train_equinox(loaded["model"], loaded["optimizer"], optimizer, 3)[2] == expected
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_testing.trees import assert_same_tree
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
@@ -217,23 +218,6 @@ def _full() -> dict[Any, Any]:
     }
 
 
-def _assert_same(found: Any, expected: Any, where: str = "state") -> None:
-    assert type(found) is type(expected), where
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key in expected:
-            _assert_same(found[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for position, (child, wanted) in enumerate(zip(found, expected, strict=True)):
-            _assert_same(child, wanted, f"{where}[{position}]")
-    elif hasattr(expected, "dtype"):
-        assert found.dtype == expected.dtype, where
-        assert np.array_equal(np.asarray(found), np.asarray(expected)), where
-    else:
-        assert found == expected, where
-
-
 def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step", Keeper(_full()))
     own = _full()
@@ -243,7 +227,7 @@ def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None
     own["more"] = "what the target has and the checkpoint has not"
     target = Keeper(own)
     ckptcore.load_into(tmp_path / "step", target)
-    _assert_same(target.state, _full())
+    assert_same_tree(target.state, _full())
     assert target.state["tagged"].tag == "kept"
     assert target.state["default"].default_factory is list
 
@@ -321,7 +305,7 @@ def test_an_object_without_the_state_gets_it_in_the_types_of_the_checkpoint(tmp_
         assert type(found[key]) is kind
         assert np.array_equal(found[key], np.asarray(expected[key]))
     for same in ("scalar", "ordered", "tuple", "empty", "none", "flag", "big", "bytes", "text", "float", 7):
-        _assert_same(found[same], expected[same], str(same))
+        assert_same_tree(found[same], expected[same], str(same))
     assert found["counter"] == dict(expected["counter"])
     assert found["pair"] == {"left": 1, "right": "two"}
 

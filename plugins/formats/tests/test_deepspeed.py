@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_formats.deepspeed import DeepSpeedLayout
+from ckptcore_testing.arrays import same_bits
 from safetensors.numpy import load_file, save_file
 
 import ckptcore
@@ -29,10 +30,6 @@ OPTIM = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 
 
-def same(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> bool:
-    return (found.dtype, found.shape) == (expected.dtype, expected.shape) and found.tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
     found = ckptcore.load(GOLDEN / name)
@@ -44,7 +41,7 @@ def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
             state = found["module"] if kind == "module" else found["optimizer"]["state"][parameter]
             stored = state[parameter if kind == "module" else kind]
             # zero_to_fp32 converts buffers and frozen weights of 16 bits; ours have the stored dtype.
-            assert same(stored.astype(expected[key].dtype), expected[key]), key
+            assert same_bits(stored.astype(expected[key].dtype), expected[key]), key
     groups = found["optimizer"]["param_groups"]
     assert sorted(name for group in groups for name in group["params"]) == sorted(found["optimizer"]["state"])
     assert groups[0]["betas"] == (0.9, 0.999)
@@ -67,7 +64,9 @@ def test_tied_weights_are_stored_once() -> None:
 def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
     parent = GOLDEN / "deepspeed" / "zero2_bf16"
     first, second = ckptcore.load(parent), ckptcore.load(parent / "global_step2")
-    assert same(first["module"]["conv.weight"], second["module"]["conv.weight"]) and first["epoch"] == second["epoch"]
+    assert (
+        same_bits(first["module"]["conv.weight"], second["module"]["conv.weight"]) and first["epoch"] == second["epoch"]
+    )
 
 
 def test_without_zero_the_file_of_the_model_is_all() -> None:
@@ -82,13 +81,13 @@ def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> 
     found = ckptcore.load(tmp_path)
     for group in SHAPES:
         for name, shape in group.items():
-            assert same(found["module"][name], array(name, shape)), name
+            assert same_bits(found["module"][name], array(name, shape)), name
             for kind in ("exp_avg", "exp_avg_sq"):
-                assert same(found["optimizer"]["state"][name][kind], array(name, shape, kind)), name
+                assert same_bits(found["optimizer"]["state"][name][kind], array(name, shape, kind)), name
             assert found["optimizer"]["state"][name]["step"] == 2
     assert [group["params"] for group in found["optimizer"]["param_groups"]] == [list(group) for group in SHAPES]
-    assert same(found["module"]["tied"], found["module"]["w"])
-    assert same(found["module"]["frozen"], array("frozen", FROZEN).astype(np.float64))
+    assert same_bits(found["module"]["tied"], found["module"]["w"])
+    assert same_bits(found["module"]["frozen"], array("frozen", FROZEN).astype(np.float64))
     assert list(found["module"]["buffer"]) == [0, 1, 2]
 
 
@@ -99,7 +98,7 @@ def test_an_elastic_checkpoint_has_a_list_of_states(tmp_path: Path) -> None:
         edit(path, "optimizer_state_dict", "base_optimizer_state", value=lambda base: list(base["state"].values()))
         edit(path, "optimizer_state_dict", "base_optimizer_state_step", value=5)
     found = ckptcore.load(tmp_path)["optimizer"]
-    assert same(found["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
+    assert same_bits(found["state"]["long"]["exp_avg"], array("long", (7, 11), "exp_avg"))
     assert found["param_groups"] == [] and found["base_optimizer_state_step"] == 5
 
 
@@ -166,14 +165,14 @@ def test_a_damaged_state_leaves_the_weights_readable(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / OPTIM, *STATE, 0, "exp_avg", value=lambda tensor: tensor[:-7].clone())
     found = ckptcore.load(step, select=ckptcore.select.names("module"))
-    assert same(found["module"]["long"], array("long", (7, 11)))
+    assert same_bits(found["module"]["long"], array("long", (7, 11)))
 
 
 def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
     edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
-    assert same(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
+    assert same_bits(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
 
 
 def test_state_that_differs_between_processes_is_not_lost_unsaid(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_a_list_of_states_has_one_for_each_group(states: list[Any], tmp_path: Pa
 def test_names_are_only_keys(tmp_path: Path) -> None:
     name = "../../etc/passwd"
     write_zero(tmp_path, 2, 2, [{name: (3, 2)}])
-    assert same(ckptcore.load(tmp_path)["module"][name], array(name, (3, 2)))
+    assert same_bits(ckptcore.load(tmp_path)["module"][name], array(name, (3, 2)))
     (tmp_path / "latest").write_text("../global_step1")
     with pytest.raises(CheckpointError):
         ckptcore.load(tmp_path)
@@ -243,7 +242,7 @@ def test_weights_of_the_trainer_are_preferred_to_the_step_beside_them(tmp_path: 
     write_zero(tmp_path, 2, 2)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert list(ckptcore.load(tmp_path)) == ["w"]
-    assert same(ckptcore.load(tmp_path / "global_step1")["module"]["b"], array("b", (3,)))
+    assert same_bits(ckptcore.load(tmp_path / "global_step1")["module"]["b"], array("b", (3,)))
 
 
 def test_a_changed_byte_of_a_partition_is_found(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp
     edge(write_zero(tmp_path / "c", 3, 3))
     ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", subtree="module")
     found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert same(found["long"], array("long", (7, 11))) and math.prod(found["w"].shape) == 30
+    assert same_bits(found["long"], array("long", (7, 11))) and math.prod(found["w"].shape) == 30
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import PLACEHOLDER
@@ -49,15 +50,6 @@ IN_PARTS = [
 ]
 
 
-def same(left: Any, right: Any) -> bool:
-    """Compare nested values, tensors bit for bit."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, list):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
 @pytest.mark.parametrize(("make", "text", "follow"), IN_PARTS)
 def test_tensors_in_files_of_torch_save(tmp_path: Path, make: Any, text: str, follow: Any) -> None:
     value = make()
@@ -67,15 +59,15 @@ def test_tensors_in_files_of_torch_save(tmp_path: Path, make: Any, text: str, fo
     except CheckpointError as error:
         assert text in str(error)
     else:  # it loads without the remedy
-        assert same(loaded["w"], value)
+        assert same_value(loaded["w"], value)
     torch.save({"w": follow(value)}, tmp_path / "followed.pt")
-    assert same(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(value))
+    assert same_value(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(value))
 
 
 def test_cycles_in_files_of_torch_save(tmp_path: Path) -> None:
     state: dict[str, Any] = {"w": VALUES}
     torch.save({**state, "self": state} | {"self": state}, tmp_path / "sound.pt")
-    assert same(ckptcore.load(tmp_path / "sound.pt", framework="torch")["self"]["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "sound.pt", framework="torch")["self"]["w"], VALUES)
     state["self"] = state
     torch.save(state, tmp_path / "cycle.pt")
     with pytest.raises(CheckpointError, match="save a tree without cycles"):
@@ -87,7 +79,7 @@ def test_the_layout_of_torch_save_only_reads(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"w": VALUES}, layout="torch")
     for layout in ("dcp", "safetensors"):
         ckptcore.save(tmp_path / layout, {"w": VALUES}, layout=layout)
-        assert same(ckptcore.load(tmp_path / layout, framework="torch")["w"], VALUES)
+        assert same_value(ckptcore.load(tmp_path / layout, framework="torch")["w"], VALUES)
 
 
 class Rebuilt:
@@ -140,7 +132,7 @@ def test_tensors_that_torch_makes_as_it_loads(tmp_path: Path, make: Any, text: s
     assert ckptcore.load(tmp_path / "refused.pt", {"w": PLACEHOLDER, "n": 0})["n"] == 1
     loaded = torch.load(tmp_path / "refused.pt", weights_only=False)["w"]  # by the program that follows the advice
     torch.save({"w": follow(loaded)}, tmp_path / "followed.pt")
-    assert same(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(loaded))
+    assert same_value(ckptcore.load(tmp_path / "followed.pt", framework="torch")["w"], follow(loaded))
 
 
 def test_integers_that_pickles_of_torch_do_not_have(tmp_path: Path) -> None:
@@ -164,7 +156,7 @@ def test_saves_of_dcp_that_did_not_finish(tmp_path: Path, member: str) -> None:
     with ckptcore.CheckpointReader(tmp_path) as run:
         assert run.latest == 1
         loaded: Any = run.load_checkpointables()["model"] if member else run.load()
-        assert same(torch.from_numpy(loaded["w"]), VALUES + 1)
+        assert same_value(torch.from_numpy(loaded["w"]), VALUES + 1)
 
 
 def zipped(path: Path, members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
@@ -187,9 +179,9 @@ def test_zips_that_torch_does_not_read(tmp_path: Path, compression: int) -> None
     with zipfile.ZipFile(tmp_path / "c.pt") as archive:
         archive.extractall(tmp_path / "unpacked")
     made = shutil.make_archive(str(tmp_path / "again"), "zip", tmp_path / "unpacked")  # deflates, also with directories
-    assert same(ckptcore.load(made, framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(made, framework="torch")["w"], VALUES)
     zipped(tmp_path / "c.pt", members_of(Path(made)))
-    assert same(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], VALUES)
 
 
 def test_zips_in_parts(tmp_path: Path) -> None:
@@ -201,7 +193,7 @@ def test_zips_in_parts(tmp_path: Path) -> None:
     (tmp_path / "part.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="it is one of several parts. Join them first, as `zip -s 0"):
         ckptcore.load(tmp_path / "part.pt")
-    assert same(ckptcore.load(tmp_path / "whole.pt", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "whole.pt", framework="torch")["w"], VALUES)
 
 
 def changed(path: Path, change: Callable[[bytearray], object]) -> None:
@@ -256,7 +248,7 @@ def test_damaged_zips(tmp_path: Path, text: str, compression: int, damage: Calla
     assert text in str(caught.value)
     assert str(caught.value).endswith(". Restore it from a copy, or load another checkpoint")
     shutil.copy(tmp_path / "copy.pt", tmp_path / "c.pt")
-    assert same(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], VALUES)
 
 
 def test_indexes_of_files_of_torch_save(tmp_path: Path) -> None:
@@ -275,12 +267,12 @@ def test_indexes_of_files_of_torch_save(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
     index.write_text(json.dumps({"weight_map": files}))
     loaded = ckptcore.load(tmp_path, framework="torch")
-    assert all(same(loaded[name], tensor) for name, tensor in expected.items())
+    assert all(same_value(loaded[name], tensor) for name, tensor in expected.items())
     (tmp_path / files["b"]).rename(tmp_path / "copy")
     with pytest.raises(CheckpointError, match=f"which does not exist: restore {files['b']} from a copy"):
         ckptcore.load(tmp_path)
     (tmp_path / "copy").rename(tmp_path / files["b"])
-    assert same(ckptcore.load(tmp_path, framework="torch")["b"], VALUES)
+    assert same_value(ckptcore.load(tmp_path, framework="torch")["b"], VALUES)
 
 
 def test_damaged_files_of_dcp(tmp_path: Path) -> None:
@@ -306,7 +298,7 @@ def test_damaged_files_of_dcp(tmp_path: Path) -> None:
             ckptcore.load(location)
         shutil.copytree(tmp_path / "copy", location, dirs_exist_ok=True)
         loaded = ckptcore.load(location, framework="torch")
-        assert same(loaded["w"], VALUES) and loaded["n"] == 1.5
+        assert same_value(loaded["w"], VALUES) and loaded["n"] == 1.5
 
 
 def test_views_that_are_larger_than_their_storage(tmp_path: Path) -> None:
@@ -315,7 +307,7 @@ def test_views_that_are_larger_than_their_storage(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"w: .* a view \(expand\) of .*: save the tensor that it is a view of"):
         ckptcore.load(tmp_path / "view.pt")
     torch.save({"w": row}, tmp_path / "c.pt")
-    assert same(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], row)
+    assert same_value(ckptcore.load(tmp_path / "c.pt", framework="torch")["w"], row)
 
 
 def test_variants_of_a_model(tmp_path: Path) -> None:
@@ -327,7 +319,7 @@ def test_variants_of_a_model(tmp_path: Path) -> None:
     ):
         ckptcore.load(tmp_path)
     for number, name in enumerate(names):
-        assert same(ckptcore.load(tmp_path / name, framework="torch")["w"], VALUES + number)
+        assert same_value(ckptcore.load(tmp_path / name, framework="torch")["w"], VALUES + number)
 
 
 def test_files_of_ranks_of_which_one_is_missing(tmp_path: Path) -> None:
@@ -339,6 +331,6 @@ def test_files_of_ranks_of_which_one_is_missing(tmp_path: Path) -> None:
         CheckpointError, match="of rank 1 is missing, .*; load single files by their own location, or load"
     ):
         ckptcore.load(tmp_path / "step_2")
-    assert same(ckptcore.load(tmp_path / "step_2" / "rank_2.pt", framework="torch")["w"], VALUES + 2)
+    assert same_value(ckptcore.load(tmp_path / "step_2" / "rank_2.pt", framework="torch")["w"], VALUES + 2)
     found = ckptcore.load(tmp_path / "step_1", framework="torch")
-    assert all(same(found[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))
+    assert all(same_value(found[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))

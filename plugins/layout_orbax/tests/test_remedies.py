@@ -14,21 +14,13 @@ import pytest
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from ckptcore_orbax.zarr import stored_arrays
 from ckptcore_orbax.zarr.formats import Compression
+from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
 VALUES = np.arange(600.0).reshape(20, 30)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Compare nested values, arrays bit for bit."""
-    if isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], value) for key, value in other.items())
-    if isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(np.array_equal(one, other))
 
 
 # --- saves that did not finish ----------------------------------------------------------------------------------------
@@ -64,7 +56,7 @@ def test_load_another_step(tmp_path: Path, source: str, damage: Any, text: str) 
         ckptcore.load(damaged)
     assert str(damaged) in str(caught.value) and text in str(caught.value)
     assert str(caught.value).endswith("Load another step")
-    assert same(ckptcore.load(sound), ckptcore.load(GOLDEN / source))
+    assert same_value(ckptcore.load(sound), ckptcore.load(GOLDEN / source))
     with ckptcore.CheckpointReader(tmp_path) as run:
         assert run.latest == 4
 
@@ -86,7 +78,7 @@ def test_random_keys_of_two_implementations(tmp_path: Path) -> None:
         ckptcore.load(damaged)
     shutil.rmtree(damaged)
     shutil.copytree(sound, damaged)
-    assert same(ckptcore.load(damaged), ckptcore.load(GOLDEN / "v1_default"))
+    assert same_value(ckptcore.load(damaged), ckptcore.load(GOLDEN / "v1_default"))
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -100,7 +92,7 @@ def test_names_of_compressions(tmp_path: Path, layout: Any) -> None:
     assert found is not None
     for name in (*found[1].split(", "), found[2]):
         ckptcore.save(tmp_path / name, {"w": VALUES}, layout=layout(compression=name))
-        assert same(ckptcore.load(tmp_path / name), {"w": VALUES})
+        assert same_value(ckptcore.load(tmp_path / name), {"w": VALUES})
 
 
 def test_names_of_codecs() -> None:
@@ -119,7 +111,7 @@ def test_chunks_that_are_too_large_for_blosc(tmp_path: Path, monkeypatch: pytest
     ):
         ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc"))
     ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc", chunk_bytes=1000))
-    assert same(ckptcore.load(tmp_path / "c"), {"w": values})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": values})
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -132,7 +124,7 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"k" * 70_000: VALUES}, layout="ocdbt")
     shorter = {"k" * 1000: VALUES}
     ckptcore.save(tmp_path / "c", shorter, layout="ocdbt")
-    assert same(ckptcore.load(tmp_path / "c"), shorter)
+    assert same_value(ckptcore.load(tmp_path / "c"), shorter)
 
 
 def test_temporary_directories(tmp_path: Path) -> None:
@@ -143,7 +135,7 @@ def test_temporary_directories(tmp_path: Path) -> None:
     ):
         ckptcore.load(temporary)
     temporary.rename(tmp_path / "5")
-    assert same(ckptcore.load(tmp_path / "5"), ckptcore.load(GOLDEN / "v1_default"))
+    assert same_value(ckptcore.load(tmp_path / "5"), ckptcore.load(GOLDEN / "v1_default"))
 
 
 def test_arrays_of_too_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +144,4 @@ def test_arrays_of_too_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match="at most 100 can be read; give a larger chunk_bytes, or use shard bound"):
         ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(chunk_bytes=8))
     ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(chunk_bytes=800))
-    assert same(ckptcore.load(tmp_path / "c"), {"w": values})
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": values})

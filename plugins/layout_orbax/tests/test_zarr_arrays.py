@@ -23,6 +23,7 @@ from ckptcore_orbax.zarr.shard_index import (
 )
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import inner_array, parse_zarr3, zarr3_array
+from ckptcore_testing.arrays import same_bits
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box, dtype_from_name
@@ -137,11 +138,6 @@ def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
     return array[Box.whole(format.spec.shape).slices]
 
 
-def same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
-    """Return whether two arrays are equal bit by bit."""
-    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
-
-
 SHAPES = [
     ((), (), ()),
     ((0,), (1,), (1,)),
@@ -165,7 +161,7 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
             assert (opened.shape, opened.dtype.name) == (shape, dtype)
             assert (opened.chunk_layout.write_chunk.shape or ()) == chunk
             assert (opened.chunk_layout.read_chunk.shape or ()) == format.inner
-            assert same(np.asarray(opened.read().result()), array)
+            assert same_bits(np.asarray(opened.read().result()), array)
             assert kept.parse() == format
             if not array.size:
                 continue
@@ -173,7 +169,7 @@ def test_tensorstore_reads_what_we_write(dtype: str) -> None:
             before = {key: kept.objects[key] for key in kept.objects.list().result()}
             opened.write(array).result()
             assert set(kept.objects.list().result()) == before.keys()
-            assert same(read_by_hand(kept, format), array)
+            assert same_bits(read_by_hand(kept, format), array)
 
 
 @pytest.mark.parametrize("inner", [(4, 6), (2, 3)])
@@ -252,7 +248,7 @@ def test_compressed_arrays(compression: Compression, dtype: str) -> None:
         kept = Kept()
         kept.objects[format.metadata_key] = encode_metadata(format)
         kept.open(format).write(array).result()
-        assert same(np.asarray(kept.open(format).read().result()), array)
+        assert same_bits(np.asarray(kept.open(format).read().result()), array)
         assert kept.parse() == format
         # A single inner chunk: its bytes, and metadata that decodes them.
         data = kept.objects[format.chunk_key((0, 0))]
@@ -266,7 +262,7 @@ def test_compressed_arrays(compression: Compression, dtype: str) -> None:
         alone.objects[one.metadata_key] = encode_metadata(one)
         alone.objects[one.chunk_key((0, 0))] = piece
         inner = Box.whole(format.inner).slices
-        assert same(np.asarray(alone.open(one).read().result()), np.ascontiguousarray(array[inner]))
+        assert same_bits(np.asarray(alone.open(one).read().result()), np.ascontiguousarray(array[inner]))
         assert alone.parse() == one
 
 
@@ -341,7 +337,7 @@ def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: t
     if format.sharded:
         assert opened.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
     if format.direct:
-        assert same(read_by_hand(kept, format), array)
+        assert same_bits(read_by_hand(kept, format), array)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +365,7 @@ def test_arrays_of_zarr_2_that_tensorstore_writes(change: dict[str, Any], direct
     keys = {format.chunk_key(index).encode() for index in itertools.product(*map(range, format.grid))}
     assert set(kept.objects.list().result()) == {b".zarray", *keys}
     if direct:
-        assert same(read_by_hand(kept, format), array)
+        assert same_bits(read_by_hand(kept, format), array)
 
 
 @pytest.mark.parametrize("encoding", ["default", "v2"])
@@ -391,7 +387,7 @@ def test_keys_of_chunks(encoding: str, separator: str | None, shape: tuple[int, 
     format = kept.parse()
     keys = {format.chunk_key(index).encode() for index in itertools.product(*map(range, format.grid))}
     assert set(kept.objects.list().result()) == {b"zarr.json", *keys}
-    assert same(read_by_hand(kept, format), array)
+    assert same_bits(read_by_hand(kept, format), array)
 
 
 def test_inner_chunks_that_were_not_written_are_missing() -> None:
@@ -459,4 +455,4 @@ def test_fill_values(dtype: str, fill: Any) -> None:
     elif dtype.startswith("int"):
         assert found.tolist() == expected.tolist()  # the upper bits of an int4 byte are unused
     else:
-        assert same(found, expected)
+        assert same_bits(found, expected)

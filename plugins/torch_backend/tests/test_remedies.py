@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckptcore_testing.trees import same_value
 from ckptcore_torch.named_optimizers import NamedOptimizer
 from ckptcore_transforms import Rename
 from torch import nn
@@ -28,17 +29,6 @@ def refused(call: Callable[[], object], *texts: str) -> str:
     return str(caught.value)
 
 
-def equal(left: Any, right: Any) -> bool:
-    """Compare nested values, tensors bit for bit."""
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right)
-
-
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Make a step with gradients that differ between parameters."""
     for number, parameter in enumerate(model.parameters(), 1):
@@ -57,7 +47,7 @@ def test_meta_and_fake_tensors(tmp_path: Path) -> None:
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": fake}), "save the real tensor")
     ckptcore.save(tmp_path / "c", {"w": VALUES})
     for abstract in (meta, fake):
-        assert equal(ckptcore.load(tmp_path / "c", {"w": abstract}), {"w": VALUES})
+        assert same_value(ckptcore.load(tmp_path / "c", {"w": abstract}), {"w": VALUES})
 
 
 def test_lazy_modules(tmp_path: Path) -> None:
@@ -68,7 +58,7 @@ def test_lazy_modules(tmp_path: Path) -> None:
     other = nn.LazyLinear(2)
     other(torch.ones(1, 3))
     ckptcore.load_into(tmp_path / "c", {"model": other})
-    assert equal(dict(other.state_dict()), dict(lazy.state_dict()))
+    assert same_value(dict(other.state_dict()), dict(lazy.state_dict()))
 
 
 def test_freed_storages(tmp_path: Path) -> None:
@@ -79,7 +69,7 @@ def test_freed_storages(tmp_path: Path) -> None:
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"w": freed}), "gather the parameters before loading into them")
     freed.untyped_storage().resize_(24)  # as a gather does
     ckptcore.load_into(tmp_path / "c", {"w": freed})
-    assert equal(freed, VALUES)
+    assert same_value(freed, VALUES)
 
 
 def test_shapes_and_kinds(tmp_path: Path) -> None:
@@ -88,16 +78,16 @@ def test_shapes_and_kinds(tmp_path: Path) -> None:
     text = refused(lambda: ckptcore.load(tmp_path / "c", wrong), "w: shape:", "metadata(location).abstract")
     assert "matching" not in text
     loaded = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3), "text": ""})
-    assert equal(loaded, {"w": VALUES, "text": "a"})
+    assert same_value(loaded, {"w": VALUES, "text": "a"})
     stored: Any = ckptcore.metadata(tmp_path / "c").abstract
-    assert equal(ckptcore.load(tmp_path / "c", {**stored, "w": torch.zeros(2, 3)}), {"w": VALUES, "text": "a"})
+    assert same_value(ckptcore.load(tmp_path / "c", {**stored, "w": torch.zeros(2, 3)}), {"w": VALUES, "text": "a"})
 
 
 def test_dtypes_that_the_other_framework_lacks(tmp_path: Path) -> None:
     complex_values = torch.complex(VALUES, VALUES)
     ckptcore.save(tmp_path / "c", {"w": complex_values})
     refused(lambda: ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3)}), "no cast from complex64 to float32")
-    assert equal(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -119,7 +109,7 @@ def test_expanded_buffers(tmp_path: Path) -> None:
     copied = Expanded(copied=True)
     copied.mask.zero_()  # type: ignore[operator]  # a buffer
     ckptcore.load_into(tmp_path / "c", {"model": copied})
-    assert equal(copied.mask, torch.ones(2, 3))
+    assert same_value(copied.mask, torch.ones(2, 3))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -129,10 +119,10 @@ def test_state_dicts_of_modules_in_other_wrappers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", dict(wrapped.state_dict()))
     refused(lambda: ckptcore.load_into(tmp_path / "c", plain), "Rename('_orig_mod.{rest...}', '{rest}')")
     ckptcore.load_into(tmp_path / "c", plain, transforms=[Rename("_orig_mod.{rest...}", "{rest}")])
-    assert equal(dict(plain.state_dict()), dict(saved.state_dict()))
+    assert same_value(dict(plain.state_dict()), dict(saved.state_dict()))
     same_wrappers: Any = torch.compile(nn.Linear(3, 2))
     ckptcore.load_into(tmp_path / "c", same_wrappers)
-    assert equal(dict(same_wrappers.state_dict()), dict(wrapped.state_dict()))
+    assert same_value(dict(same_wrappers.state_dict()), dict(wrapped.state_dict()))
 
 
 def test_modules_of_another_architecture(tmp_path: Path) -> None:
@@ -141,10 +131,10 @@ def test_modules_of_another_architecture(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(3, 2))
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"model": other}), "1.weight")
-    assert equal(dict(other.state_dict()), before)
+    assert same_value(dict(other.state_dict()), before)
     same = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     ckptcore.load_into(tmp_path / "c", {"model": same})
-    assert equal(dict(same.state_dict()), dict(saved.state_dict()))
+    assert same_value(dict(same.state_dict()), dict(saved.state_dict()))
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -169,10 +159,10 @@ def test_an_optimizer_on_meta(tmp_path: Path) -> None:
     ckptcore.load_into(tmp_path / "c", {"model": new, "optimizer": PLACEHOLDER})
     created = torch.optim.AdamW(new.parameters())
     ckptcore.load_into(tmp_path / "c", {"model": PLACEHOLDER, "optimizer": created})
-    assert equal(created.state_dict(), optimizer.state_dict())
+    assert same_value(created.state_dict(), optimizer.state_dict())
     for one, other in ((model, optimizer), (new, created)):
         stepped(one, other)
-    assert equal(dict(new.state_dict()), dict(model.state_dict()))
+    assert same_value(dict(new.state_dict()), dict(model.state_dict()))
 
 
 def test_an_optimizer_with_other_names(tmp_path: Path) -> None:
@@ -185,7 +175,7 @@ def test_an_optimizer_with_other_names(tmp_path: Path) -> None:
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"optimizer": other}), "create it with model.parameters()")
     again = torch.optim.AdamW(model.parameters())
     ckptcore.load_into(tmp_path / "c", {"optimizer": again})
-    assert equal(again.state_dict()["state"], optimizer.state_dict()["state"])
+    assert same_value(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_states_by_name_and_by_number(tmp_path: Path) -> None:
@@ -196,7 +186,7 @@ def test_states_by_name_and_by_number(tmp_path: Path) -> None:
         lambda: ckptcore.load_into(tmp_path / "named", {"optimizer": again}), "named_optimizers.NamedOptimizer(model,"
     )
     ckptcore.load_into(tmp_path / "named", {"optimizer": NamedOptimizer(model, again)})
-    assert equal(again.state_dict(), optimizer.state_dict())
+    assert same_value(again.state_dict(), optimizer.state_dict())
 
 
 def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
@@ -216,7 +206,7 @@ def test_optimizers_that_have_no_names(tmp_path: Path) -> None:
         again = torch.optim.AdamW(whole.parameters())
         into = NamedOptimizer(whole, again) if name == "right" else again
         ckptcore.load_into(tmp_path / name, {"optimizer": into})
-        assert equal(again.state_dict(), optimizer.state_dict())
+        assert same_value(again.state_dict(), optimizer.state_dict())
 
 
 def test_optimizers_that_share_a_parameter(tmp_path: Path) -> None:
@@ -230,8 +220,8 @@ def test_optimizers_that_share_a_parameter(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": NamedOptimizer(model, first), "b": NamedOptimizer(model, second)})
     again = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), momentum=0.9)
     ckptcore.load_into(tmp_path / "c", {"a": NamedOptimizer(model, again[0]), "b": NamedOptimizer(model, again[1])})
-    assert equal(again[0].state_dict(), first.state_dict())
-    assert equal(again[1].state_dict(), second.state_dict())
+    assert same_value(again[0].state_dict(), first.state_dict())
+    assert same_value(again[1].state_dict(), second.state_dict())
 
 
 def test_groups_with_other_options(tmp_path: Path) -> None:
@@ -253,7 +243,7 @@ def test_groups_with_other_options(tmp_path: Path) -> None:
     assert not one.state
     again = in_groups()
     ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(model, again)})
-    assert equal(again.state_dict(), optimizer.state_dict())
+    assert same_value(again.state_dict(), optimizer.state_dict())
 
 
 def test_optimizers_of_another_model(tmp_path: Path) -> None:
@@ -267,7 +257,7 @@ def test_optimizers_of_another_model(tmp_path: Path) -> None:
     same_model, _ = trained()
     again = torch.optim.AdamW(same_model.parameters())
     ckptcore.load_into(tmp_path / "c", {"optimizer": NamedOptimizer(same_model, again)})
-    assert equal(again.state_dict(), optimizer.state_dict())
+    assert same_value(again.state_dict(), optimizer.state_dict())
 
 
 class LocksInside(nn.Module):
@@ -296,7 +286,7 @@ def test_code_in_a_state(tmp_path: Path) -> None:
     other.extra = {"scale": 0.0}
     ckptcore.load_into(tmp_path / "c", {"model": other})
     assert other.extra == {"scale": 2.0}
-    assert equal(dict(other.inner.state_dict()), dict(model.inner.state_dict()))
+    assert same_value(dict(other.inner.state_dict()), dict(model.inner.state_dict()))
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -317,7 +307,7 @@ def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
         text = "load one file by its own path"
         refused(lambda location=location: ckptcore.load(location), text)  # type: ignore[misc]  # of a default
     for name, content in files.items():
-        assert equal(ckptcore.load(step / name, framework="torch"), content)
+        assert same_value(ckptcore.load(step / name, framework="torch"), content)
 
 
 class Counting(torch.optim.SGD):
@@ -355,7 +345,7 @@ def test_optimizers_with_entries_without_names(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"o": optimizer})
     _, again = with_momentum(Counting)
     ckptcore.load_into(tmp_path / "c", {"o": again})
-    assert again.seen == 7 and equal(again.state_dict(), optimizer.state_dict())
+    assert again.seen == 7 and same_value(again.state_dict(), optimizer.state_dict())
 
 
 def test_optimizers_with_a_state_that_belongs_to_no_parameter(tmp_path: Path) -> None:
@@ -377,4 +367,4 @@ def test_optimizers_with_a_state_that_belongs_to_no_parameter(tmp_path: Path) ->
     new[1].state["other"] = {"x": 0}
     ckptcore.load_into(tmp_path / "c", {"a": NamedOptimizer(*new), "b": NamedOptimizer(*more)})
     assert new[1].state["other"] == {"x": 1}
-    assert equal(more[1].state_dict(), others[1].state_dict())
+    assert same_value(more[1].state_dict(), others[1].state_dict())

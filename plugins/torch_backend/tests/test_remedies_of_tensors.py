@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ckptcore_testing.trees import same_value
 from ckptcore_torch import dtypes
 from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch._subclasses import FakeTensorMode
@@ -21,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import ckptcore
 from ckptcore import AbstractArray, Context
 from ckptcore.context import JobOptions
-from plugins.torch_backend.tests.test_remedies import VALUES, equal, refused
+from plugins.torch_backend.tests.test_remedies import VALUES, refused
 from plugins.torch_backend.tests.test_tensor_parts import bits, scaled
 
 pytestmark = [
@@ -55,7 +56,7 @@ def test_partial_sums(tmp_path: Path, mesh: Any, placement: Any) -> None:
         "call .redistribute() with Replicate()",
     )
     ckptcore.save(tmp_path / "c", {"w": sums.redistribute(mesh, [placement])})
-    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_partial_sums(tmp_path: Path, mesh: Any, placement: Any) -> None:
 def test_tensors_that_are_several_arrays(tmp_path: Path, make: Any, text: str, follow: Any, expected: Any) -> None:
     refused(lambda: ckptcore.save(tmp_path / "c", {"w": make()}), "w: ", text)
     ckptcore.save(tmp_path / "c", {"w": follow(make())})
-    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], expected)
+    assert same_value(ckptcore.load(tmp_path / "c", framework="torch")["w"], expected)
 
 
 def halves() -> torch.Tensor:
@@ -106,7 +107,7 @@ def test_tensors_in_other_layouts(tmp_path: Path, make: Any, text: str, follow: 
     followed = follow(make())
     ckptcore.save(tmp_path / "c", {"w": followed})
     loaded = ckptcore.load(tmp_path / "c", {"w": followed})["w"]
-    assert equal(loaded.dequantize() if loaded.is_quantized else loaded, VALUES)
+    assert same_value(loaded.dequantize() if loaded.is_quantized else loaded, VALUES)
 
 
 def test_dtypes_of_a_newer_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +120,9 @@ def test_dtypes_of_a_newer_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         ckptcore.save(tmp_path / "view", {"w": state["w"].view(torch.uint8)})
         loaded = ckptcore.load(tmp_path / "view", framework="torch")["w"]
-        assert equal(loaded.view(torch.float8_e8m0fnu).float(), state["w"].float())
+        assert same_value(loaded.view(torch.float8_e8m0fnu).float(), state["w"].float())
     ckptcore.save(tmp_path / "c", state)  # with the newer one
-    assert equal(ckptcore.load(tmp_path / "c", state)["w"].float(), state["w"].float())
+    assert same_value(ckptcore.load(tmp_path / "c", state)["w"].float(), state["w"].float())
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_parts_of_a_plain_tensor(tmp_path: Path, make: Callable[[], torch.Tensor
         lambda: ckptcore.load(tmp_path / "c", {"w": make()}),
         "are requested, an array of float32 is stored; request what is stored, such as a plain tensor, and convert it",
     )
-    assert equal(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3)})["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3)})["w"], VALUES)
 
 
 def test_sparse_elements_of_another_dtype(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_devices_and_shapes_of_fake_tensors(tmp_path: Path) -> None:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         static = mode.from_tensor(VALUES, static_shapes=True)
     for like in (torch.empty(2, 3, device="meta"), here, static):
-        assert equal(ckptcore.load(tmp_path / "c", {"w": like}), {"w": VALUES})
+        assert same_value(ckptcore.load(tmp_path / "c", {"w": like}), {"w": VALUES})
 
 
 def test_dtypes_that_torch_lacks(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_complex_numbers_as_abstract_arrays(tmp_path: Path) -> None:
     """The core refuses the cast; a tensor of a complex dtype has the real parts."""
     ckptcore.save(tmp_path / "c", {"w": torch.complex(VALUES, VALUES)})
     refused(lambda: ckptcore.load(tmp_path / "c", {"w": AbstractArray((2, 3), "float32")}), "no cast from complex64")
-    assert equal(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", {"w": torch.zeros(2, 3, dtype=torch.complex64)})["w"].real, VALUES)
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ def test_ranks_that_are_late(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(save, range(2)))
-    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
 
 
 def test_the_timeout_of_a_job(tmp_path: Path, mesh: Any) -> None:
@@ -277,7 +278,7 @@ def test_the_timeout_of_a_job(tmp_path: Path, mesh: Any) -> None:
     del mesh
     context = Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=60)))
     ckptcore.save(tmp_path / "c", {"w": VALUES}, context=context)
-    assert equal(ckptcore.load(tmp_path / "c", framework="torch", context=context)["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", framework="torch", context=context)["w"], VALUES)
 
 
 @pytest.mark.system
@@ -300,4 +301,4 @@ def test_a_server_of_the_store_that_ended(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(save, range(2)))
     del server
-    assert equal(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)
+    assert same_value(ckptcore.load(tmp_path / "c", framework="torch")["w"], VALUES)

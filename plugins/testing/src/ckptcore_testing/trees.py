@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,9 @@ def assert_same_value(found: Any, expected: Any, where: str) -> None:
         assert_same_bits(found, expected, where)
         return
     assert type(found) is type(expected), f"{where}: expected {expected!r:.200}, found {found!r:.200}"
+    if hasattr(expected, "dtype"):
+        assert same_value(found, expected), f"{where}: expected {expected!r:.200}, found {found!r:.200}"
+        return
     if isinstance(expected, float | complex):
         parts = ((found.real, expected.real), (found.imag, expected.imag))
         for part, expected_part in parts:
@@ -47,3 +52,29 @@ def assert_same_value(found: Any, expected: Any, where: str) -> None:
         return
     # No repr, because Python refuses to convert a very long int to text.
     assert found == expected, f"{where}: expected another {type(expected).__name__}"
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Return True if two trees have the same containers, keys, types, dtypes, shapes and bits."""
+    return bool(comparable(found) == comparable(expected))
+
+
+def comparable(value: Any) -> Any:
+    """Return a form of a tree that equals that of another one only if their types, keys and bits are equal.
+
+    Leaves can be arrays of NumPy, PyTorch and JAX, dataclasses, and values.
+    """
+    if isinstance(value, Mapping):
+        return type(value), [(type(key), key, comparable(child)) for key, child in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [comparable(child) for child in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), [comparable(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if hasattr(value, "untyped_storage"):
+        elements = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(sys.modules["torch"].uint8)
+        return type(value), value.dtype, tuple(value.shape), elements.numpy().tobytes()
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        is_key = str(value.dtype).startswith("key<")
+        elements = sys.modules["jax"].random.key_data(value) if is_key else value
+        return type(value), value.dtype, tuple(value.shape), np.asarray(elements).tobytes()
+    return type(value), repr(value) if isinstance(value, float | complex) else value

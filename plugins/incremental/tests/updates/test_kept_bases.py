@@ -1,0 +1,164 @@
+"""Updates protect their bases from deletion, whatever their names, versions, and the state of the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.locations import faulty_context, new_place, store_at, through
+
+import ckptcore
+from ckptcore.errors import CheckpointReferredError, InvalidLocationError, SaveLostError, StoragePermissionError
+from plugins.incremental.tests.updates.roots import sealed
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    run = new_place(request.param, tmp_path)
+    ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
+    return run
+
+
+@pytest.mark.parametrize("name", [".best", "best.ckptcore", "1.base", "x\ny", "ü %2F?#", "-rf"])
+def test_whatever_its_name(name: str, run: str) -> None:
+    if run.startswith("file") and "?" in name:
+        name = "ü"
+    ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, {"n": step})
+            checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(1)
+    assert ckptcore.load(f"{run}/{name}")["a"].sum() == 4
+    assert ckptcore.CheckpointReader(run).steps == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["2", "best"])
+def test_whichever_version_wrote_it(name: str, run: str) -> None:
+    """An older ckptcore must not delete what a newer one's checkpoint refers to."""
+    ckptcore.save(f"{run}/{name}", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
+    root = store_at(f"{run}/{name}").get("checkpoint.json")
+    store_at(f"{run}/{name}").put("checkpoint.json", sealed({**json.loads(root), "version": 99}))
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
+        checkpointer.save(3, {"n": 3})
+        checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(1)
+    store_at(f"{run}/{name}").put("checkpoint.json", root)
+    assert ckptcore.load(f"{run}/{name}")["a"].sum() == 4
+
+
+@pytest.mark.parametrize("damage", ["newer", "cut"])
+def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
+    """Which save it is cannot be known, so it may be the one that is meant: its root can be put back from elsewhere."""
+    ckptcore.save(f"{run}/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/1"))
+    root = store_at(f"{run}/1").get("checkpoint.json")
+    store_at(f"{run}/1").put(
+        "checkpoint.json", sealed({**json.loads(root), "version": 99}) if damage == "newer" else root[:-3]
+    )
+    with pytest.raises(CheckpointReferredError, match="2 in the same directory"):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointReferredError):
+        checkpointer.delete(1)
+    store_at(f"{run}/1").put("checkpoint.json", root)
+    assert ckptcore.load(f"{run}/2")["a"].sum() == 4
+    ckptcore.delete(f"{run}/2")
+    store_at(f"{run}/1").put("checkpoint.json", root[:-3])
+    ckptcore.delete(f"{run}/1")
+
+
+def test_a_base_is_where_a_path_leads_to(run: str) -> None:
+    ckptcore.save(f"{run}/.hidden", {"a": np.ones(2)})
+    with pytest.raises(InvalidLocationError, match=r"which has a hidden name.*Nothing was written"):
+        ckptcore.save(f"{run}/2", {}, strategy=ckptcore.Update(f"{run}/.hidden"))
+    anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
+    for below in ("1/2", "1/2/3"):
+        with pytest.raises(InvalidLocationError, match="/1, which (is a checkpoint|contains it)"):
+            ckptcore.save(f"{run}/{below}", {}, strategy=ckptcore.Update(f"{run}/1"), context=anywhere)
+
+
+def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
+    anywhere = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
+    ckptcore.save_checkpointables(f"{run}/2", {"model": {"a": np.ones(4)}, "other": {"b": 1}})
+    ckptcore.save(f"{run}/3", {"n": 2}, strategy=ckptcore.Update(f"{run}/2/model"), context=anywhere)
+    with pytest.raises(CheckpointReferredError, match="3 in the same directory"):
+        ckptcore.delete(f"{run}/2")
+    with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointReferredError):
+        checkpointer.delete(2)
+    assert ckptcore.load(f"{run}/3", context=anywhere)["a"].sum() == 4
+
+
+def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> None:
+    run = f"{tmp_path}/run"
+    for step in (1, 2, 3):
+        ckptcore.save(f"{run}/{step}", {"a": np.ones(4), "n": step})
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(3)) as checkpointer:
+        checkpointer.save(4, {"n": 4})
+        checkpointer.wait()  # it has read all roots for the policy
+        ckptcore.save(f"{run}/4", {"n": 5}, strategy=ckptcore.Update(f"{run}/2"), overwrite=True)
+        checkpointer.save(5, {"n": 5})
+        checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(2)
+    assert ckptcore.load(f"{run}/4")["a"].sum() == 4
+
+
+def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection at that moment removes nothing, and a load finds the base."""
+    run = f"{tmp_path}/run"
+    ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
+    looks: list[None] = []
+
+    def refuse(*asked: object) -> None:
+        looks.append(None)
+        ckptcore.Checkpointer(run).close()
+        ckptcore.save(f"{run}/2", {"n": 2})
+        assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+        raise CheckpointReferredError("an update was saved meanwhile")
+
+    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", refuse)
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{run}/1")
+    assert len(looks) == 1
+    assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+
+
+def test_a_deletion_whose_announcement_was_lost_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_place("memory", tmp_path)
+    ckptcore.save(f"{run}/1", {"a": np.ones(4)})
+    lost: list[str] = []
+
+    def lose(*asked: object) -> None:
+        store = store_at(run)
+        lost.extend(f".ckptcore/deleting/{name}" for name in store.list_names(".ckptcore/deleting/"))
+        store.delete(lost)
+
+    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", lose)
+    with pytest.raises(SaveLostError):
+        ckptcore.delete(f"{run}/1")
+    assert len(lost) == 1
+    assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+
+
+def test_who_may_not_look_beside_a_checkpoint_does_not_delete_it(run: str) -> None:
+    plan = FaultPlan()
+    ckptcore.save(f"{run}/2", {"n": 2})
+    ckptcore.delete(through(f"{run}/2"), context=faulty_context(run, plan))
+    listing = next(one.number for one in plan.operations if one.name == "list_names" and one.keys == ("",))
+    failing = faulty_context(run, FaultPlan(FailAt(listing, StoragePermissionError("you may not list"))))
+    with pytest.raises(StoragePermissionError, match="may not list") as caught:
+        ckptcore.delete(through(f"{run}/1"), context=failing)
+    assert "Nothing was deleted: to find checkpoints that refer to" in str(caught.value.__notes__)
+    assert ckptcore.load(f"{run}/1")["n"] == 1

@@ -1,0 +1,123 @@
+"""The end of a run whose far tier does not answer: it comes, and the next run has all steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptcore_tiers import NearTier, TieredDirectory, deadlines
+
+from ckptcore import Checkpointer
+from ckptcore.errors import StorageError, UploadError
+from plugins.tiers.tests.far_stores import Silence
+from tests.checkpointer.runs import Watch, assert_is_step, save_steps, through, watched
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
+    """A plan and a far tier that never answers until the end of the test."""
+    monkeypatch.setattr(deadlines, "_STOP_SECONDS", 0.1)
+    watch = Watch()
+    silent = Silence(watch)
+    yield watch, silent
+    _answer(silent)
+
+
+def _answer(silent: Silence) -> None:
+    """Answer everything, and wait for the threads that a closed run has left: one may still release a directory."""
+    silent.end()
+    for thread in threading.enumerate():
+        if thread.name in ("ckptcore-upload", "ckptcore-close", "ckptcore-clean"):
+            thread.join()
+
+
+def test_close_ends_though_no_upload_is_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
+    watch, silent = silence
+    run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.1), through(far)), context=watched(watch))
+    silent.begin()
+    save_steps(run, [1, 2])
+    assert silent.met.wait(60)
+    with pytest.raises(UploadError) as raised:
+        run.close()
+    assert raised.value.steps == (1, 2)
+    run.close()
+    _answer(silent)
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far), if_in_use="take over") as run:
+        assert run.latest == 2
+        tiers.wait_for_uploads(60)
+        assert_is_step(run.load(), 2)
+
+
+def test_close_ends_though_the_release_of_the_far_tier_is_not_answered(
+    near: str, far: str, silence: tuple[Watch, Silence], caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, silent = silence
+    tiers = TieredDirectory(NearTier(near, close_seconds=0.1), through(far))
+    run = Checkpointer(tiers, context=watched(watch))
+    save_steps(run, [1])
+    tiers.wait_for_uploads(60)
+    silent.begin()
+    run.close()
+    if far.startswith("memory"):
+        assert "is not released" in caplog.text
+
+
+def test_a_directory_that_answers_is_released_after_the_deadline(
+    near: str, far: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not answer may have used up the time."""
+    monkeypatch.setattr(deadlines, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(deadlines, "_RELEASE_SECONDS", 60.0)
+    with Checkpointer(tiers := TieredDirectory(NearTier(near, close_seconds=0), far)) as run:
+        save_steps(run, [1])
+        tiers.wait_for_uploads(60)
+    assert "is not released" not in caplog.text
+
+
+def test_close_ends_though_a_deletion_is_not_answered(near: str, far: str, silence: tuple[Watch, Silence]) -> None:
+    watch, silent = silence
+    tiers = TieredDirectory(NearTier(near, close_seconds=0.1), through(far))
+    run = Checkpointer(tiers, context=watched(watch))
+    save_steps(run, [1, 2])
+    tiers.wait_for_uploads(60)
+    silent.begin("delete", "delete_directory")
+    run.delete(1)
+    assert silent.met.wait(60)
+    with pytest.raises(StorageError, match=r"[12] deletion\(s\) of steps did not end"):  # the near one may be slow
+        run.close()
+
+
+_ENDS_SILENTLY = """
+import sys
+from ckptcore import Checkpointer
+from ckptcore_tiers import NearTier, TieredDirectory
+from tests.checkpointer.runs import Watch, save_steps, through, watched
+from plugins.tiers.tests.far_stores import Silence
+watch = Watch()
+silent = Silence(watch)
+near, far, ends = sys.argv[1:]
+run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.1), through(far)), context=watched(watch))
+silent.begin()
+save_steps(run, [1])
+assert silent.met.wait(60)
+print("saved", flush=True)
+if ends == "closed":
+    try:
+        run.close()
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("ends", ["closed", "open"])
+def test_the_program_ends_though_the_far_tier_does_not_answer(ends: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_SILENTLY, str(tmp_path / "near"), str(tmp_path / "far"), ends],
+        capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert ended.stdout.split() == ["saved", *(["UploadError"] if ends == "closed" else [])]

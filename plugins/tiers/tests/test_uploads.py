@@ -1,0 +1,340 @@
+"""Steps are committed near and uploaded in the background: the job does not wait, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ckptcore_tiers import NearTier, TieredDirectory
+
+from ckptcore import Checkpointer, CheckpointReader, Context
+from ckptcore.errors import DirectoryInUseError, InvalidLocationError, SaveLostError, UploadError
+from ckptcore.events import Event
+from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, PreserveAll
+from plugins.tiers.tests.far_stores import Outage, Standstill
+from tests.checkpointer.runs import (
+    Watch,
+    array_key,
+    assert_is_step,
+    cut,
+    flip,
+    keys_of,
+    remove,
+    save_steps,
+    store_of,
+    through,
+    tree,
+    watched,
+)
+
+
+def steps_in(directory: str) -> list[int]:
+    """Return the steps that another process finds."""
+    return list(CheckpointReader(directory).steps)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_step_is_committed_near_and_then_far(near: str, far: str) -> None:
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
+        handle = run.save(1, tree(1), metrics={"loss": 0.5}, metadata={"note": "first"})
+        assert handle is not None
+        handle.result()
+        assert steps_in(near) == [1]
+        tiers.wait_for_uploads(60)
+        assert tiers.uploads.uploaded == (1,) and tiers.uploads.waiting == ()
+    # The same bytes, so that no tool need know of tiers.
+    assert {key: store_of(far).get(key) for key in keys_of(far, "1")} == {
+        key: store_of(near).get(key) for key in keys_of(near, "1")
+    }
+    reader = CheckpointReader(far)
+    assert_is_step(reader.load(), 1)
+    assert reader.step_info(1).metrics == {"loss": 0.5}
+    assert reader.metadata(1).custom == {"note": "first"}
+
+
+def test_several_checkpointables_are_uploaded_whole(near: str, far: str) -> None:
+    with Checkpointer(TieredDirectory(NearTier(near), far)) as run:
+        run.save_checkpointables(3, {"model": tree(3), "data": {"position": 7}})
+    loaded = CheckpointReader(far).load_checkpointables()
+    assert_is_step(loaded["model"], 3)
+    assert loaded["data"] == {"position": 7}
+
+
+def test_each_tier_keeps_what_its_policy_wants(near: str, far: str) -> None:
+    tier = NearTier(near, preservation_policy=LatestN(1), upload_policy=FixedInterval(2))
+    with Checkpointer(tiers := TieredDirectory(tier, far), preservation_policy=LatestN(2)) as run:
+        for step in range(1, 8):
+            save_steps(run, [step])
+            tiers.wait_for_uploads(60)
+        assert run.steps == (4, 6, 7)
+    assert steps_in(near) == [7]
+    assert steps_in(far) == [4, 6]
+
+
+def test_the_job_waits_for_nothing_far_and_what_waits_stays_near(near: str, far: str) -> None:
+    watch = Watch()
+    tier = NearTier(near, preservation_policy=LatestN(1))
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+        stands = Standstill(watch)
+        save_steps(run, [1])
+        assert stands.arrived.wait(60)
+        save_steps(run, [2, 3])
+        assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (2, 3)
+        assert run.latest == 3
+        assert steps_in(near) == [1, 2, 3] and steps_in(far) == []
+        with pytest.raises(UploadError, match="the time for uploads is over") as raised:
+            tiers.wait_for_uploads(0.01)
+        assert raised.value.steps == (1, 2, 3)
+        stands.open()
+        tiers.wait_for_uploads(60)
+        # One that had fallen behind made the newest safe first.
+        assert tiers.uploads.uploaded == (1, 2, 3)
+        until(lambda: steps_in(near) == [3])
+    assert steps_in(far) == [1, 2, 3]
+
+
+def test_who_falls_behind_makes_the_newest_safe_first_and_says_what_need_not_go(
+    near: str, far: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Watch()
+    events: list[Event] = []
+    context = watched(watch, observers=[events.append])
+    with Checkpointer(
+        tiers := TieredDirectory(NearTier(near), through(far)), preservation_policy=LatestN(2), context=context
+    ) as run:
+        stands = Standstill(watch)
+        save_steps(run, [1])
+        assert stands.arrived.wait(60)
+        save_steps(run, [2, 3, 4, 5])
+        with caplog.at_level(logging.INFO, "ckptcore.tiers"):
+            stands.open()
+            tiers.wait_for_uploads(60)
+        assert [skip.step for skip in tiers.uploads.skipped] == [2, 3]
+        assert "keeps the latest 2" in tiers.uploads.skipped[0].reason
+    assert "step 2 is not uploaded" in caplog.text
+    assert steps_in(far) == [4, 5]
+    uploads = [(event.step, event.error is None) for event in events if event.phase == "upload"]
+    assert uploads == [(1, True), (2, False), (3, False), (5, True), (4, True)]
+
+
+def test_no_more_steps_wait_than_the_near_tier_has_room_for(near: str, far: str) -> None:
+    watch = Watch()
+    tier = NearTier(near, preservation_policy=LatestN(1), max_waiting=2)
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+        stands = Standstill(watch)
+        save_steps(run, [1])
+        assert stands.arrived.wait(60)
+        save_steps(run, [2, 3, 4])
+        # What is being sent goes on, or a run that saves faster than it uploads would never end an upload.
+        assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (3, 4)
+        until(lambda: steps_in(near) == [1, 3, 4])
+        stands.open()
+        tiers.wait_for_uploads(60)
+        (skip,) = tiers.uploads.skipped
+        assert skip.step == 2 and "max_waiting=2" in skip.reason
+    assert steps_in(far) == [1, 3, 4]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_far_tier_that_is_away_stops_no_save_and_is_tried_again(
+    near: str, far: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = Watch()
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch)) as run:
+        save_steps(run, [1])
+        tiers.wait_for_uploads(60)
+        away = Outage(watch)
+        away.begin()
+        save_steps(run, [2, 3])
+        assert away.met.wait(60)
+        until(lambda: tiers.uploads.error is not None)
+        assert_is_step(run.load(), 3)
+        assert run.latest == 3
+        with pytest.raises(UploadError, match="503: the far tier is away"):
+            tiers.wait_for_uploads(0.01)
+        away.end()
+        tiers.wait_for_uploads(60)
+        assert tiers.uploads.error is None
+    assert steps_in(far) == [1, 2, 3]
+    assert (
+        sum(record.levelno == logging.WARNING for record in caplog.records if "cannot upload a step" in record.message)
+        == 1
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_closing_tells_what_is_not_uploaded_and_the_next_run_uploads_it(near: str, far: str) -> None:
+    watch = Watch()
+    run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.2), through(far)), context=watched(watch))
+    away = Outage(watch)
+    away.begin()
+    save_steps(run, [1, 2])
+    with pytest.raises(UploadError, match="the far tier is away.* same tiers uploads waiting steps") as raised:
+        run.close()
+    assert raised.value.steps == (1, 2)
+    away.end()
+    assert steps_in(near) == [1, 2] and steps_in(far) == []
+    with Checkpointer(tiers := TieredDirectory(NearTier(near), far)) as run:
+        assert run.latest == 2
+        tiers.wait_for_uploads(60)
+    assert steps_in(far) == [1, 2]
+
+
+def test_closing_leaves_the_uploads_to_the_next_run_where_asked(near: str, far: str) -> None:
+    watch = Watch()
+    run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0), through(far)), context=watched(watch))
+    stands = Standstill(watch)
+    save_steps(run, [1, 2])
+    assert stands.arrived.wait(60)
+    stands.open()
+    run.close()
+    with Checkpointer(tiers := TieredDirectory(NearTier(near, upload_policy=FixedInterval(2)), far)) as run:
+        tiers.wait_for_uploads(60)
+    assert 2 in steps_in(far)
+
+
+def test_a_forced_end_of_the_block_by_an_error_keeps_that_error(near: str, far: str) -> None:
+    watch = Watch()
+    with (
+        pytest.raises(KeyError) as raised,
+        Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.1), through(far)), context=watched(watch)) as run,
+    ):
+        Outage(watch).begin()
+        save_steps(run, [1])
+        raise KeyError("training")
+    assert "UploadError" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("harm", [cut, flip, remove])
+def test_what_is_damaged_near_is_told_and_the_others_go(near: str, far: str, harm: Callable[..., None]) -> None:
+    watch = Watch()
+    run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
+    stands = Standstill(watch)
+    save_steps(run, [1])
+    assert stands.arrived.wait(60)
+    save_steps(run, [2])
+    harm(near, array_key(near, "2"))
+    stands.open()
+    until(lambda: bool(tiers.uploads.failed))
+    saving = run.save(3, tree(3))  # no save fails for it
+    assert saving is not None
+    saving.result()
+    with pytest.raises(UploadError, match="step 2 cannot be uploaded") as raised:
+        run.wait()
+    assert raised.value.steps == (2,)
+    run.close()  # told once
+    assert steps_in(far) == [1, 3]
+
+
+def test_both_directories_belong_to_the_run(near: str, far: str) -> None:
+    with Checkpointer(TieredDirectory(NearTier(near), far)):
+        with pytest.raises(DirectoryInUseError):
+            Checkpointer(far)
+        with pytest.raises(DirectoryInUseError):
+            Checkpointer(near)
+    with Checkpointer(far), pytest.raises(DirectoryInUseError):
+        Checkpointer(TieredDirectory(NearTier(near), far))
+    with Checkpointer(near):  # what failed to own both owns none
+        pass
+
+
+def test_a_run_that_lost_the_far_tier_changes_nothing_there(near: str, far: str) -> None:
+    run = Checkpointer(tiers := TieredDirectory(NearTier(near), far))
+    save_steps(run, [1])
+    tiers.wait_for_uploads(60)
+    (owner,) = [key for key in keys_of(far, ".ckptcore") if key.endswith("owner.json")]
+    remove(far, owner)
+    saving = run.save(2, tree(2))
+    assert saving is not None
+    saving.result()
+    with pytest.raises(UploadError, match="step 2 cannot be uploaded: SaveLostError") as raised:
+        tiers.wait_for_uploads(60)
+    assert isinstance(raised.value.__cause__, SaveLostError)
+    run.close()
+    assert steps_in(far) == [1] and steps_in(near) == [1, 2]
+
+
+def test_a_run_that_loses_the_far_tier_while_it_uploads_commits_nothing_there(near: str, far: str) -> None:
+    watch = Watch()
+    run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
+    stands = Standstill(watch)
+    save_steps(run, [1])
+    assert stands.arrived.wait(60)
+    (owner,) = [key for key in keys_of(far, ".ckptcore") if key.endswith("owner.json")]
+    remove(far, owner)
+    stands.open()
+    with pytest.raises(UploadError, match="step 1 cannot be uploaded: SaveLostError"):
+        tiers.wait_for_uploads(60)
+    run.close()
+    assert steps_in(far) == [] and steps_in(near) == [1]
+
+
+def test_the_preempted_save_is_uploaded_whatever_the_interval(near: str, far: str) -> None:
+    chosen = AnySave([FixedInterval(100), PreemptionCheckpointing()])
+    tier = NearTier(near, upload_policy=chosen)
+    policy = AnySave([EveryStep(), PreemptionCheckpointing()])
+    with Checkpointer(TieredDirectory(tier, far), save_policy=policy, preemption_notice=lambda step: step == 3) as run:
+        save_steps(run, [1, 2, 3])
+    assert steps_in(far) == [3]
+
+
+def test_metadata_of_the_directory_goes_with_the_far_tier(near: str, far: str) -> None:
+    with Checkpointer(TieredDirectory(NearTier(near), far), metadata={"model": "tiny"}) as run:
+        assert run.root_metadata == {"model": "tiny"}
+    assert CheckpointReader(far).root_metadata == {"model": "tiny"}
+
+
+def test_tiers_do_not_lie_in_each_other(near: str) -> None:
+    for other in (near, f"{near}/inside"):
+        with pytest.raises(InvalidLocationError, match="separate directories"):
+            Checkpointer(TieredDirectory(NearTier(other), near))
+        with pytest.raises(InvalidLocationError, match="separate directories"):
+            Checkpointer(TieredDirectory(NearTier(lambda: near), other))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"preservation_policy": LatestN}, "expected a preservation policy"),
+        ({"upload_policy": PreserveAll()}, "expected a save policy"),
+        ({"max_waiting": 0}, "at least 1"),
+        ({"max_waiting": True}, "at least 1"),
+        ({"close_seconds": -1.0}, "at least 0"),
+        ({"close_seconds": float("nan")}, "at least 0"),
+        ({"seen_by": "rack"}, r"NearTier\(seen_by='rack'\): expected one of 'job', 'host'$"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        NearTier("/near", **arguments)
+    for seen_by in ("job", "host"):
+        assert NearTier("/near", seen_by=seen_by).seen_by == seen_by
+
+
+def test_the_directories_are_checked(far: str) -> None:
+    with pytest.raises(InvalidLocationError, match="expected a path or a URL"):
+        Checkpointer(TieredDirectory(3, far), context=Context())  # type: ignore[arg-type]
+
+
+def test_a_path_is_a_near_tier_and_a_reader_reads_both(near: str, far: str) -> None:
+    tiers = TieredDirectory(near=near, far=far)
+    with Checkpointer(tiers) as run:
+        save_steps(run, [1, 2])
+    assert tiers.uploads.uploaded == (1, 2)
+    CheckpointReader(near)
+    shutil.rmtree(f"{near}/1")
+    reader = CheckpointReader(tiers)
+    assert reader.steps == (1, 2) and reader.directory == far
+    assert_is_step(reader.load(1), 1)
+    assert_is_step(reader.load(), 2)

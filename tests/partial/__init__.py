@@ -1,1 +1,0 @@
-"""Tests of partial saves: checkpoints that are filled in several sessions."""

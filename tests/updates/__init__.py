@@ -1,1 +1,0 @@
-"""Tests of updated copies: checkpoints that refer to others for what did not change."""
