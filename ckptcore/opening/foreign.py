@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member, PartialSave
+from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
@@ -27,7 +26,15 @@ from ckptcore.errors import (
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
+from ckptcore.opening.checkpoint import (
+    Checkpoint,
+    CompositeCheckpoint,
+    Origin,
+    format_names,
+    not_finalized,
+    reader_of,
+    several_checkpointables,
+)
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
@@ -39,7 +46,7 @@ _FILES_TRIED: Final = 20
 
 _CHECK_PATH: Final = "check the path, or list its parent directory"
 _STEPS_SHOWN: Final = 10
-_NAMES_SHOWN: Final = 20
+
 
 _MAX_NAMES: Final = 1000
 """Limit of names in a directory whose files are inspected. See `_has_single_files`."""
@@ -165,13 +172,6 @@ def _format_steps(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
 
 
-def format_names(names: Collection[str]) -> str:
-    """Format names for a message. Limits their number: a hostile root or a directory may have any."""
-    shown = [name if name.isprintable() else repr(name) for name in itertools.islice(names, _NAMES_SHOWN)]
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return (", ".join(shown) or "none") + more
-
-
 def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
     """Return what a file or directory of other software is or has, and what to do."""
     from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind  # only for this error
@@ -280,25 +280,6 @@ def foreign_checkpoints(context: Context) -> FindForeign:
     It finds one only if a whole directory is one checkpoint. See `_has_single_files`.
     """
     return lambda location: owner_of_files(location.store, context)
-
-
-def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
-    """Return the error for several checkpointables where one tree is expected."""
-    return CompositeCheckpointError(
-        f"{location.display} has several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
-        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
-        names,
-    )
-
-
-def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
-    """Return the error for a partial save that is not finalized."""
-    running = "" if partial.owner is None else ", and a save that is running or was interrupted"
-    return UncommittedCheckpointError(
-        f"{location.display} is a partial save that is not finalized: it has {partial}{running}. Save the missing "
-        "parts with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
-        "ckptcore.delete"
-    )
 
 
 def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
