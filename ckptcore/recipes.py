@@ -12,6 +12,11 @@ _TABLES: Final = (
     "save {name: column.to_numpy() for name, column in value.items()}, or column.to_list() for columns of text"
 )
 
+_NOT_LOADED: Final = (
+    "PLACEHOLDER represents a leaf that was not loaded, and is no value: load the leaf, or remove it from the tree, "
+    "and the checkpoint will not have it"
+)
+
 _BY_NAME: Final[Mapping[str, str]] = {
     "PIL.Image.Image": "save np.asarray(value), and PIL.Image.fromarray(array) makes the image again",
     "pandas.DataFrame": _TABLES,
@@ -23,6 +28,18 @@ _BY_NAME: Final[Mapping[str, str]] = {
     "polars.Series": "save value.to_numpy(), or value.to_list() for text",
 }
 """Recipes by the public name of a type or of one of its bases."""
+
+_BY_KIND: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
+    (types.EllipsisType, _NOT_LOADED),
+    (slice, "save [value.start, value.stop, value.step]"),
+    ((memoryview, array.array), "save np.asarray(value)"),
+    (functools.partial, "code is not saved: save its value.args and value.keywords"),
+    (types.SimpleNamespace, "save vars(value)"),
+    (Mapping, "save dict(value)"),
+    (Iterator, "its position is not known: save what makes it again, such as a seed and a count"),
+    (Collection, "save list(value)"),
+)
+"""Recipes by type, abstract ones last. The first that fits is used."""
 
 
 def recipe_for(value: object) -> str | None:
@@ -42,28 +59,9 @@ def recipe_for(value: object) -> str | None:
 def _recipe_of_kind(value: Any) -> str | None:
     if isinstance(value, type):
         return None
-    match value:
-        case types.EllipsisType():
-            return (
-                "PLACEHOLDER represents a leaf that was not loaded, and is no value: load the leaf, or remove it from "
-                "the tree, and the checkpoint will not have it"
-            )
-        case slice():
-            return "save [value.start, value.stop, value.step]"
-        case memoryview():
-            return "save np.asarray(value)"
-        case array.array():
-            return "save np.asarray(value)"
-        case functools.partial():
-            return "code is not saved: save its value.args and value.keywords"
-        case types.SimpleNamespace():
-            return "save vars(value)"
-        case Mapping():
-            return "save dict(value)"
-        case Iterator():
-            return "its position is not known: save what makes it again, such as a seed and a count"
-        case Collection():
-            return "save list(value)"
+    for kinds, recipe in _BY_KIND:
+        if isinstance(value, kinds):
+            return recipe
     for method in ("model_dump", "to_dict"):
         if callable(getattr(value, method, None)):
             return f"save value.{method}()"

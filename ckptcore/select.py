@@ -9,6 +9,7 @@ complement.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -63,11 +64,11 @@ class Selection(ABC):
 
     def __or__(self, other: Selection) -> Selection:
         """Return the union of two selections."""
-        return _Union(self, other) if isinstance(other, Selection) else NotImplemented
+        return _Combination(operator.or_, self, other) if isinstance(other, Selection) else NotImplemented
 
     def __and__(self, other: Selection) -> Selection:
         """Return the intersection of two selections."""
-        return _Intersection(self, other) if isinstance(other, Selection) else NotImplemented
+        return _Combination(operator.and_, self, other) if isinstance(other, Selection) else NotImplemented
 
     def __invert__(self) -> Selection:
         """Return the complement of the selection."""
@@ -101,7 +102,7 @@ def glob(*patterns: str) -> Selection:
     Raises:
         ValueError: a pattern is invalid.
     """
-    return _Patterns(tuple([_glob_pattern(pattern) for pattern in patterns]))
+    return _Patterns(tuple([_compiled(_glob_text(pattern, pattern), pattern) for pattern in patterns]))
 
 
 def regex(*patterns: str) -> Selection:
@@ -149,21 +150,13 @@ def experts(pattern: str, own: Collection[int]) -> Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class _Union(Selection):
+class _Combination(Selection):
+    combine: Callable[[frozenset[int], frozenset[int]], frozenset[int]]
     first: Selection
     second: Selection
 
     def leaves(self, table: LeafTable) -> frozenset[int]:
-        return self.first.leaves(table) | self.second.leaves(table)
-
-
-@dataclass(frozen=True, slots=True)
-class _Intersection(Selection):
-    first: Selection
-    second: Selection
-
-    def leaves(self, table: LeafTable) -> frozenset[int]:
-        return self.first.leaves(table) & self.second.leaves(table)
+        return self.combine(self.first.leaves(table), self.second.leaves(table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +193,12 @@ class _Patterns(Selection):
     patterns: tuple[re.Pattern[str], ...]
 
     def leaves(self, table: LeafTable) -> frozenset[int]:
-        fits: dict[str, bool] = {}
-        chosen = []
-        for number, path in enumerate(table.paths):
-            for text in _pattern_texts(path):
-                if (fit := fits.get(text)) is None:
-                    fit = fits[text] = any(pattern.fullmatch(text) for pattern in self.patterns)
-                if fit:
-                    chosen.append(number)
-                    break
-        return frozenset(chosen)
+        @functools.cache
+        def fits(text: str) -> bool:
+            return any(pattern.fullmatch(text) for pattern in self.patterns)
+
+        paths = enumerate(table.paths)
+        return frozenset([number for number, path in paths if any(map(fits, _pattern_texts(path)))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +244,8 @@ class _Experts(Selection):
         return frozenset(chosen)
 
     def _expert(self, path: TreePath) -> int | None:
-        for text in _pattern_texts(path):
-            if (match := self.compiled.fullmatch(text)) is not None:
-                return int(match[1])
-        return None
+        matches = map(self.compiled.fullmatch, _pattern_texts(path))
+        return next((int(match[1]) for match in matches if match is not None), None)
 
 
 def _keys(path: Iterable[Key]) -> TreePath:
@@ -338,10 +325,6 @@ def _numbers(own: Collection[int]) -> frozenset[int]:
         raise TypeError(f"experts(..., {own!r}): expected the numbers of experts, such as range(8)") from error
 
 
-def _glob_pattern(pattern: str) -> re.Pattern[str]:
-    return _compiled(_glob_text(pattern, pattern), pattern)
-
-
 def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(expression, re.DOTALL)
@@ -398,11 +381,8 @@ def _key_expression(part: str, pattern: str) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as text: ``0-7, 9``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    numbered = enumerate(numbers)
+    # In a run, numbers grow like their positions.
+    runs = [[number for _, number in run] for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0])]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")

@@ -4,7 +4,7 @@
 - `Cut`, `Concatenation`, `Constant`: parts of arrays, joined arrays, constants (`ckptcore.derivations.arrays`)
 - `WholeArray`: base class of arrays that can only be computed as a whole
 - `Reshaped`: the same elements in C order with another shape (`ckptcore.derivations.reshaped`)
-- `CastArray`, `RoundedArray`, `TruncatedArray`: other dtypes (`ckptcore.derivations.dtypes`)
+- `cast`, `narrow`, `truncate`: other dtypes (`ckptcore.derivations.dtypes`)
 
 Derived arrays compose: their inputs are derived arrays too. For each of its boxes, a derived array states which boxes
 of its inputs it needs, so that a process reads only the parts of stored arrays that its shards need.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
@@ -154,10 +154,12 @@ class _Converted:
     Attributes:
         of: the array.
         dtype: the name of the dtype.
+        copy: copies elements to memory of this dtype: `copy_cast`, `copy_rounded` or `copy_truncated`.
     """
 
     of: DerivedArray
     dtype: str
+    copy: Callable[[HostArray, HostArray], None]
 
     @property
     def spec(self) -> ArraySpec:
@@ -177,65 +179,17 @@ class _Converted:
         """Return None: the elements are computed."""
         return None
 
-
-@dataclass(frozen=True, slots=True)
-class CastArray(_Converted):
-    """An array cast as by NumPy, without errors for numbers outside of the range of the dtype.
-
-    Ints wrap. Floats become infinite or NaN, or the largest value of a dtype that has neither. The result of a cast of
-    such floats to ints depends on the platform.
-    """
-
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Cast the elements."""
-        with np.errstate(all="ignore"):
-            np.copyto(out, parts[0], casting="unsafe")
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedArray(_Converted):
-    """An array with each element rounded to the nearest value of another dtype.
-
-    Numbers outside of its range are errors: ints do not wrap, and floats do not become infinite or NaN.
-
-    Attributes:
-        between: a dtype with all values of the array, for a cast in two steps; None if NumPy can cast directly.
-    """
-
-    between: str | None = None
-
-    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Cast the elements.
+        """Convert the elements.
 
         Raises:
-            ValueError: if an element is outside of the range of the dtype.
+            ValueError: an element is outside of the range of the dtype, and this is not a cast as by NumPy.
         """
-        copy_rounded(out, parts[0], self.between)
-
-
-@dataclass(frozen=True, slots=True)
-class TruncatedArray(_Converted):
-    """An array of floats with each element rounded towards zero, to an int of another dtype.
-
-    Numbers outside of its range, infinities and NaN are errors.
-    """
-
-    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Cast the elements.
-
-        Raises:
-            ValueError: if an element is outside of the range of the dtype.
-        """
-        wide = np.uint64 if self.dtype == "uint64" else np.int64
-        for piece in pieces(parts[0].shape):
-            whole: HostArray = np.trunc(parts[0][piece].astype(np.float64))
-            if whole.size:
-                _expect_within(whole, self.dtype)
-            out[piece] = whole.astype(wide).astype(out.dtype)
+        self.copy(out, parts[0])
 
 
 def cast(of: DerivedArray, dtype: str) -> DerivedArray:
-    """Cast an array to another dtype.
+    """Cast an array to another dtype, as `copy_cast` does.
 
     Args:
         of: the array.
@@ -245,37 +199,15 @@ def cast(of: DerivedArray, dtype: str) -> DerivedArray:
         ValueError: if one of the dtypes is not numeric, or complex numbers would become real.
         UnsupportedLeafError: if the name is not known.
     """
-    before, after = of.spec.numpy_dtype, dtype_from_name(dtype)
-    if before == after:
-        return of
-    if "S" in (before.kind, after.kind) or {*before.kind, *after.kind} & set("UmM"):
-        raise ValueError(f"{of.spec} cannot be cast to {dtype}: both dtypes must be numeric")
-    if is_complex(before) and not is_complex(after):
-        raise ValueError(f"{of.spec} cannot be cast to {dtype}: the imaginary parts would be lost")
-    try:
-        np.zeros(1, before).astype(after)
-    except (TypeError, ValueError):
-        between = "complex64" if is_complex(before) else "float32"
-        return CastArray(CastArray(of, between), dtype)  # `between` has all values of these ml_dtypes dtypes
-    return CastArray(of, dtype)
+    return _converted(of, dtype, copy_cast)
 
 
 def narrow(of: DerivedArray, dtype: str) -> DerivedArray:
     """Round the elements of an array to another dtype. Reading fails for numbers outside of its range.
 
-    Args:
-        of: the array.
-        dtype: a name that `ckptcore.model.dtype_from_name` knows.
-
-    Raises:
-        ValueError: if one of the dtypes is not numeric, or complex numbers would become real.
-        UnsupportedLeafError: if the name is not known.
+    See `cast` for the arguments and errors.
     """
-    made = cast(of, dtype)
-    if not isinstance(made, CastArray) or made is of:
-        return of
-    between = made.of.dtype if made.of is not of and isinstance(made.of, CastArray) else None
-    return RoundedArray(of, dtype, between)
+    return _converted(of, dtype, copy_rounded)
 
 
 def truncate(of: DerivedArray, dtype: str) -> DerivedArray:
@@ -290,10 +222,64 @@ def truncate(of: DerivedArray, dtype: str) -> DerivedArray:
     """
     if not is_truncating(dtype, of.spec.dtype):
         raise ValueError(f"{of.spec} cannot be truncated to {dtype}: expected floats, and a dtype of ints")
-    return TruncatedArray(of, dtype)
+    return _Converted(of, dtype, copy_truncated)
 
 
-def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) -> None:
+def _converted(of: DerivedArray, dtype: str, copy: Callable[[HostArray, HostArray], None]) -> DerivedArray:
+    before, after = of.spec.numpy_dtype, dtype_from_name(dtype)
+    if before == after:
+        return of
+    if "S" in (before.kind, after.kind) or {*before.kind, *after.kind} & set("UmM"):
+        raise ValueError(f"{of.spec} cannot be cast to {dtype}: both dtypes must be numeric")
+    if is_complex(before) and not is_complex(after):
+        raise ValueError(f"{of.spec} cannot be cast to {dtype}: the imaginary parts would be lost")
+    return _Converted(of, dtype, copy)
+
+
+@functools.lru_cache(maxsize=64)
+def _between(before: np.dtype[Any], after: np.dtype[Any]) -> str | None:
+    """Return a dtype with all values of `before` for a cast in two steps; None if NumPy casts directly.
+
+    NumPy has no casts between some dtypes of ml_dtypes.
+    """
+    try:
+        np.zeros(1, before).astype(after)
+    except (TypeError, ValueError):
+        return "complex64" if is_complex(before) else "float32"
+    return None
+
+
+def copy_cast(out: HostArray, source: HostArray) -> None:
+    """Copy numbers into an array of another dtype as NumPy does, without errors for numbers outside of its range.
+
+    Ints wrap. Floats become infinite or NaN, or the largest value of a dtype that has neither. The result of a cast of
+    such floats to ints depends on the platform.
+    """
+    between = _between(source.dtype, out.dtype)
+    for piece in pieces(source.shape):  # limits the memory of a cast in two steps
+        part = source[piece] if between is None else source[piece].astype(between)
+        with np.errstate(all="ignore"):
+            np.copyto(out[piece], part, casting="unsafe")
+
+
+def copy_truncated(out: HostArray, source: HostArray) -> None:
+    """Copy floats into an array of ints, each rounded towards zero.
+
+    Numbers outside of the range of the dtype, infinities and NaN are errors.
+
+    Raises:
+        ValueError: if an element is outside of the range of the dtype.
+    """
+    dtype = name_of_dtype(out.dtype)
+    wide = np.uint64 if dtype == "uint64" else np.int64
+    for piece in pieces(source.shape):
+        whole: HostArray = np.trunc(source[piece].astype(np.float64))
+        if whole.size:
+            _expect_within(whole, dtype)
+        out[piece] = whole.astype(wide).astype(out.dtype)
+
+
+def copy_rounded(out: HostArray, source: HostArray) -> None:
     """Copy numbers into an array of another dtype, each rounded to the nearest value.
 
     A number outside of the range of the dtype is an error: it does not wrap, and does not become infinite or NaN.
@@ -301,28 +287,22 @@ def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) 
     Args:
         out: an array of the shape of `source`; of any strides.
         source: an array of real numbers; complex only if `out` is complex; ints or bools if `out` has ints.
-        between: the name of a dtype with all values of `source`, for a cast in two steps.
 
     Raises:
         ValueError: if a number is outside of the range of the dtype.
     """
-    for piece in pieces(source.shape):  # limits the memory of the comparisons
-        _copy(out[piece], source[piece], between)
-
-
-def _copy(out: HostArray, source: HostArray, between: str | None) -> None:
-    if not source.size:
-        return
-    if between is not None:
-        source = source.astype(between)
-    dtype = name_of_dtype(out.dtype)
+    dtype, between = name_of_dtype(out.dtype), _between(source.dtype, out.dtype)
     values = float_values(dtype)
-    if values is None:
-        _expect_within(source, dtype)
-    with np.errstate(all="ignore"):
-        np.copyto(out, source, casting="unsafe")
-        if values is not None:
-            _expect_near(source, out, dtype, values)
+    for piece in pieces(source.shape):  # limits the memory of the comparisons
+        part = source[piece] if between is None else source[piece].astype(between)
+        if not part.size:
+            continue
+        if values is None:
+            _expect_within(part, dtype)
+        with np.errstate(all="ignore"):
+            np.copyto(out[piece], part, casting="unsafe")
+            if values is not None:
+                _expect_near(part, out[piece], dtype, values)
 
 
 def _expect_within(source: HostArray, dtype: str) -> None:

@@ -20,17 +20,9 @@ from ckptcore.errors import (
     StoragePermissionError,
 )
 from ckptcore.io.requests import map_ordered, requests_of
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
-from ckptcore.opening.foreign import format_names
-from ckptcore.opening.open_checkpoints import (
-    ConsistentRead,
-    MemberOpener,
-    existing_members,
-    lost_members,
-    member_opener,
-    open_either,
-    present_members,
-)
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of, format_names
+from ckptcore.opening.members import MemberOpener, existing_members, lost_members, member_opener, present_members
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 

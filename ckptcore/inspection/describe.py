@@ -24,16 +24,8 @@ from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.opening.open_checkpoints import (
-    ConsistentRead,
-    MemberOpener,
-    existing_members,
-    is_deleted,
-    member_opener,
-    open_either,
-    open_tree,
-    tree_attempts,
-)
+from ckptcore.opening.members import MemberOpener, existing_members, is_deleted, member_opener
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree, tree_attempts
 from ckptcore.protocols import Transforms
 from ckptcore.runtime import runtime_of
 

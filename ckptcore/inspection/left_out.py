@@ -16,7 +16,8 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
-from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_member, present_members
+from ckptcore.opening.members import open_member, present_members
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 
 _STATE: Final = re.compile(

@@ -39,13 +39,8 @@ from ckptcore.opening.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.opening.open_checkpoints import (
-    ConsistentRead,
-    existing_members,
-    open_directory,
-    open_either,
-    open_tree,
-)
+from ckptcore.opening.members import existing_members, open_directory
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of

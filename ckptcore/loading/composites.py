@@ -29,9 +29,9 @@ from ckptcore.loading.targets import (
     load_value,
 )
 from ckptcore.loading.undo import Undo
-from ckptcore.opening.checkpoint import CompositeCheckpoint, Source
-from ckptcore.opening.foreign import format_names
-from ckptcore.opening.open_checkpoints import ConsistentRead, is_deleted, open_member, open_names, present_members
+from ckptcore.opening.checkpoint import CompositeCheckpoint, Source, format_names
+from ckptcore.opening.members import is_deleted, open_member, present_members
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_names
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions

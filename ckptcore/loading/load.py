@@ -207,7 +207,7 @@ class Load(Generic[T]):
         if self._report_builder is not None:
             self._report_builder.add_plan(matched)
         if matched.changes:
-            from ckptcore.matching.differences import adjusted  # only if arrays are adjusted
+            from ckptcore.matching.adjustments import adjusted  # only if arrays are adjusted
 
             checkpoint = adjusted(checkpoint, matched.changes, self.context)
         return plan_leaf_reads(checkpoint, matched, self.recording.progress)

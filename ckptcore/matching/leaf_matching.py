@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final
 
-from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
+from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.matching.number_forms import (
+from ckptcore.matching.leaf_forms import (
+    FOREIGN_PATH_FORMS,
+    PATH_FORMS,
     FloatOfInt,
     NumberOfArray,
     are_interchangeable,
+    are_plain,
     array_of_number,
-    is_scalar,
+    column_difference,
+    find_paths,
+    is_none,
+    is_of_form,
+    is_plain_value,
+    kind_difference,
     number_difference,
+    plain_path,
     sort_of_elements,
+    text_path,
     with_casts_of_numbers,
 )
 from ckptcore.matching.options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.columns import COLUMN_KINDS
-from ckptcore.model.metadata import (
-    PLAIN_ARRAY,
-    ArrayRecord,
-    LeafRecord,
-    TreeMetadata,
-    ValueRecord,
-    unreadable_error,
-)
-from ckptcore.model.tree import LEAF, Attribute, Node, Skeleton, TreePath, format_path, is_name
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord, unreadable_error
+from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
-from ckptcore.tree.shapes import outer_objects, outer_parts
 
 if TYPE_CHECKING:
     from ckptcore.matching.differences import Difference
-    from ckptcore.matching.moves import Move
 
 _SEQUENCES: Final = {"list", "tuple"}
 """The kinds of columns of which either may be requested."""
@@ -133,116 +133,45 @@ def match_leaves(
     """
     paths = list(flat.paths())
     is_same = flat.skeleton == tree.skeleton and None not in flat.handlers
-    found = list(range(len(paths))) if is_same else _find(paths, tree, _FOREIGN_FORMS if by_name else _FORMS)
+    forms = FOREIGN_PATH_FORMS if by_name else PATH_FORMS
+    numbers: list[int | None] = list(range(len(paths)))
+    if not is_same:
+        numbers = find_paths(paths, {path: number for number, path in enumerate(tree.paths)}, forms)
     handlers = list(flat.handlers)
     if chosen is not None:
         handlers = [
             None if number is not None and number not in chosen else handler
-            for number, handler in zip(found, handlers, strict=True)
+            for number, handler in zip(numbers, handlers, strict=True)
         ]
-    compared = _Comparison(tree, paths, flat.leaves, handlers, found, by_name, by_name or matching.values == "stored")
-    absent = compared.absent()
-    if absent and in_place:
-        absent = compared.without_tied(absent)
-    skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
-    unexpected = compared.unexpected(skipped, flat.skeleton)
-    unchosen: Sequence[int] = ()
-    if chosen is not None:
-        requested = {number for number in found if number is not None}
-        unchosen = [number for number in range(len(tree.leaves)) if number not in chosen and number not in requested]
-        unexpected = [number for number in unexpected if number in chosen]
-    changes: dict[int, LeafChange] = {}
-    differences = compared.of_leaves(matching, changes)
-    selects_leaves = chosen is not None and any(number < len(tree.leaves) for number in chosen)
-    lost = compared.unmatched(flat, absent, unexpected) if absent or selects_leaves else []
-    if differences or changes or absent or unexpected or lost or not (is_same or by_name):
-        from ckptcore.matching import differences as of_trees  # only if the trees differ
+    compared = Comparison(flat, tree, matching, by_name, chosen, is_same, paths, numbers, handlers)
+    compared.find_unmatched()
+    differences = compared.of_leaves()
+    sparse: Sequence[str] = ()
+    if differences or compared.differs:
+        from ckptcore.matching import parts  # only if the trees differ
 
-        before: list[Difference] = []
-        elsewhere: list[TreePath] = []
-        if absent and unexpected and (lost or (matching.missing, matching.unexpected) != ("keep", "ignore")):
-            related = compared.take_related(absent, unexpected)
-            before.extend(related)
-            lost_before = [path for path in lost if path]
-            if () in lost and any(found.sort in ("moved", "key") for found in related):
-                lost = []
-            elif lost:
-                lost = [path for path in compared.unmatched(flat, absent, unexpected) if path in lost]
-            elsewhere = [path for path in lost_before if path not in lost]
-        elif absent and unexpected:
-            moved, elsewhere = compared.of_moved_parts(flat, absent, unexpected)
-            before.extend(moved)
-            if not moved:  # too many for the names of transforms
-                lost, elsewhere = elsewhere, []
-        if absent or unexpected:
-            before.extend(compared.take_other_states(flat.skeleton, absent, unexpected))
-        if matching.missing == "error" or lost:
-            names = [format_path(tree.paths[number]) for number in unexpected]
-            before.extend(of_trees.missing_leaves([format_path(paths[position]) for position in absent], names))
-        elif matching.missing == "keep":
-            before.extend(compared.of_valueless(absent, rank_and_size))
-        if matching.unexpected == "error" or lost:
-            before.extend(of_trees.unexpected_leaves([format_path(tree.paths[number]) for number in unexpected]))
-        if not is_same and not by_name:
-            allowed = "sequence" if matching.sequences == "either" else None
-            of_containers = of_trees.container_differences(flat.skeleton, tree.skeleton)
-            before.extend([one for one in of_containers if one.sort != allowed])
-        differences = [*before, *differences]
-        if changes:
-            differences.extend(of_trees.lost_scales(tree, changes, set(found)))
-        if lost and not differences:
-            differences = [of_trees.Difference("missing", "missing: no selected leaf is requested")]
-        if differences:
-            parts = compared.kept_parts(absent)
-            of_lost, of_elsewhere = (list(map(format_path, paths)) for paths in (lost, elsewhere))
-            sizes = compared.misshapen_in_objects(flat) if in_place and chosen is None else []
-            raise of_trees.mismatch(display, differences, tree, parts, of_lost, of_elsewhere, sizes)
+        if compared.absent and in_place:
+            parts.drop_tied(compared)
+        parts.expect_allowed(compared, differences, display, rank_and_size, in_place=in_place)
+        if compared.absent and chosen is None:
+            sparse = parts.sparse_parts(compared)
     if matching.missing == "placeholder":
-        for position in absent:
+        for position in compared.absent:
             handlers[position] = None
-    numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
-    loaded = {number for number in found if number is not None}
+    loaded = {number for number in numbers if number is not None}
     unrequested = [number for number in tree.held_by if number not in loaded]
-    ignored = sorted({*unexpected, *unrequested, *unchosen})
-    sparse = compared.sparse(flat, absent, unexpected) if absent and chosen is None else ()
+    unchosen = set[int]() if chosen is None else set(range(len(tree.leaves))) - chosen - loaded
     return Matched(
-        numbers, handlers, absent, ignored, changes, compared.arrays, flat.skeleton, flat.leaves, sparse=sparse
+        [None if handler is None else number for number, handler in zip(numbers, handlers, strict=True)],
+        handlers,
+        compared.absent,
+        sorted({*compared.unexpected, *unrequested, *unchosen}),
+        compared.changes,
+        compared.arrays,
+        flat.skeleton,
+        flat.leaves,
+        sparse=sparse,
     )
-
-
-def _find(paths: Sequence[TreePath], tree: TreeMetadata, forms: Sequence[_Forms]) -> list[int | None]:
-    """Return the number of the stored leaf for each path; None if there is none."""
-    stored = {path: number for number, path in enumerate(tree.paths)}
-    found = [stored.get(path) for path in paths]
-    missing = [position for position, number in enumerate(found) if number is None]
-    for of_requested, of_stored in forms:
-        if missing:
-            _match_loosely(paths, found, missing, stored, of_requested, of_stored)
-            missing = [position for position in missing if found[position] is None]
-    return found
-
-
-def _match_loosely(
-    paths: Sequence[TreePath],
-    found: list[int | None],
-    missing: Sequence[int],
-    stored: dict[TreePath, int],
-    of_requested: Callable[[TreePath], TreePath],
-    of_stored: Callable[[TreePath], TreePath],
-) -> None:
-    """Find missing leaves by a form of their paths. A form that several leaves share matches nothing."""
-    taken = {number for number in found if number is not None}
-    forms = [of_stored(path) for path in stored]
-    requested = [of_requested(paths[position]) for position in missing]
-    times_stored, times_requested = Counter(forms), Counter(requested)
-    free = {
-        form: number
-        for form, number in zip(forms, stored.values(), strict=True)
-        if number not in taken and times_stored[form] == 1
-    }
-    for position, form in zip(missing, requested, strict=True):
-        if times_requested[form] == 1:
-            found[position] = free.get(form)
 
 
 def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
@@ -252,420 +181,187 @@ def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -
     return bool(dotted) and len(path) == 1 and isinstance(path[0], str) and path[0].startswith(dotted)
 
 
-def _plain(path: TreePath) -> TreePath:
-    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
-
-
-def _text(path: TreePath) -> TreePath:
-    return tuple(map(str, path))
-
-
-def _dotted(path: TreePath) -> TreePath:
-    return (".".join(map(str, path)),)
-
-
-_Forms: TypeAlias = tuple[Callable[[TreePath], TreePath], Callable[[TreePath], TreePath]]
-"""Functions that convert a requested and a stored path to comparable forms: paths match if their forms are equal."""
-
-_FORMS: Final[Sequence[_Forms]] = ((_plain, _plain),)
-
-_FOREIGN_FORMS: Final[Sequence[_Forms]] = ((_plain, _plain), (_text, _text), (_dotted, _text))
-"""Forms for checkpoints of other software, tried in order."""
-
-
-def _leafless(skeleton: Skeleton) -> set[TreePath]:
-    """Return the paths, as text, of all containers without leaves."""
-    found: set[TreePath] = set()
-    _add_leafless(skeleton, (), found)
-    return found
-
-
-def _add_leafless(node: Skeleton, path: TreePath, found: set[TreePath]) -> bool:
+def _leafless(node: Skeleton, path: TreePath, paths: set[TreePath]) -> bool:
+    """Add the paths, as text, of all containers without leaves. Return True if the node is one of them."""
     if not isinstance(node, Node):
         return False
-    empty = [
-        _add_leafless(child, (*path, str(key)), found) for key, child in zip(node.keys, node.children, strict=True)
-    ]
+    empty = [_leafless(child, (*path, str(key)), paths) for key, child in zip(node.keys, node.children, strict=True)]
     if all(empty):
-        found.add(path)
-        return True
-    return False
+        paths.add(path)
+    return all(empty)
 
 
-class _Related(NamedTuple):
-    """Missing and unexpected leaves that belong together.
-
-    Attributes:
-        named: the requested and the stored path of leaves whose keys have the same text.
-        of_structure: by path, the differences of leaves where the other tree has a container.
-        requested, stored: the paths of the other requested and stored leaves.
-        moves: parts of these that have another path.
-    """
-
-    named: Sequence[tuple[str, str]]
-    of_structure: Mapping[TreePath, Difference]
-    requested: Mapping[int, TreePath]
-    stored: Mapping[int, TreePath]
-    moves: Sequence[Move]
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
+@dataclass(slots=True)
+class Comparison:
     """An abstract tree and the stored one, after matching by path.
 
     Attributes:
-        tree, by_name: as for `match_leaves`.
-        is_none_absent: True if None is equal to a leaf that does not exist.
-        paths, leaves, handlers: of the abstract tree. If a number is requested and an array is stored, `of_leaves`
-            replaces the handler.
-        found: by leaf, the number of the stored leaf, or None.
+        flat, tree, matching, by_name, chosen: as for `match_leaves`.
+        is_same: True if both trees have the same containers, and no placeholder is requested.
+        paths: by leaf of the abstract tree, its path.
+        numbers: by leaf, the number of the stored leaf, or None.
+        handlers: by leaf, its handler; None for a placeholder. If a number is requested and an array is stored,
+            `of_leaves` replaces the handler.
+        absent: positions of requested leaves that are not stored.
+        unexpected: numbers of stored leaves that are not requested.
+        changes: by number of a stored array, the change that `of_leaves` found to be allowed.
         arrays: by position of a leaf, the array that `of_leaves` built from a stored Python number.
         misshapen: positions of leaves of which `of_leaves` found that another shape is stored.
     """
 
+    flat: Flat
     tree: TreeMetadata
-    paths: Sequence[TreePath]
-    leaves: Sequence[object]
-    handlers: list[LeafHandler | None]
-    found: Sequence[int | None]
+    matching: Matching
     by_name: bool
-    is_none_absent: bool
+    chosen: frozenset[int] | None
+    is_same: bool
+    paths: Sequence[TreePath]
+    numbers: Sequence[int | None]
+    handlers: list[LeafHandler | None]
+    absent: list[int] = field(default_factory=list)
+    unexpected: list[int] = field(default_factory=list)
+    changes: dict[int, LeafChange] = field(default_factory=dict)
     arrays: dict[int, HostArray] = field(default_factory=dict)
     misshapen: list[int] = field(default_factory=list)
 
-    def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
-        """Describe a leaf of the abstract tree.
+    @property
+    def loads_any(self) -> bool:
+        """True if a stored leaf is loaded."""
+        pairs = zip(self.numbers, self.handlers, strict=True)
+        return any(number is not None and handler is not None for number, handler in pairs)
+
+    @property
+    def selects_leaves(self) -> bool:
+        """True if a selection has stored leaves, and not only containers without leaves."""
+        return self.chosen is not None and any(number < len(self.tree.leaves) for number in self.chosen)
+
+    @property
+    def differs(self) -> bool:
+        """True if the trees have, or may have, differences other than those that `of_leaves` returned."""
+        is_equal = (self.is_same or self.by_name) and not (self.absent or self.unexpected or self.changes)
+        return not is_equal or (self.selects_leaves and not self.loads_any)
+
+    @property
+    def _is_loose(self) -> bool:
+        """True if None is equal to a leaf that does not exist, and a number to an array without axes."""
+        return self.by_name or self.matching.values == "stored"
+
+    def described(self, position: int) -> LeafRecord:
+        """Describe a leaf of the abstract tree that is not a placeholder.
 
         Raises:
             UnsupportedLeafError: names the leaf.
         """
+        handler = self.handlers[position]
+        assert handler is not None
         try:
-            return handler.describe(self.leaves[position])
+            return handler.describe(self.flat.leaves[position])
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
 
-    def absent(self) -> list[int]:
-        """Return the positions of requested leaves that are not stored."""
-        return [
-            position
-            for position, (number, handler) in enumerate(zip(self.found, self.handlers, strict=True))
-            if number is None
-            and handler is not None
-            and not (self.is_none_absent and _is_none(self._described(handler, position)))
-        ]
-
-    def without_tied(self, absent: Sequence[int]) -> list[int]:
-        """Drop the positions of leaves that have the memory of a stored leaf."""
-        memory: dict[int, tuple[object, ...]] = {}
-        for position, handler in enumerate(self.handlers):
-            parts = None if handler is None else handler.memory_to_fill(self.leaves[position])
-            if parts and all(part.extent for part in parts):
-                memory[position] = tuple(parts)
-        filled = {memory[position] for position in memory if self.found[position] is not None}
-        return [position for position in absent if position not in memory or memory[position] not in filled]
-
-    def unexpected(self, skipped: Sequence[TreePath], skeleton: Skeleton) -> list[int]:
-        """Return the numbers of stored leaves that are neither requested nor skipped.
+    def find_unmatched(self) -> None:
+        """Find the requested leaves that are not stored, and the stored leaves that are neither requested nor skipped.
 
         Other software may store an array under several names: all of them are requested if one is.
         """
+        for position, (number, handler) in enumerate(zip(self.numbers, self.handlers, strict=True)):
+            if number is None and handler is not None and not (self._is_loose and is_none(self.described(position))):
+                self.absent.append(position)
         tree, by_name = self.tree, self.by_name
-        loaded = {number for number in self.found if number is not None}
+        loaded = {number for number in self.numbers if number is not None}
         if len(loaded) == len(tree.leaves):
-            return []
-        form = _text if by_name else _plain
+            return
+        form = text_path if by_name else plain_path
+        skipped = [path for path, handler in zip(self.paths, self.flat.handlers, strict=True) if handler is None]
         skips = {form(prefix) for prefix in skipped}
-        dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
-        leafless = _leafless(skeleton) if by_name else set[TreePath]()
-        arrays = {tree.aliases.get(number, number) for number in loaded} if by_name else set[int]()
-        return [
+        dotted: tuple[str, ...] = ()
+        leafless, arrays = set[TreePath](), set[int]()
+        if by_name:
+            dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped])
+            _leafless(self.flat.skeleton, (), leafless)
+            arrays = {tree.aliases.get(number, number) for number in loaded}
+        self.unexpected = [
             number
             for number, path in enumerate(tree.paths)
             if number not in loaded
+            and (self.chosen is None or number in self.chosen)
             and tree.aliases.get(number, number) not in arrays
             and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
-            and not (_is_none(tree.leaves[number]) and (self.is_none_absent or _text(path) in leafless))
+            and not (is_none(tree.leaves[number]) and (self._is_loose or text_path(path) in leafless))
         ]
 
-    def take_related(self, absent: list[int], unexpected: list[int]) -> list[Difference]:
-        """Return the differences of missing and unexpected leaves that belong together, and remove both from the lists.
-
-        Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
-        another path.
-        """
-        from ckptcore.matching.differences import key_differences, moved_parts  # only if the trees differ
-
-        related = self._related(absent, unexpected)
-        moved = [{pair[side] for move in related.moves for pair in move.pairs} for side in (0, 1)]
-        absent[:] = [position for position in related.requested if position not in moved[0]]
-        unexpected[:] = [number for number in related.stored if number not in moved[1]]
-        return [
-            *key_differences(related.named),
-            *dict.fromkeys(related.of_structure.values()),
-            *moved_parts(related.moves),
-        ]
-
-    def _related(self, absent: Sequence[int], unexpected: Sequence[int], any_number: bool = False) -> _Related:
-        from ckptcore.matching.differences import structure_differences  # only if the trees differ
-        from ckptcore.matching.moves import find_moves
-
-        requested = {position: self.paths[position] for position in absent}
-        stored = {number: self.tree.paths[number] for number in unexpected}
-        if not self.by_name:
-            found: list[int | None] = [None] * len(absent)
-            for forms in _FOREIGN_FORMS:
-                missing = [place for place, number in enumerate(found) if number is None]
-                free = {path: number for number, path in stored.items()}
-                _match_loosely(list(requested.values()), found, missing, free, *forms)
-            pairs = [(position, number) for position, number in zip(absent, found, strict=True) if number is not None]
-        else:
-            pairs = []
-        named = [(format_path(requested.pop(position)), format_path(stored.pop(number))) for position, number in pairs]
-        of_structure = structure_differences(list(map(_plain, requested.values())), list(map(_plain, stored.values())))
-        requested = {position: path for position, path in requested.items() if _plain(path) not in of_structure}
-        stored = {number: path for number, path in stored.items() if _plain(path) not in of_structure}
-        others = [path for number, path in enumerate(self.tree.paths) if number not in stored]
-        if self.by_name and all(len(path) == 1 for path in self.tree.paths):  # names that join the keys by dots
-            requested = {position: _dotted(path) for position, path in requested.items()}
-        moves = find_moves(requested, stored, others, self._fits, any_number=any_number)
-        return _Related(named, of_structure, requested, stored, moves)
-
-    def of_moved_parts(
-        self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]
-    ) -> tuple[list[Difference], list[TreePath]]:
-        """Return the differences and the paths of parts that are not loaded at all, but are stored under another path.
-
-        These are objects, and plain containers directly below the root or with most leaves of the container around
-        them. A new part of a network of arrays is neither.
-        """
-        from ckptcore.matching.differences import moved_parts  # only if the trees differ
-        from ckptcore.matching.moves import in_order
-
-        missing, sizes = set(absent), dict[TreePath, int]()
-        lost: dict[TreePath, list[int]] = {}
-        for part in outer_parts(flat.shape):
-            counted = self._counted(part.leaves)
-            sizes[part.path] = len(counted)
-            is_large = part.is_object or len(part.path) == 1 or 2 * len(counted) > sizes[part.path[:-1]]
-            if part.path and is_large and len(counted) > 1 and missing.issuperset(counted):
-                lost[part.path] = counted
-        if not lost:
-            return [], []
-        moves = self._related(absent, unexpected, any_number=True).moves
-        moved = {position for move in moves for position, _ in move.pairs}
-        found = {path: counted for path, counted in lost.items() if moved.issuperset(counted)}
-        positions = {position for counted in found.values() for position in counted}
-        chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
-        outermost = [path for path in found if not any(path[:length] in found for length in range(len(path)))]
-        return list(moved_parts(in_order(chosen))), outermost
-
-    def take_other_states(self, skeleton: Skeleton, absent: list[int], unexpected: list[int]) -> Sequence[Difference]:
-        """Return the differences of states of another class of a library, and remove their leaves from the lists.
-
-        To keep what is missing would mix two states: the mean of one optimizer with the variance of another.
-        """
-        from ckptcore.matching.differences import state_differences  # only if the trees differ
-
-        found = state_differences(
-            skeleton,
-            self.tree.skeleton,
-            [_plain(self.paths[position]) for position in absent],
-            [_plain(self.tree.paths[number]) for number in unexpected],
-        )
-
-        def is_taken(path: TreePath) -> bool:
-            return any(path[:length] in found for length in range(len(path)))
-
-        absent[:] = [position for position in absent if not is_taken(_plain(self.paths[position]))]
-        unexpected[:] = [number for number in unexpected if not is_taken(_plain(self.tree.paths[number]))]
-        return list(found.values())
-
-    def _fits(self, position: int, number: int) -> bool:
-        """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
-        handler, stored = self.handlers[position], self.tree.leaves[number]
-        assert handler is not None  # only requested leaves are absent
-        requested = self._described(handler, position)
-        if not isinstance(requested, ArrayRecord) or not isinstance(stored, ArrayRecord):
-            return True
-        return requested.spec.shape == stored.spec.shape
-
-    def _counted(self, positions: Sequence[int]) -> list[int]:
-        """Drop the positions of placeholders, and of None that is not stored."""
-        found: list[int] = []
-        for position in positions:
-            handler = self.handlers[position]
-            is_stored = self.found[position] is not None
-            if handler is not None and (is_stored or not _is_none(self._described(handler, position))):
-                found.append(position)
-        return found
-
-    def kept_parts(self, absent: Sequence[int]) -> Sequence[str]:
-        """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
-        from ckptcore.matching.moves import whole_parts  # only if the trees differ
-
-        missing = set(absent)
-        counted = self._counted(range(len(self.paths)))
-        chosen = [place for place, position in enumerate(counted) if position in missing]
-        return list(map(format_path, whole_parts([self.paths[position] for position in counted], chosen)))
-
-    def unmatched(self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]) -> list[TreePath]:
-        """Return the paths of objects of which no leaf is stored, but others are in their place.
-
-        If no requested leaf is loaded at all, return the root.
-        """
-        missing = set(absent)
-        pairs = list(zip(self.found, self.handlers, strict=True))
-        if not any(number is not None and handler is not None for number, handler in pairs):
-            skipped = zip(self.found, flat.handlers, strict=True)
-            return [()] if missing or any(number is not None and handler for number, handler in skipped) else []
-        prefixes = self._prefixes(unexpected)
-        found: list[TreePath] = []
-        for path, _, leaves in outer_objects(flat.shape):
-            counted = self._counted(leaves)
-            if counted and missing.issuperset(counted) and _text(path) in prefixes:
-                found.append(path)
-        return found
-
-    def _prefixes(self, numbers: Sequence[int]) -> set[TreePath]:
-        """Return the paths, as text, of stored leaves and of the containers around them."""
-        paths = (_text(self.tree.paths[number]) for number in numbers)
-        return {path[:length] for path in paths for length in range(len(path) + 1)}
-
-    def sparse(self, flat: Flat, absent: Sequence[int], unexpected: Sequence[int]) -> Sequence[str]:
-        """Return a message for each object of which less than half of the leaves are stored.
-
-        Also for each plain container of which none is stored, but others are in its place.
-        """
-        missing, found = set(absent), list[str]()
-        prefixes, empty = self._prefixes(unexpected), set[TreePath]()
-        for part in outer_parts(flat.shape):
-            counted = self._counted(part.leaves)
-            stored = len(counted) - len(missing.intersection(counted))
-            is_empty = bool(counted) and not stored and _text(part.path) in prefixes
-            if (part.is_object and 2 * stored < len(counted)) or (is_empty and not part.is_object):
-                if any(part.path[:length] in empty for length in range(len(part.path))):
-                    continue
-                empty.add(part.path)
-                found.append(
-                    f"only {stored} of the {len(counted)} leaves of {format_path(part.path)}, a "
-                    f"{type(part.like).__qualname__}, are stored; a LoadReport lists the others"
-                )
-        return found
-
-    def misshapen_in_objects(self, flat: Flat) -> list[str]:
-        """Return the names for a selection of stored leaves that have another shape than those of objects."""
-        inside = {position for _, _, leaves in outer_objects(flat.shape) for position in leaves}
-        numbers = [self.found[position] for position in self.misshapen if position in inside]
-        return ["/".join(map(str, self.tree.paths[number])) for number in numbers if number is not None]
-
-    def of_valueless(self, absent: Sequence[int], rank_and_size: tuple[int, int]) -> list[Difference]:
-        """Return the differences for missing leaves that have no value to keep."""
-        from ckptcore.matching.differences import Difference, Remedy  # only if the trees differ
-
-        found = []
-        for position in absent:
-            handler, leaf = self.handlers[position], self.leaves[position]
-            assert handler is not None  # only requested leaves are absent
-            if isinstance(self._described(handler, position), ValueRecord):
-                continue
-            try:
-                handler.shards(leaf, *rank_and_size)  # raises for a leaf without elements
-            except UnsupportedLeafError as error:
-                name = format_path(self.paths[position])
-                line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
-                found.append(Difference("missing", line, Remedy("missing", "placeholder")))
-        return found
-
-    def of_leaves(self, matching: Matching, changes: dict[int, LeafChange]) -> list[Difference]:
+    def of_leaves(self) -> list[Difference]:
         """Return the differences of leaves that are stored in another form. Adds allowed changes to `changes`."""
-        found: list[Difference] = []
-        for position, number in enumerate(self.found):
+        differences: list[Difference] = []
+        for position, number in enumerate(self.numbers):
             handler = self.handlers[position]
             if number is None or handler is None:
                 continue
-            record = self.tree.leaves[number]
-            requested = self._described(handler, position)
-            if requested is record:
+            stored = self.tree.leaves[number]
+            requested = self.described(position)
+            if requested is stored:
                 continue
-            if isinstance(damage := unreadable_error(record), CorruptCheckpointError):
+            if isinstance(damage := unreadable_error(stored), CorruptCheckpointError):
                 raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
-            if isinstance(requested, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(requested, record):
-                if requested.spec != record.spec:
-                    from ckptcore.matching.differences import adjust  # only if the trees differ
-
-                    allowed = with_casts_of_numbers(matching, requested, record)
-                    change = adjust(format_path(self.paths[position]), requested.spec, record.spec, allowed)
-                    if isinstance(change, LeafChange):
-                        changes[number] = change
-                    else:
-                        found.extend(change)
-                        if any(one.sort == "shape" for one in change):
-                            self.misshapen.append(position)
+            if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord) and are_plain(requested, stored):
+                if requested.spec != stored.spec:
+                    differences.extend(self._adjust(position, number, requested, stored))
                 continue
-            can_change = self.by_name or matching.values == "stored"
-            if _is_of_form(requested, record):
-                reason = self._form_difference(position, handler, record)
-            elif can_change and are_interchangeable(requested, record):
-                reason = number_difference(requested, record)
-                if reason is None:
-                    self._convert(position, handler, requested, record)
-            elif {requested.kind, record.kind} == _SEQUENCES and isinstance(record, ValueRecord):
-                same = self.by_name or matching.sequences == "either"
-                reason = None if same else f"sequence: a {requested.kind} is requested, a {record.kind} is stored"
-            else:
-                special = self._special_difference(position, handler, requested, record)
-                reason = special or _difference(requested, record)
-            if reason is None and isinstance(record, ValueRecord) and record.kind in COLUMN_KINDS.values():
-                reason = _column_difference(self.leaves[position], record, matching)
-            is_sequence = reason is not None and reason.startswith("sequence")
-            are_values = (
-                reason is not None
-                and reason.startswith(("kind", "value"))
-                and _is_plain(record)
-                and self._is_value(position)
-            )
-            if are_values and matching.values == "stored":
-                self._take_stored(position, handler, requested, record)
-            elif reason is not None:
-                from ckptcore.matching.differences import Difference, Remedy
+            reason = self._other_form(position, handler, requested, stored)
+            if reason is None:
+                continue
+            sort = reason.partition(":")[0]
+            is_value = sort in ("kind", "value") and is_plain_value(stored) and self._is_value(position)
+            if is_value and self.matching.values == "stored":
+                self._take_stored(position, handler, requested, stored)
+                continue
+            from ckptcore.matching.differences import Difference, Remedy  # only if the trees differ
 
-                sort = reason.partition(":")[0]
-                remedy = Remedy("sequences", "either") if is_sequence else None
-                remedy = Remedy("values", "stored") if are_values else remedy
-                found.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
-        return found
+            remedy = Remedy("values", ["stored"]) if is_value else None
+            remedy = Remedy("sequences", ["either"]) if sort == "sequence" else remedy
+            differences.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}", remedy))
+        return differences
 
-    def _form_difference(self, position: int, handler: LeafHandler, record: LeafRecord) -> str | None:
-        """Return why a stored value cannot become one of the requested type, found by making it now."""
-        try:
-            handler.build(self.leaves[position], record, ())
-        except TreeMismatchError as error:
-            return error.differences[0]
-        return None
+    def _adjust(self, position: int, number: int, requested: ArrayRecord, stored: ArrayRecord) -> Sequence[Difference]:
+        """Add the change of an array to `changes`. Return its differences if it is not allowed."""
+        from ckptcore.matching.adjustments import adjust  # only if the trees differ
 
-    def _special_difference(
-        self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord
-    ) -> str | None:
-        """Return why the handler of a special kind of array, such as random keys, refuses a stored array."""
-        if not isinstance(stored, ArrayRecord) or requested.kind in (*PLAIN_ARRAY_KINDS, "str", "bytes"):
-            return None
-        try:
-            handler.wanted(self.leaves[position], stored)
-        except UnsupportedLeafError as error:
-            return f"kind: {error}"
-        return None
+        allowed = with_casts_of_numbers(self.matching, requested, stored)
+        change = adjust(format_path(self.paths[position]), requested.spec, stored.spec, allowed)
+        if isinstance(change, LeafChange):
+            self.changes[number] = change
+            return ()
+        if any(difference.sort == "shape" for difference in change):
+            self.misshapen.append(position)
+        return change
 
-    def _convert(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
-        """Prepare the conversion of a stored array to a number, or of a stored number to an array."""
-        if isinstance(requested, ValueRecord):
-            self.handlers[position] = NumberOfArray(handler, requested.kind)
-        elif isinstance(stored, ValueRecord) and (array := array_of_number(stored, requested.spec)) is not None:
-            self.arrays[position] = array
+    def _other_form(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> str | None:
+        """Return why a stored leaf does not have the requested form and cannot be converted to it; None if it can."""
+        leaf = self.flat.leaves[position]
+        if is_of_form(requested, stored):
+            reason = _build_difference(leaf, handler, stored)
+        elif self._is_loose and are_interchangeable(requested, stored):
+            reason = number_difference(requested, stored)
+            if reason is None and isinstance(requested, ValueRecord):
+                self.handlers[position] = NumberOfArray(handler, requested.kind)
+            elif isinstance(requested, ArrayRecord) and isinstance(stored, ValueRecord):
+                array = array_of_number(stored, requested.spec)
+                if array is not None:
+                    self.arrays[position] = array
+        elif {requested.kind, stored.kind} == _SEQUENCES and isinstance(stored, ValueRecord):
+            same = self.by_name or self.matching.sequences == "either"
+            reason = None if same else f"sequence: a {requested.kind} is requested, a {stored.kind} is stored"
+        else:
+            reason = _special_difference(leaf, handler, requested, stored) or kind_difference(requested, stored)
+        if reason is None and isinstance(stored, ValueRecord) and stored.kind in COLUMN_KINDS.values():
+            return column_difference(leaf, stored, self.matching)
+        return reason
 
     def _is_value(self, position: int) -> bool:
         """Return True if a plain value is requested: not an array, nor an object that is stored like one."""
-        return type(self.leaves[position]) in VALUE_KINDS or isinstance(self.leaves[position], list | tuple | dict)
+        leaf = self.flat.leaves[position]
+        return type(leaf) in VALUE_KINDS or isinstance(leaf, list | tuple | dict)
 
     def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
         """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""
@@ -676,76 +372,21 @@ class _Comparison:
             self.handlers[position] = NumberOfArray(handler, sort)
 
 
-def _column_difference(requested: object, stored: ValueRecord, matching: Matching) -> str | None:
-    """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
-    if matching.values == "stored" and not (isinstance(requested, dict) and any(map(is_name, requested))):
-        return None  # the column need not be decoded
-    found: Any = _VALUES.build(None, stored, ())
-    if matching.values == "error" and not _has_types_of(requested, found):
-        return f"kind: a {stored.kind} of other values is requested than is stored"
-    lost = [key for key in requested if is_name(key) and key not in found] if isinstance(requested, dict) else []
-    return f"missing: {lost[0]!r} is not stored" if lost else None
+def _build_difference(leaf: object, handler: LeafHandler, stored: LeafRecord) -> str | None:
+    """Return why a stored value cannot become one of the requested type, found by making it now."""
+    try:
+        handler.build(leaf, stored, ())
+    except TreeMismatchError as error:
+        return error.differences[0]
+    return None
 
 
-def _has_types_of(one: object, other: object) -> bool:
-    """Return True if two values have the same structure, and plain values of the same types."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_has_types_of(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_has_types_of, one, other))
-    return type(one) is type(other)
-
-
-def _is_plain(record: LeafRecord) -> bool:
-    """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
-    if isinstance(record, ArrayRecord):
-        return is_scalar(record) and sort_of_elements(record.spec) is not None
-    return record.kind in PLAIN_KINDS
-
-
-def _are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
-    """Return True if two arrays have no meaning beyond their elements, so that they can be adjusted."""
-    return requested.kind in PLAIN_ARRAY_KINDS and stored.kind in PLAIN_ARRAY_KINDS
-
-
-def _is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if a stored value can be tried as one of a type with a plain form, such as a path, or the reverse.
-
-    A plain form is requested where an object that loads itself, or a caller, does not know the type.
-    """
-    if not isinstance(requested, ValueRecord) or not isinstance(stored, ValueRecord) or unreadable_error(stored):
-        return False
-    if requested.kind not in PLAIN_KINDS:
-        return stored.kind != "none"
-    return stored.kind not in PLAIN_KINDS and requested.kind == VALUE_KINDS.get(type(stored.value))
-
-
-def _is_none(record: LeafRecord) -> bool:
-    return isinstance(record, ValueRecord) and record.kind == "none"
-
-
-def _difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
-        if requested.spec == stored.spec:
-            is_data = stored.kind == PLAIN_ARRAY and requested.kind not in ("str", "bytes")
-            if is_data or requested.kind in (stored.kind, *PLAIN_ARRAY_KINDS):
-                return None
-            return f"kind: {requested.kind} is requested, {stored.kind} is stored"
-        if requested.kind == stored.kind != PLAIN_ARRAY and requested.kind in ("str", "bytes"):
-            return None  # text of any length
-        if requested.spec.shape != stored.spec.shape:
-            stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
-            return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
-        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
-        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
-    if (error := unreadable_error(stored)) is not None:
-        return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
-    requested_kind, stored_kind = (
-        record.kind
-        if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")
-        else f"array {record.spec}"
-        for record in (requested, stored)
-    )
-    if requested_kind == stored_kind:
+def _special_difference(leaf: object, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> str | None:
+    """Return why the handler of a special kind of array, such as random keys, refuses a stored array."""
+    if not isinstance(stored, ArrayRecord) or requested.kind in (*PLAIN_ARRAY_KINDS, "str", "bytes"):
         return None
-    return f"kind: {requested_kind} is requested, {stored_kind} is stored"
+    try:
+        handler.wanted(leaf, stored)
+    except UnsupportedLeafError as error:
+        return f"kind: {error}"
+    return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 FILE_HEAD_BYTES: Final = 512
@@ -83,8 +84,8 @@ _SUFFIXES: Final[Mapping[str, FileKind]] = {
     ".pb": FileKind("a TensorFlow or protobuf file", _OWNER.format("TensorFlow")),
     ".zip": FileKind("no whole zip archive: damaged, or the last of several parts", _JOIN),
     ".h5": FileKind("no HDF5 file, in spite of its name", "download or copy it again"),
-    ".yaml": FileKind("a configuration", "load the directory or the file with the weights"),
-    ".json": FileKind("a text of JSON", "load the directory or the file with the weights"),
+    ".yaml": FileKind("a configuration", _TEXT.remedy),
+    ".json": FileKind("a text of JSON", _TEXT.remedy),
 }
 
 
@@ -105,7 +106,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         return _HTML
     if head[4:8] == b"TFL3":
         return FileKind("a TensorFlow Lite model", _OWNER.format("TensorFlow"))
-    if head[257:262] == b"ustar":
+    if head[257:262] == b"ustar":  # POSIX.1-1988: the magic is in the header of the first member
         return FileKind("a tar archive", _UNPACK, is_archive=True)
     if (part := part_of_archive(head, name)) is not None:
         return part
@@ -172,8 +173,8 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
     Args:
         names: the names; those of directories end with ``/``.
     """
-    for test, kind in _DIRECTORIES:
-        if test(names):
+    for patterns, kind in _DIRECTORIES:
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
             return kind
     return None
 
@@ -193,33 +194,26 @@ def whole_formats(names: Collection[str]) -> Mapping[str, str]:
     return found
 
 
-def _ends(suffix: str) -> Callable[[Collection[str]], bool]:
-    return lambda names: any(name.endswith(suffix) for name in names)
-
-
-def _starts(prefix: str) -> Callable[[Collection[str]], bool]:
-    return lambda names: any(name.startswith(prefix) for name in names)
-
-
-_DEEPSPEED: Final = FileKind(
-    "a checkpoint of DeepSpeed",
-    "write one file with its zero_to_fp32.py, load that, or load one file of a rank by its own path",
-    "deepspeed",
-)
-_DIRECTORIES: Final[tuple[tuple[Callable[[Collection[str]], bool], FileKind], ...]] = (
-    (_starts("zero_pp_rank_"), _DEEPSPEED),
-    (_starts("mp_rank_"), _DEEPSPEED),
-    (_starts("bf16_zero_pp_rank_"), _DEEPSPEED),
-    (lambda names: "saved_model.pb" in names, FileKind("a SavedModel of TensorFlow", _OWNER.format("TensorFlow"))),
-    (_ends(".data-00000-of-00001"), FileKind("a checkpoint of TensorFlow", _OWNER.format("tf.train.load_checkpoint"))),
+_DIRECTORIES: Final[tuple[tuple[tuple[str, ...], FileKind], ...]] = (
     (
-        lambda names: not {"zarr.json", ".zgroup", ".zarray"}.isdisjoint(names),
+        ("zero_pp_rank_*", "mp_rank_*", "bf16_zero_pp_rank_*"),
+        FileKind(
+            "a checkpoint of DeepSpeed",
+            "write one file with its zero_to_fp32.py, load that, or load one file of a rank by its own path",
+            "deepspeed",
+        ),
+    ),
+    (("saved_model.pb",), FileKind("a SavedModel of TensorFlow", _OWNER.format("TensorFlow"))),
+    (("*.data-00000-of-00001",), FileKind("a checkpoint of TensorFlow", _OWNER.format("tf.train.load_checkpoint"))),
+    (
+        ("zarr.json", ".zgroup", ".zarray"),
         FileKind("a zarr hierarchy without the metadata of a checkpoint", _OWNER.format("zarr.open")),
     ),
     (
-        lambda names: "_ROOT_METADATA" in names,
+        ("_ROOT_METADATA",),
         FileKind("the metadata of a run of Orbax", "load one of the steps in the directory that contains it"),
     ),
-    (_ends(".gguf"), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
-    (_ends(".onnx"), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
+    (("*.gguf",), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
+    (("*.onnx",), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
 )
+"""Patterns of names in directories, and the kinds of directories with a name that matches one."""

@@ -22,7 +22,7 @@ from ckptcore.opening.derived import derive
 from ckptcore.protocols import DerivedArray
 from ckptcore.runtime import runtime_of
 
-_AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*|")
+_AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*")
 
 
 def base_location(location: Location, base: Base, context: Context) -> Location:
@@ -32,9 +32,9 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         InvalidLocationError: the Context does not allow this location, or the location is outside of the storage.
     """
     display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
-    found = location.address
+    address = location.address
     if base.is_sibling:
-        identity = f"{found.scheme}:{found.parent}/{base.path}"
+        identity = f"{address.scheme}:{address.parent}/{base.path}"
         return dataclasses.replace(location, display=display, name=base.path, identity=identity, of_host=False)
     if context.io.bases != "anywhere":
         raise InvalidLocationError(
@@ -42,9 +42,8 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
             'trust its author, pass context=Context(io=IOOptions(bases="anywhere")), or ask the author for a copy by '
             "ckptcore.copy"
         )
-    authority = _AUTHORITY.match(found.parent)
-    assert authority is not None  # the pattern also matches an empty string
-    names = [name for name in found.parent[authority.end() :].split("/") if name]
+    authority = authority_of(address.parent)
+    names = [name for name in address.parent[len(authority) :].split("/") if name]
     for name in base.path.split("/"):
         if name != "..":
             names.append(name)
@@ -54,32 +53,14 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
             raise InvalidLocationError(
                 f"{location.display} refers to a base at {display}, which is outside of its storage"
             )
-    parent = "/".join([authority[0], *names[:-1]]) or "/"
-    return open_address(LocationAddress(display, found.scheme, parent, names[-1]), runtime_of(context).storages)
+    parent = "/".join([authority, *names[:-1]]) or "/"
+    return open_address(LocationAddress(display, address.scheme, parent, names[-1]), runtime_of(context).storages)
 
 
-def base_path(location: Location, base: Location) -> str:
-    """Return the relative path by which a checkpoint refers to a base.
-
-    Raises:
-        InvalidLocationError: the base is in another storage, is hidden, or is a parent directory of the checkpoint.
-    """
-    here, there = location.address, base.address
-    own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
-    if here.scheme != there.scheme or (own and own[0]) != (other and other[0]):
-        raise InvalidLocationError(
-            f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same "
-            "storage, or save the whole state with ckptcore.save"
-        )
-    begin = 0 if own is None else own.end()
-    path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
-    if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
-        why = "has a hidden name" if there.name.startswith(".") else "contains it"
-        raise InvalidLocationError(
-            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, "
-            "or rename the base. Nothing was written"
-        )
-    return path
+def authority_of(path: str) -> str:
+    """Return the scheme and the host of a path, such as ``s3://bucket``; empty for a path of a file system."""
+    authority = _AUTHORITY.match(path)
+    return "" if authority is None else authority[0]
 
 
 def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersion, Root]:

@@ -1,7 +1,8 @@
-"""Open checkpoints of one tree or of several checkpointables, and errors that name their arrays."""
+"""Open checkpoints of one tree or of several checkpointables, and errors about them, which name their arrays."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -9,10 +10,17 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
-from ckptcore.commit.root import CompositeRoot, Member, Root
+from ckptcore.commit.root import CompositeRoot, Member, PartialSave, Root
 from ckptcore.commit.target import LocationVersion
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, converts_errors
+from ckptcore.errors import (
+    CheckpointError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UncommittedCheckpointError,
+    converts_errors,
+)
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import HostArray
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from ckptcore.opening.derived import Derived
 
 _PIECE_BYTES: Final = 1 << 24
+_NAMES_SHOWN: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,3 +357,29 @@ def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
                 key=record.key, start=start + len(data), stop=record.size,
             )  # fmt: skip
         yield data
+
+
+def format_names(names: Collection[str]) -> str:
+    """Format names for a message. Limits their number: a hostile root or a directory may have any."""
+    shown = [name if name.isprintable() else repr(name) for name in itertools.islice(names, _NAMES_SHOWN)]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(shown) or "none") + more
+
+
+def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
+    """Return the error for several checkpointables where one tree is expected."""
+    return CompositeCheckpointError(
+        f"{location.display} has several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
+        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
+        names,
+    )
+
+
+def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
+    """Return the error for a partial save that is not finalized."""
+    running = "" if partial.owner is None else ", and a save that is running or was interrupted"
+    return UncommittedCheckpointError(
+        f"{location.display} is a partial save that is not finalized: it has {partial}{running}. Save the missing "
+        "parts with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
+        "ckptcore.delete"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ckptcore.commit.location import Location
@@ -46,13 +46,18 @@ class FoundRun(NamedTuple):
     name: str
 
 
+def find_steps(names: Iterable[str]) -> Mapping[int, str]:
+    """Return the names of steps among the names in a directory, by step, ascending."""
+    return StepNames().find([name[:-1] for name in names if name[-1] == "/" and name[0] != "."])
+
+
 def find_run(store: StorageBackend, context: Context) -> FoundRun | None:
     """Return the steps of a directory; None if it has none. Lists it, and reads the heads of a few checkpoints.
 
     Raises:
         StorageError
     """
-    steps = StepNames().find([name[:-1] for name in store.list_names() if name[-1] == "/" and name[0] != "."])
+    steps = find_steps(store.list_names())
     for step, name in sorted(steps.items(), reverse=True)[:_STEPS_TRIED]:
         if _is_checkpoint(subdirectory(store, name), context):
             return FoundRun(len(steps), step, name)

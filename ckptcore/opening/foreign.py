@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member, PartialSave
+from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
@@ -26,8 +25,18 @@ from ckptcore.errors import (
 )
 from ckptcore.io.chunk_reads import StoredFormat
 from ckptcore.io.reader import ObjectReader
+from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind, is_text, whole_formats
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata, check_key, unreadable_error
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin, reader_of
+from ckptcore.opening.checkpoint import (
+    Checkpoint,
+    CompositeCheckpoint,
+    Origin,
+    format_names,
+    not_finalized,
+    reader_of,
+    several_checkpointables,
+)
+from ckptcore.opening.folders import find_steps, has_own_checkpoint, held_in
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
@@ -39,7 +48,7 @@ _FILES_TRIED: Final = 20
 
 _CHECK_PATH: Final = "check the path, or list its parent directory"
 _STEPS_SHOWN: Final = 10
-_NAMES_SHOWN: Final = 20
+
 
 _MAX_NAMES: Final = 1000
 """Limit of names in a directory whose files are inspected. See `_has_single_files`."""
@@ -60,9 +69,9 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
     except CheckpointNotFoundError:
         from ckptcore.commit.method import find_partial  # only if no layout finds a tree
 
-        found = find_composite(location, version, context)
-        if found is not None:
-            raise several_checkpointables(location, list(found.members)) from None
+        composite = find_composite(location, version, context)
+        if composite is not None:
+            raise several_checkpointables(location, list(composite.members)) from None
         partial = find_partial(location)
         if partial is None:
             raise
@@ -86,22 +95,18 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     store = _reader(storage, context)
     registry = runtime_of(context).registry
     for layout in registry.layouts():
-        found = layout.inspect(store, entry)
-        if found is not None and not (entry is None and _is_folder(found.tree, storage, version.names)):
-            origin = Origin(found.writer, found.custom, found.metrics, found.created, found.unused, found.files)
-            return Checkpoint(location, version, None, StoredFormat(layout, found.state), found.tree, store, origin)
+        item = layout.inspect(store, entry)
+        if item is not None and not (entry is None and _is_folder(item.tree, storage, version.names)):
+            origin = Origin(item.writer, item.custom, item.metrics, item.created, item.unused, item.files)
+            return Checkpoint(location, version, None, StoredFormat(layout, item.state), item.tree, store, origin)
     if entry is None and has_members(storage, storage.list_names()):
         raise _lost_root(location)
-    from ckptcore.step_names import StepNames  # only if no layout finds a tree
-
     hint = _install_hint(entry, version.names)
     if entry is None and not hint:
-        if steps := StepNames().find([name[:-1] for name in version.names if name[-1] == "/"]):
+        if steps := find_steps(version.names):
             raise CheckpointNotFoundError(_steps_message(location, steps, context))
         if file := _single_file(store, version.names, registry.layouts()):
             raise CheckpointNotFoundError(_files_message(location, file, store, version.names))
-        from ckptcore.opening.folders import held_in  # only if no layout finds a tree
-
         if held := held_in(location, version.names, context):
             raise CheckpointNotFoundError(f"{location.display} is not a checkpoint. It holds {held}")
     tried = ", ".join([layout.name for layout in registry.layouts()])
@@ -114,19 +119,11 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
 def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
     """Return True if a tree with unreadable leaves is a folder of checkpoints of ckptcore, whose files look like it."""
-    return any(unreadable_error(record) is not None for record in tree.leaves) and _has_own_checkpoint(store, names)
-
-
-def _has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
-    from ckptcore.opening.folders import has_own_checkpoint  # only checkpoints of other software need it
-
-    return has_own_checkpoint(store, names)
+    return any(unreadable_error(record) is not None for record in tree.leaves) and has_own_checkpoint(store, names)
 
 
 def _install_hint(file: str | None, names: Sequence[str]) -> str:
     """Return the command that installs the layout of a file, or of a directory with these names; empty if none does."""
-    from ckptcore.model.file_kinds import directory_kind  # only if no layout finds a tree
-
     kind = directory_kind(names) if file is None else None
     of_kind = install_hint(layout=kind.layout) if kind is not None and kind.layout else ""
     return of_kind or install_hint(files=names if file is None else [file])
@@ -141,8 +138,6 @@ def _nothing_at(location: Location) -> CheckpointNotFoundError:
 
 def _way_from_parent(location: Location) -> str:
     """Return what to do if there is nothing at a location. The parent directory may be a checkpoint or have steps."""
-    from ckptcore.step_names import StepNames  # only errors need it
-
     within, names = location.display.rpartition("/")[0] or ".", location.parent.list_names()
     directories = [name[:-1] for name in names if name[-1] == "/" and name[0] != "."]
     if ROOT_KEY in names and has_members(location.parent, names):
@@ -154,7 +149,7 @@ def _way_from_parent(location: Location) -> str:
             f"ckptcore.load({within!r}, {part}), or in place with "
             f"ckptcore.load_into({within!r}, {{{location.name!r}: target}}, {part})"
         )
-    if StepNames().find([location.name]) and (steps := StepNames().find(directories)):
+    if find_steps([f"{location.name}/"]) and (steps := find_steps(names)):
         return f"{_CHECK_PATH}: its steps are {_format_steps(list(steps.values()))}"
     if "!/" in location.identity:  # in an archive, of which users do not have a listing
         return f"check the path: {within} has {format_names(names)}"
@@ -165,17 +160,8 @@ def _format_steps(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= _STEPS_SHOWN else [names[0], "...", *names[1 - _STEPS_SHOWN :]])
 
 
-def format_names(names: Collection[str]) -> str:
-    """Format names for a message. Limits their number: a hostile root or a directory may have any."""
-    shown = [name if name.isprintable() else repr(name) for name in itertools.islice(names, _NAMES_SHOWN)]
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return (", ".join(shown) or "none") + more
-
-
 def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
     """Return what a file or directory of other software is or has, and what to do."""
-    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind  # only for this error
-
     if file is None:
         kind = directory_kind(names)
         found = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
@@ -220,8 +206,6 @@ def _kind_inside(location: Location, store: ObjectReader, names: Sequence[str]) 
 
     Directories come after files, and texts last.
     """
-    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, directory_kind, file_kind, is_text  # only for this error
-
     found = ""
     for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
         with contextlib.suppress(CheckpointError):  # a file that cannot be read
@@ -264,13 +248,14 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     _expect_one_format(location, version.names)
     store = _reader(location.store, context)
     for layout in runtime_of(context).registry.layouts():
-        found = layout.inspect_composite(store)
-        if found is not None and not _has_own_checkpoint(location.store, [f"{name}/" for name in found.members]):
-            for name in found.members:
-                _check_member(location, name)
-            members = {name: Member(kind) for name, kind in found.members.items()}
-            origin = Origin(found.writer, found.custom, found.metrics, found.created)
-            return CompositeCheckpoint(location, version, None, members, origin, found.default)
+        composite = layout.inspect_composite(store)
+        if composite is None or has_own_checkpoint(location.store, [f"{name}/" for name in composite.members]):
+            continue
+        for name in composite.members:
+            _check_member(location, name)
+        members = {name: Member(kind) for name, kind in composite.members.items()}
+        origin = Origin(composite.writer, composite.custom, composite.metrics, composite.created)
+        return CompositeCheckpoint(location, version, None, members, origin, composite.default)
     return None
 
 
@@ -280,25 +265,6 @@ def foreign_checkpoints(context: Context) -> FindForeign:
     It finds one only if a whole directory is one checkpoint. See `_has_single_files`.
     """
     return lambda location: owner_of_files(location.store, context)
-
-
-def several_checkpointables(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
-    """Return the error for several checkpointables where one tree is expected."""
-    return CompositeCheckpointError(
-        f"{location.display} has several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
-        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
-        names,
-    )
-
-
-def not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
-    """Return the error for a partial save that is not finalized."""
-    running = "" if partial.owner is None else ", and a save that is running or was interrupted"
-    return UncommittedCheckpointError(
-        f"{location.display} is a partial save that is not finalized: it has {partial}{running}. Save the missing "
-        "parts with ckptcore.partial(...).save, then call ckptcore.partial(...).finalize; or remove it with "
-        "ckptcore.delete"
-    )
 
 
 def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
@@ -324,8 +290,6 @@ def _expect_one_format(location: Location, names: Sequence[str]) -> None:
     Raises:
         CheckpointNotFoundError: names them.
     """
-    from ckptcore.model.file_kinds import whole_formats  # only checkpoints of other software need it
-
     formats = whole_formats(names)
     if len(formats) > 1:
         within = location.display.rstrip("/")
@@ -371,8 +335,6 @@ def _single_file(store: ObjectReader, names: Sequence[str], layouts: Sequence[La
 
 def _files_message(location: Location, file: str, store: ObjectReader, names: Sequence[str]) -> str:
     """Return the message for a directory of separate files. Names what each is, as far as its first bytes tell."""
-    from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text  # only for this error
-
     described = []
     for name in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
         head = b""
@@ -427,22 +389,17 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
     )
 
 
-def is_one_checkpoint(storage: StorageBackend, context: Context) -> bool:
-    """Return True if a whole storage is one checkpoint of other software. See `foreign_checkpoints`."""
-    return owner_of_files(storage, context) is not None
-
-
 def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
     """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none."""
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:
-            found = layout.inspect(store, None) is not None
+            is_checkpoint = layout.inspect(store, None) is not None
         except CompositeCheckpointError:
-            found = True  # a checkpoint of several items
+            is_checkpoint = True  # a checkpoint of several items
         except CheckpointError:
             return None  # unfinished or damaged: its extent is unknown
-        if found:
+        if is_checkpoint:
             return None if _has_single_files(layout, store) else _own_keys(layout, store)
     return None
 
@@ -450,10 +407,10 @@ def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
 def _own_keys(layout: Layout, store: ObjectReader) -> OwnKeys | None:
     """Return which files belong to a checkpoint of a layout; None if that is unknown."""
     try:
-        found = layout.inspect_composite(store)
+        composite = layout.inspect_composite(store)
     except CheckpointError:
         return None
-    return functools.partial(layout.own_keys, members=() if found is None else tuple(found.members))
+    return functools.partial(layout.own_keys, members=() if composite is None else tuple(composite.members))
 
 
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:

@@ -1,16 +1,15 @@
-"""Opening checkpoints: consistent reads, roots of trees and composites, and the members of composites."""
+"""Opening checkpoints: consistent reads, and the roots of trees and composites."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root, split_rank
-from ckptcore.commit.root_json import is_claim, summarize_root
-from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name, parse_root, read_version, root_bytes
+from ckptcore.commit.location import AnyLocation, Location, resolve_location
+from ckptcore.commit.root import Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -18,9 +17,7 @@ from ckptcore.errors import (
     CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
-    ObjectNotFoundError,
     StorageError,
-    StoragePermissionError,
     UncommittedCheckpointError,
 )
 from ckptcore.io.chunk_reads import StoredFormat
@@ -30,16 +27,9 @@ from ckptcore.opening.checkpoint import (
     Source,
     naming_arrays,
     naming_other_file,
-    stored_format,
-)
-from ckptcore.opening.foreign import (
-    find_composite,
-    format_names,
-    inspect_tree,
     not_finalized,
-    open_foreign,
-    open_foreign_files,
     several_checkpointables,
+    stored_format,
 )
 from ckptcore.runtime import runtime_of
 
@@ -48,9 +38,6 @@ T = TypeVar("T")
 
 Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
 """Opens the checkpoint at a location. The version, read before, shows later whether the checkpoint was replaced."""
-
-MemberOpener: TypeAlias = Callable[[str, str], Checkpoint]
-"""Opens a member of a composite by its name and its directory."""
 
 RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
@@ -224,14 +211,12 @@ def open_tree(
         InvalidLocationError, UnsupportedVersionError: the root cannot be read.
     """
     root = _committed_root(location, version, known)
-    if root is None:
-        return open_foreign(location, version, context)
     if isinstance(root, CompositeRoot):
         name = next(iter(root.members)) if len(root.members) == 1 else root.default
         if name is None or root.members[name].processes not in (None, 1):
             raise several_checkpointables(location, list(root.members))
         return _open_default(location, version, root, name, context, known)
-    return _open_with_root(location, version, root, context, known)
+    return _open_tree(location, version, root, context, known)
 
 
 def _open_default(
@@ -250,8 +235,8 @@ def _open_default(
         raise several_checkpointables(location, others)
     if not isinstance(root, Root):
         raise _replaced_member(inner)
-    opened = _open_with_root(inner, inner_version, root, context, known)
-    _expect_member(opened, location, composite, composite.members[name])
+    opened = _open_tree(inner, inner_version, root, context, known)
+    expect_member(opened, location, composite, composite.members[name])
     return opened
 
 
@@ -263,10 +248,9 @@ def open_names(location: Location, version: LocationVersion, context: Context) -
         Errors of `open_tree`.
     """
     root = _committed_root(location, version)
-    if isinstance(root, CompositeRoot):
-        return CompositeCheckpoint.of_root(location, version, root)
-    if root is None and (found := find_composite(location, version, context)) is not None:
-        return found
+    composite = _open_composite(location, version, root, context)
+    if composite is not None:
+        return composite
     opened = open_tree(location, version, context)
     raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
@@ -278,21 +262,33 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
         Errors of `open_tree`.
     """
     root = _committed_root(location, version)
-    if isinstance(root, CompositeRoot):
-        return CompositeCheckpoint.of_root(location, version, root)
-    if root is not None:
-        return _open_with_root(location, version, root, context, None)
-    found = find_composite(location, version, context)
-    if found is None:
-        return open_foreign(location, version, context)
-    if len(found.members) != 1:
-        return found
+    composite = _open_composite(location, version, root, context)
+    if composite is None:
+        assert not isinstance(root, CompositeRoot)  # it would have a composite
+        return _open_tree(location, version, root, context)
+    if root is not None or len(composite.members) != 1:
+        return composite
+    from ckptcore.opening.foreign import inspect_tree  # only checkpoints of other software need it
+
     try:
         return inspect_tree(location, version, context)
     except UncommittedCheckpointError:
         raise
     except (CheckpointNotFoundError, CompositeCheckpointError):
-        return found
+        return composite
+
+
+def _open_composite(
+    location: Location, version: LocationVersion, root: Root | CompositeRoot | None, context: Context
+) -> CompositeCheckpoint | None:
+    """Open a composite with its root, or, without a root, that of other software; None if it is one tree."""
+    if isinstance(root, CompositeRoot):
+        return CompositeCheckpoint.of_root(location, version, root)
+    if root is not None:
+        return None
+    from ckptcore.opening.foreign import find_composite  # only checkpoints of other software need it
+
+    return find_composite(location, version, context)
 
 
 def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
@@ -302,8 +298,11 @@ def open_files(location: Location, version: LocationVersion, context: Context) -
         CheckpointNotFoundError: there is no file.
         Errors of `open_tree`.
     """
-    opener = open_foreign_files if version.root is None else open_tree
-    return opener(location, version, context)
+    if version.root is not None:
+        return open_tree(location, version, context)
+    from ckptcore.opening.foreign import open_foreign_files  # only checkpoints of other software need it
+
+    return open_foreign_files(location, version, context)
 
 
 def _committed_root(
@@ -332,10 +331,14 @@ def _committed_root(
     return root
 
 
-def _open_with_root(
-    location: Location, version: LocationVersion, root: Root, context: Context, known: RootCache | None
+def _open_tree(
+    location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
-    """Open a tree that ckptcore wrote."""
+    """Open a tree with its root, or, without a root, that of other software."""
+    if root is None:
+        from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
+
+        return open_foreign(location, version, context)
     if root.role == "member":
         _expect_committed(location, version, root, context)
         version = version.digested()
@@ -400,144 +403,7 @@ def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | Non
     return found
 
 
-def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
-    """Return the members that exist, each with its directories in order of rank.
-
-    Sends one request. If the listing lacks the root of the composite, or is not permitted, sends one more for each
-    directory of a member.
-
-    Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
-    directory: see `is_deleted`. A member that other software wrote may be a file.
-    """
-    try:
-        names = composite.location.store.list_names()
-    except StoragePermissionError:
-        if composite.root is None:
-            raise
-        names = ()
-    listed = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
-    if composite.root is not None and ROOT_KEY not in names:
-        # The root is not listed: the storage cannot list (a web server), or its listing is outdated.
-        listed |= _found_by_roots(composite)
-    of_ranks: dict[str, list[int]] = {}
-    for directory in listed:
-        if (of_rank := split_rank(directory)) is not None:
-            of_ranks.setdefault(of_rank[0], []).append(of_rank[1])
-    present = {}
-    for name, member in composite.members.items():
-        # Do not count up to the number of processes: a hostile root may state any number.
-        ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
-        directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
-        if found := [directory for directory in directories if directory in listed]:
-            present[name] = found
-    return present
-
-
-def existing_members(composite: CompositeCheckpoint) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield each checkpointable in the order of the save, with its directories that exist and are not being deleted.
-
-    Directories are in order of rank. Each costs a request, once it is reached.
-    """
-    present = present_members(composite)
-    for name in composite.members:
-        yield name, (directory for directory in present.get(name, ()) if not is_deleted(composite, directory))
-
-
-def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
-    """Find the directories of members by their roots, without a listing. Sends one request for each directory.
-
-    Directories of ranks after a missing one are not found.
-    """
-    found = set()
-    for name, member in composite.members.items():
-        for rank in range(member.processes or 1):  # stops at the first missing one: a hostile root may state any number
-            directory = member.directory(name, rank)
-            if root_bytes(subdirectory(composite.location.store, directory)) is None:
-                break
-            found.add(directory)
-    return found
-
-
-def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
-    """Return True if a directory of the composite is empty or missing, or if its deletion began."""
-    inside = subdirectory(composite.location.store, directory)
-    data = root_bytes(inside)
-    if data is not None:
-        return is_claim(data)
-    return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
-
-
-def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
-    """Return the checkpointables that ckptcore did not delete, of those of which nothing exists.
-
-    Sends one request, or one for each directory if the storage cannot list. Other software does not tell deletions.
-    """
-    root, store = composite.root, composite.location.store
-    if root is None or not absent:
-        return list(absent)
-    try:
-        names = frozenset(store.list_names())
-    except StoragePermissionError:
-        names = frozenset()
-    listed = ROOT_KEY in names
-
-    def is_told(directory: str) -> bool:
-        mark = deletion_mark(root.save_id, directory)
-        if mark in names or (not listed and _is_file(composite.location, mark)):
-            return True
-        # A claim: the deletion was interrupted.
-        data = root_bytes(subdirectory(store, directory)) if f"{directory}/" in names else None
-        return data is not None and is_claim(data)
-
-    lost = []
-    for name in absent:
-        member = root.members[name]
-        # Stops at the first lost directory: a hostile root may state any number of processes.
-        if not all(is_told(member.directory(name, rank)) for rank in range(member.processes or 1)):
-            lost.append(name)
-    return lost
-
-
-def _is_file(location: Location, name: str) -> bool:
-    try:
-        location.store.size(name)
-    except ObjectNotFoundError:
-        return False
-    return True
-
-
-def open_directory(
-    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
-) -> Checkpoint:
-    """Open the checkpoint in a directory of a composite. The caller checks that it belongs to the composite.
-
-    Raises:
-        Errors of `open_checkpoint`.
-    """
-    if composite.root is None:
-        return _open_foreign_member(composite, name, directory, location, context)
-    # The root of the composite is not read again for each of its members.
-    return ConsistentRead(SubPath(location, directory), context, open_tree, composite.version.root).open()
-
-
-def open_member(
-    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
-) -> Checkpoint:
-    """Open a member of a composite.
-
-    Raises:
-        CorruptCheckpointError: its directory has a checkpoint of another save, or of another kind than the composite
-            states.
-        Errors of `open_checkpoint`. If other software wrote the checkpoint, they have a hint to load the other members.
-    """
-    opened = open_directory(composite, name, directory, location, context)
-    if composite.root is None:
-        return opened
-    _expect_member(opened, composite.location, composite.root, composite.members[name])
-    return opened
-
-
-def _expect_member(opened: Checkpoint, location: Location, composite: CompositeRoot, member: Member) -> None:
+def expect_member(opened: Checkpoint, location: Location, composite: CompositeRoot, member: Member) -> None:
     """Check that an open checkpoint is the member that a composite states."""
     if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.save_id:
         raise _replaced_member(opened.location)
@@ -553,31 +419,3 @@ def _replaced_member(location: Location) -> CorruptCheckpointError:
         f"{location.display} was replaced by a checkpoint of another save: load it by its own location, and "
         "the others by their names"
     )
-
-
-def member_opener(found: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:
-    """Return a function that opens each member of a composite once. See `open_member`."""
-
-    @functools.cache
-    def open_one(name: str, directory: str) -> Checkpoint:
-        assert isinstance(found, CompositeCheckpoint)  # a tree has no members
-        return open_member(found, name, directory, location, context)
-
-    return open_one
-
-
-def _open_foreign_member(
-    composite: CompositeCheckpoint, name: str, directory: str, location: AnyLocation, context: Context
-) -> Checkpoint:
-    opener = open_files if composite.members[name].kind == "files" else open_tree
-    others = format_names([other for other in composite.members if other != name])
-    hint = f"to load the others without it, pass their names to load_checkpointables: {others}"
-    try:
-        return ConsistentRead(SubPath(location, directory), context, opener).open()
-    except (CheckpointNotFoundError, CompositeCheckpointError) as error:
-        raise CheckpointNotFoundError(
-            f"{name!r} in {composite.location.display} cannot be read by any installed plugin: {error}; {hint}"
-        ) from error
-    except CheckpointError as error:
-        error.add_note(hint)
-        raise

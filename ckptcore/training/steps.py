@@ -39,7 +39,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.requests import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
-from ckptcore.opening.foreign import is_one_checkpoint
+from ckptcore.opening.foreign import owner_of_files
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
@@ -200,7 +200,7 @@ class StepDirectory:
             unread = [name for _, name in sorted(found.items(), reverse=True)]
             others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
             # A checkpoint of ckptcore with another name, such as a base, looks like an item of Orbax.
-            if not (others or found or self._has_roots()) and is_one_checkpoint(self._store, self._context):
+            if not (others or found or self._has_roots()) and owner_of_files(self._store, self._context) is not None:
                 raise self._no_directory()
         except StorageError as error:
             if not concerns_one_entry(error):  # `steps` names such entries

@@ -24,7 +24,8 @@ from ckptcore.commit.target import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.inspection.completeness import FileCheck, StoredFiles, has_expected_sizes
-from ckptcore.opening.open_checkpoints import ConsistentRead, member_opener, open_either
+from ckptcore.opening.members import member_opener
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageOptions
 from ckptcore.runtime import runtime_of
 

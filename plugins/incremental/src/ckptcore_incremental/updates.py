@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.opening.bases import base_location, base_path, read_base
+from ckptcore.opening.bases import authority_of, base_location, read_base
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.replicas import SplitTree
@@ -264,9 +265,9 @@ def _plan_references(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
     refuse_other_spelling(opened.location, "refer to")
-    direct = Base(base_path(location, opened.location), root.save_id)
+    direct = Base(_base_path(location, opened.location), root.save_id)
     further = [
-        Base(base_path(location, base_location(opened.location, first, context)), first.save_id)
+        Base(_base_path(location, base_location(opened.location, first, context)), first.save_id)
         for first in root.references.bases
     ]
     overlaid = overlay(root.tree, description.tree, *description.placeholders)
@@ -295,3 +296,27 @@ def _plan_references(
                 f"{location.display} would replace: save the update to another location. Nothing was written"
             )
     return _PlannedReferences(overlaid.tree, references, base_locations)
+
+
+def _base_path(location: Location, base: Location) -> str:
+    """Return the relative path by which a checkpoint refers to a base.
+
+    Raises:
+        InvalidLocationError: the base is in another storage, is hidden, or is a parent directory of the checkpoint.
+    """
+    here, there = location.address, base.address
+    authority = authority_of(here.parent)
+    if here.scheme != there.scheme or authority != authority_of(there.parent):
+        raise InvalidLocationError(
+            f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same "
+            "storage, or save the whole state with ckptcore.save"
+        )
+    begin = len(authority)
+    path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
+    if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
+        why = "has a hidden name" if there.name.startswith(".") else "contains it"
+        raise InvalidLocationError(
+            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, "
+            "or rename the base. Nothing was written"
+        )
+    return path

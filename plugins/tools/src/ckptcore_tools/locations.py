@@ -12,7 +12,8 @@ from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.inspection.completeness import FileCheck, StoredFiles
 from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_found, describe_tree
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.opening.open_checkpoints import ConsistentRead, is_deleted, member_opener, open_either, present_members
+from ckptcore.opening.members import is_deleted, member_opener, present_members
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.runtime import runtime_of
 
 

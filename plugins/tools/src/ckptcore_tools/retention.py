@@ -9,7 +9,7 @@ from ckptcore.commit.contents import find_other_files
 from ckptcore.commit.delete import find_bases, referring_to
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
-from ckptcore.opening.foreign import format_names
+from ckptcore.opening.checkpoint import format_names
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.runtime import runtime_of
 from ckptcore.training.deletion import policy_infos

@@ -24,8 +24,8 @@ from ckptcore.errors import (
 from ckptcore.events import readable_events
 from ckptcore.inspection.completeness import FileCheck
 from ckptcore.model import JSON
+from ckptcore.opening.checkpoint import format_names
 from ckptcore.opening.folders import FoundRun, find_run
-from ckptcore.opening.foreign import format_names
 from ckptcore.opening.open_checkpoints import ATTEMPTS
 from ckptcore.results import Problem
 from ckptcore.runtime import runtime_of

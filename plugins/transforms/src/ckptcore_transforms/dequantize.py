@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.errors import TransformError
-from ckptcore.matching.quantized_names import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
+from ckptcore.matching.adjustments import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path

@@ -41,14 +41,8 @@ from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
 from ckptcore.opening.foreign import foreign_checkpoints
-from ckptcore.opening.open_checkpoints import (
-    ATTEMPTS,
-    ConsistentRead,
-    open_either,
-    present_members,
-    replaced_too_often,
-    tree_attempts,
-)
+from ckptcore.opening.members import present_members
+from ckptcore.opening.open_checkpoints import ATTEMPTS, ConsistentRead, open_either, replaced_too_often, tree_attempts
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore

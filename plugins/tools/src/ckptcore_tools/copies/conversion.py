@@ -29,9 +29,10 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file
-from ckptcore.opening.foreign import foreign_checkpoints, format_names
-from ckptcore.opening.open_checkpoints import ConsistentRead, existing_members, open_either, open_member
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file, format_names
+from ckptcore.opening.foreign import foreign_checkpoints
+from ckptcore.opening.members import existing_members, open_member
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.planning import plan_write
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore

@@ -27,17 +27,9 @@ from ckptcore.inspection.completeness import FileCheck, lost_problem
 from ckptcore.inspection.left_out import matches_any
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
-from ckptcore.opening.foreign import format_names
-from ckptcore.opening.open_checkpoints import (
-    ConsistentRead,
-    is_deleted,
-    lost_members,
-    member_opener,
-    open_either,
-    open_member,
-    present_members,
-)
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, format_names
+from ckptcore.opening.members import is_deleted, lost_members, member_opener, open_member, present_members
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.foreign_files import expect_files

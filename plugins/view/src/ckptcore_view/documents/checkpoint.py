@@ -15,7 +15,7 @@ from ckptcore.events import Event, readable_events
 from ckptcore.inspection.completeness import FileCheck, Problem
 from ckptcore.model import JSON, ArrayRecord, column_summary, format_path, unreadable_error
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin
-from ckptcore.opening.open_checkpoints import member_opener, present_members
+from ckptcore.opening.members import member_opener, present_members
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
 from ckptcore_view.documents.numbers import number_to_json

@@ -15,7 +15,7 @@ from ckptcore.commit.leases import Holder, read_lease
 from ckptcore.commit.owners import OWNER_LEASE, read_owner
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.model import JSON, ArrayRecord
-from ckptcore.opening.open_checkpoints import present_members
+from ckptcore.opening.members import present_members
 from ckptcore.policies import AnyPreservation, BestN, PreservationPolicy
 from ckptcore.training.steps import StepDirectory
 from ckptcore_view.documents.logs import TrainerLog

@@ -1,0 +1,456 @@
+"""Parts of an abstract tree that the stored one lacks: moved, of another class, or not stored at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.matching.adjustments import find_quantized, lost_scales
+from ckptcore.matching.differences import (
+    Difference,
+    PartNames,
+    Remedy,
+    key_differences,
+    mismatch,
+    missing_leaves,
+    moved_parts,
+    unexpected_leaves,
+)
+from ckptcore.matching.leaf_forms import (
+    FOREIGN_PATH_FORMS,
+    dotted_path,
+    find_paths,
+    is_none,
+    plain_key,
+    plain_path,
+    text_path,
+)
+from ckptcore.matching.moves import Move, find_moves, in_order, whole_parts
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
+from ckptcore.model.tree import Node, Skeleton, TreePath, format_path, leaf_count
+from ckptcore.tree.shapes import outer_objects, outer_parts
+
+if TYPE_CHECKING:
+    from ckptcore.matching.leaf_matching import Comparison
+
+_OPTIMIZERS: Final = (".nnx.training.optimizer.Optimizer", ".nnx.training.optimizer.ModelAndOptimizer")
+"""The ends of the names of classes of Flax that have states of Optax as dicts, without their types."""
+
+_SEQUENCES: Final = ("list", "tuple")
+
+
+def drop_tied(compared: Comparison) -> None:
+    """Drop absent leaves that have the memory of a stored leaf."""
+    memory: dict[int, tuple[object, ...]] = {}
+    for position, handler in enumerate(compared.handlers):
+        tied = None if handler is None else handler.memory_to_fill(compared.flat.leaves[position])
+        if tied and all(part.extent for part in tied):
+            memory[position] = tuple(tied)
+    filled = {memory[position] for position in memory if compared.numbers[position] is not None}
+    compared.absent = [
+        position for position in compared.absent if position not in memory or memory[position] not in filled
+    ]
+
+
+def expect_allowed(
+    compared: Comparison,
+    of_leaves: Sequence[Difference],
+    display: str,
+    rank_and_size: tuple[int, int],
+    *,
+    in_place: bool,
+) -> None:
+    """Check that all differences of two trees are allowed. See `match_leaves` for the arguments.
+
+    Args:
+        of_leaves: the differences of leaves that are stored in another form.
+
+    Raises:
+        TreeMismatchError: see `match_leaves`.
+    """
+    tree, matching = compared.tree, compared.matching
+    unmatched = _Unmatched(compared)
+    differences = unmatched.take_parts()
+    lost = unmatched.lost
+    names = [format_path(tree.paths[number]) for number in unmatched.unexpected]
+    if matching.missing == "error" or lost:
+        requested = [format_path(compared.paths[position]) for position in unmatched.absent]
+        differences.extend(missing_leaves(requested, names))
+    elif matching.missing == "keep":
+        differences.extend(_of_valueless(compared, unmatched.absent, rank_and_size))
+    if matching.unexpected == "error" or lost:
+        differences.extend(unexpected_leaves(names))
+    if not compared.is_same and not compared.by_name:
+        allowed = "sequence" if matching.sequences == "either" else None
+        of_containers = _container_differences(compared.flat.skeleton, tree.skeleton)
+        differences.extend([difference for difference in of_containers if difference.sort != allowed])
+    differences.extend(of_leaves)
+    if compared.changes:
+        differences.extend(lost_scales(tree, compared.changes, set(compared.numbers)))
+    if lost and not differences:
+        differences = [Difference("missing", "missing: no selected leaf is requested")]
+    if differences:
+        misshapen = _misshapen_in_objects(compared) if in_place and compared.chosen is None else []
+        parts = PartNames(
+            _kept_parts(compared, unmatched.absent),
+            list(map(format_path, lost)),
+            list(map(format_path, unmatched.elsewhere)),
+            misshapen,
+            find_quantized(tree),
+        )
+        raise mismatch(display, differences, parts)
+
+
+class _Unmatched:
+    """The leaves of a comparison that did not match, and the parts that they make up.
+
+    Attributes:
+        absent, unexpected: as for `Comparison`, without the leaves of parts with a difference of their own.
+        lost: the paths of the parts of which a load must not keep everything. See `_find_lost`.
+        elsewhere: the paths of such parts that are stored under another path.
+    """
+
+    def __init__(self, compared: Comparison) -> None:
+        self._compared = compared
+        self.absent = compared.absent
+        self.unexpected = compared.unexpected
+        self.lost = self._find_lost() if self.absent or compared.selects_leaves else []
+        self.elsewhere: list[TreePath] = []
+
+    def take_parts(self) -> list[Difference]:
+        """Return the differences of whole parts, and remove their leaves from `absent` and `unexpected`."""
+        differences: list[Difference] = []
+        if self.absent and self.unexpected:
+            matching = self._compared.matching
+            if self.lost or (matching.missing, matching.unexpected) != ("keep", "ignore"):
+                differences.extend(self._take_related())
+            else:
+                differences.extend(self._of_moved_parts())
+        if self.absent or self.unexpected:
+            differences.extend(self._take_other_states())
+        return differences
+
+    def _find_lost(self) -> list[TreePath]:
+        """Return the paths of objects of which no leaf is stored, but others are in their place.
+
+        If no requested leaf is loaded at all, return the root.
+        """
+        compared, missing = self._compared, set(self.absent)
+        if not compared.loads_any:
+            pairs = zip(compared.numbers, compared.flat.handlers, strict=True)
+            is_skipped = any(number is not None and handler is not None for number, handler in pairs)
+            return [()] if missing or is_skipped else []
+        prefixes = _prefixes(compared, self.unexpected)
+        return [
+            path
+            for path, _, leaves in outer_objects(compared.flat.shape)
+            if (counted := _counted(compared, leaves)) and missing.issuperset(counted) and text_path(path) in prefixes
+        ]
+
+    def _take_related(self) -> list[Difference]:
+        """Return the differences of missing and unexpected leaves that belong together, and remove their leaves.
+
+        Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
+        another path.
+        """
+        related = _related(self._compared, self.absent, self.unexpected)
+        moved = [{pair[side] for move in related.moves for pair in move.pairs} for side in (0, 1)]
+        self.absent = [position for position in related.requested if position not in moved[0]]
+        self.unexpected = [number for number in related.stored if number not in moved[1]]
+        differences = [*related.differences, *moved_parts(related.moves)]
+        before = self.lost
+        if () in before and any(difference.sort in ("moved", "key") for difference in differences):
+            self.lost = []
+        elif before:
+            self.lost = [path for path in self._find_lost() if path in before]
+        self.elsewhere = [path for path in before if path and path not in self.lost]
+        return differences
+
+    def _of_moved_parts(self) -> list[Difference]:
+        """Return the differences of parts that are not loaded at all, but are stored under another path.
+
+        These are objects, and plain containers directly below the root or with most leaves of the container around
+        them. A new part of a network of arrays is neither.
+        """
+        compared, missing, sizes = self._compared, set(self.absent), dict[TreePath, int]()
+        whole: dict[TreePath, list[int]] = {}
+        for part in outer_parts(compared.flat.shape):
+            counted = _counted(compared, part.leaves)
+            sizes[part.path] = len(counted)
+            is_large = part.is_object or len(part.path) == 1 or 2 * len(counted) > sizes[part.path[:-1]]
+            if part.path and is_large and len(counted) > 1 and missing.issuperset(counted):
+                whole[part.path] = counted
+        if not whole:
+            return []
+        moves = _related(compared, self.absent, self.unexpected, any_number=True).moves
+        moved = {position for move in moves for position, _ in move.pairs}
+        whole = {path: counted for path, counted in whole.items() if moved.issuperset(counted)}
+        positions = {position for counted in whole.values() for position in counted}
+        chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
+        outermost = [path for path in whole if not any(path[:length] in whole for length in range(len(path)))]
+        differences = list(moved_parts(in_order(chosen)))
+        if differences:
+            self.elsewhere = outermost
+        else:  # too many for the names of transforms
+            self.lost = outermost
+        return differences
+
+    def _take_other_states(self) -> Collection[Difference]:
+        """Return the differences of states of another class of a library, and remove their leaves.
+
+        To keep what is missing would mix two states: the mean of one optimizer with the variance of another.
+        """
+        compared = self._compared
+        absent = {position: plain_path(compared.paths[position]) for position in self.absent}
+        unexpected = {number: plain_path(compared.tree.paths[number]) for number in self.unexpected}
+        states = _state_differences(
+            compared.flat.skeleton, compared.tree.skeleton, absent.values(), unexpected.values()
+        )
+
+        def left(paths: Mapping[int, TreePath]) -> list[int]:
+            return [
+                number
+                for number, path in paths.items()
+                if not any(path[:length] in states for length in range(len(path)))
+            ]
+
+        self.absent, self.unexpected = left(absent), left(unexpected)
+        return states.values()
+
+
+class _Related(NamedTuple):
+    """Missing and unexpected leaves that belong together.
+
+    Attributes:
+        differences: those of leaves whose keys have the same text, or where the other tree has a container.
+        requested, stored: the paths of the other requested and stored leaves.
+        moves: parts of these that have another path.
+    """
+
+    differences: Sequence[Difference]
+    requested: Mapping[int, TreePath]
+    stored: Mapping[int, TreePath]
+    moves: Sequence[Move]
+
+
+def _related(
+    compared: Comparison, absent: Sequence[int], unexpected: Sequence[int], *, any_number: bool = False
+) -> _Related:
+    tree = compared.tree
+    requested = {position: compared.paths[position] for position in absent}
+    stored = {number: tree.paths[number] for number in unexpected}
+    same_text: list[tuple[str, str]] = []
+    if not compared.by_name:
+        free = {path: number for number, path in stored.items()}
+        numbers = find_paths(list(requested.values()), free, FOREIGN_PATH_FORMS)
+        same_text = [
+            (format_path(requested.pop(position)), format_path(stored.pop(number)))
+            for position, number in zip(absent, numbers, strict=True)
+            if number is not None
+        ]
+    of_structure = _structure_differences(
+        list(map(plain_path, requested.values())), list(map(plain_path, stored.values()))
+    )
+    requested = {position: path for position, path in requested.items() if plain_path(path) not in of_structure}
+    stored = {number: path for number, path in stored.items() if plain_path(path) not in of_structure}
+    others = [path for number, path in enumerate(tree.paths) if number not in stored]
+    divided = requested
+    if compared.by_name and all(len(path) == 1 for path in tree.paths):  # names that join the keys by dots
+        divided = {position: dotted_path(path) for position, path in requested.items()}
+
+    def fits(position: int, number: int) -> bool:
+        """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
+        records = compared.described(position), tree.leaves[number]
+        shapes = {record.spec.shape for record in records if isinstance(record, ArrayRecord)}
+        return len(shapes) < 2
+
+    moves = find_moves(divided, stored, others, fits, any_number=any_number)
+    differences = [*key_differences(same_text), *dict.fromkeys(of_structure.values())]
+    return _Related(differences, requested, stored, moves)
+
+
+def _counted(compared: Comparison, positions: Sequence[int]) -> list[int]:
+    """Drop the positions of placeholders, and of None that is not stored."""
+    return [
+        position
+        for position in positions
+        if compared.handlers[position] is not None
+        and (compared.numbers[position] is not None or not is_none(compared.described(position)))
+    ]
+
+
+def _prefixes(compared: Comparison, numbers: Sequence[int]) -> set[TreePath]:
+    """Return the paths, as text, of stored leaves and of the containers around them."""
+    paths = (text_path(compared.tree.paths[number]) for number in numbers)
+    return {path[:length] for path in paths for length in range(len(path) + 1)}
+
+
+def _kept_parts(compared: Comparison, absent: Sequence[int]) -> Sequence[str]:
+    """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
+    missing = set(absent)
+    counted = _counted(compared, range(len(compared.paths)))
+    chosen = [place for place, position in enumerate(counted) if position in missing]
+    return list(map(format_path, whole_parts([compared.paths[position] for position in counted], chosen)))
+
+
+def _misshapen_in_objects(compared: Comparison) -> list[str]:
+    """Return the names for a selection of stored leaves that have another shape than those of objects."""
+    inside = {position for _, _, leaves in outer_objects(compared.flat.shape) for position in leaves}
+    numbers = [compared.numbers[position] for position in compared.misshapen if position in inside]
+    return ["/".join(map(str, compared.tree.paths[number])) for number in numbers if number is not None]
+
+
+def _of_valueless(compared: Comparison, absent: Sequence[int], rank_and_size: tuple[int, int]) -> Iterator[Difference]:
+    """Yield the differences for missing leaves that have no value to keep."""
+    for position in absent:
+        handler = compared.handlers[position]
+        assert handler is not None  # only requested leaves are absent
+        if isinstance(compared.described(position), ValueRecord):
+            continue
+        try:
+            handler.shards(compared.flat.leaves[position], *rank_and_size)  # raises for a leaf without elements
+        except UnsupportedLeafError as error:
+            name = format_path(compared.paths[position])
+            line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
+            yield Difference("missing", line, Remedy("missing", ["placeholder"]))
+
+
+def sparse_parts(compared: Comparison) -> Sequence[str]:
+    """Return a message for each object of which less than half of the leaves are stored.
+
+    Also for each plain container of which none is stored, but others are in its place.
+    """
+    missing, messages = set(compared.absent), list[str]()
+    prefixes, empty = _prefixes(compared, compared.unexpected), set[TreePath]()
+    for part in outer_parts(compared.flat.shape):
+        counted = _counted(compared, part.leaves)
+        stored = len(counted) - len(missing.intersection(counted))
+        is_empty = bool(counted) and not stored and text_path(part.path) in prefixes
+        if (part.is_object and 2 * stored < len(counted)) or (is_empty and not part.is_object):
+            if any(part.path[:length] in empty for length in range(len(part.path))):
+                continue
+            empty.add(part.path)
+            messages.append(
+                f"only {stored} of the {len(counted)} leaves of {format_path(part.path)}, a "
+                f"{type(part.like).__qualname__}, are stored; a LoadReport lists the others"
+            )
+    return messages
+
+
+def _structure_differences(
+    requested: Collection[TreePath], stored: Collection[TreePath]
+) -> Mapping[TreePath, Difference]:
+    """Find leaves of one tree where the other one has a container. No option allows them, because that would lose it.
+
+    Args:
+        requested: the paths of requested leaves that are not stored.
+        stored: the paths of stored leaves that are not requested.
+
+    Returns:
+        The difference by each of these paths. Paths of one container have equal differences.
+    """
+    differences: dict[TreePath, Difference] = {}
+    for leaves, others, both in (
+        (requested, stored, "a leaf is requested, a container is stored"),
+        (stored, requested, "a container is requested, a leaf is stored"),
+    ):
+        known = set(leaves)
+        for path in others:
+            for length in range(1, len(path)):
+                if (top := path[:length]) in known:
+                    difference = Difference("kind", f"{format_path(top)}: kind: {both}")
+                    differences[path] = differences[top] = difference
+    return differences
+
+
+def _common_nodes(requested: Skeleton, stored: Skeleton, path: TreePath = ()) -> Iterator[tuple[TreePath, Node, Node]]:
+    """Yield the containers of two trees that have one path, outer ones first. Keys match as in `match_leaves`."""
+    if not isinstance(requested, Node) or not isinstance(stored, Node):
+        return
+    yield path, requested, stored
+    if not any(isinstance(child, Node) for child in requested.children):
+        return
+    exact = dict(zip(stored.keys, stored.children, strict=True))
+    loose = {plain_key(key): child for key, child in exact.items()}
+    for key, child in zip(requested.keys, requested.children, strict=True):
+        other = exact.get(key, loose.get(plain_key(key)))
+        if other is not None:
+            yield from _common_nodes(child, other, (*path, key))
+
+
+def _state_differences(
+    requested: Skeleton, stored: Skeleton, absent: Collection[TreePath], unexpected: Collection[TreePath]
+) -> Mapping[TreePath, Difference]:
+    """Find states of another class, such as of another optimizer of the same library. No option allows them.
+
+    Args:
+        requested, stored: the containers.
+        absent: the paths of requested leaves that are not stored, without attributes.
+        unexpected: the paths of stored leaves that are not requested, without attributes.
+
+    Returns:
+        The difference by the path of each state with such leaves.
+    """
+    differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
+    states: dict[TreePath, Difference] = {}
+    in_optimizers: set[TreePath] = set()
+    for shown, node, other in _common_nodes(requested, stored):
+        path = plain_path(shown)
+        if path not in differing or any(path[:length] in states for length in range(len(path))):
+            continue
+        inside = path[:-1] in in_optimizers
+        both = None
+        if _are_other_states(node, other):
+            names = [str(each.type).rpartition(".")[2] for each in (node, other)]
+            both = f"a {names[0]} is requested, a {names[1]} is stored"
+        elif node.type == other.type and str(node.type).endswith(_OPTIMIZERS):
+            inside = True
+        elif inside and (fields := _other_fields(node, other)) is not None:
+            both = f"a state with {fields[0]} is requested, one with {fields[1]} is stored"
+        if both is not None:
+            states[path] = Difference("kind", f"{format_path(shown)}: kind: {both}")
+        # Below the fields of a state are the names of parameters.
+        elif inside and not (node.type is None and any(isinstance(key, str) for key in node.keys)):
+            in_optimizers.add(path)
+    return states
+
+
+def _are_other_states(one: Node, other: Node) -> bool:
+    """Return True for states with leaves of two classes of one library, by the names of the classes.
+
+    A program may rename its own classes.
+    """
+    names = one.type, other.type
+    if None in names or not leaf_count(one) or not leaf_count(other):
+        return False
+    parts = [str(name).split(".") for name in names]
+    is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
+    return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
+
+
+def _other_fields(one: Node, other: Node) -> tuple[str, str] | None:
+    """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
+    if one.type is not None or other.type is not None or not leaf_count(one) or not leaf_count(other):
+        return None
+    fields = [set(map(plain_key, node.keys)) for node in (one, other)]
+    if fields[0] <= fields[1] or fields[1] <= fields[0]:
+        return None
+    requested, stored = (", ".join(sorted(map(str, keys))) for keys in fields)
+    return requested, stored
+
+
+def _container_differences(requested: Skeleton, stored: Skeleton) -> Iterator[Difference]:
+    """Yield differences between lists and tuples, and between empty dicts and empty sequences, in either direction.
+
+    Containers with children are compared by their leaves.
+    """
+    for path, node, other in _common_nodes(requested, stored):
+        # An object matches a dict or a list, because it becomes one if it is loaded without its class.
+        empty = not node.keys and not other.keys and "object" not in (node.kind, other.kind)
+        if {node.kind, other.kind} == {"list", "tuple"}:
+            line = f"{format_path(path)}: sequence: a {node.kind} is requested, a {other.kind} is stored"
+            yield Difference("sequence", line, Remedy("sequences", ["either"]))
+        elif empty and (node.kind in _SEQUENCES) != (other.kind in _SEQUENCES):
+            line = f"{format_path(path)}: kind: an empty {node.kind} is requested, an empty {other.kind} is stored"
+            yield Difference("kind", line)
