@@ -12,7 +12,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from ckptcore.builtin.number_columns import COLUMN_CONTAINER
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
@@ -39,7 +38,7 @@ from ckptcore.protocols import (
     Flattened,
     LeafHandler,
 )
-from ckptcore.tree.columns import ColumnRule, SavedColumns
+from ckptcore.tree.columns import COLUMN_CONTAINER, ColumnRule, SavedColumns
 from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, rank_of_key
 
 PLACEHOLDER: Final = ...
