@@ -169,6 +169,27 @@ def read_attributes(path: str) -> Attributes | None:
         raise
 
 
+def create_file(path: str, replaced: Attributes | None) -> int:
+    """Create a file with the attributes of the file that it replaces, and return its descriptor.
+
+    `replaced` may be the attributes of something else, such as a link: these are not kept.
+
+    Raises:
+        OSError
+    """
+    if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
+        replaced = None
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o666 if replaced is None else 0o600)
+    try:
+        if replaced is not None:
+            replaced.give(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
     if hasattr(os, "listxattr"):  # Linux

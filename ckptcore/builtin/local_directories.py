@@ -16,6 +16,7 @@ from types import TracebackType
 from ckptcore.builtin.local_calls import (
     ABSENT,
     NO_LOCKS,
+    SystemCall,
     close_descriptor,
     close_in_children,
     local_error,
@@ -171,10 +172,8 @@ class LocalDirectories:
             StorageError
         """
         point = self._mount_point
-        try:
+        with SystemCall("read the mount of", str(point)):
             is_there = point is None or is_mounted(point)
-        except OSError as error:
-            raise local_error(error, "read the mount of", str(point)) from error
         if not is_there:
             raise StorageError(
                 f"{self.root} is not there: the file system of {point} is not mounted now. Nothing was "
@@ -240,12 +239,10 @@ class LocalDirectories:
         Raises:
             StorageError
         """
-        self.sync_names(directory)
+        sync_names(directory)
         while _is_below(directory, self.root) or directory == self.root or directory in self._created:
-            try:
+            with SystemCall("read the status of the directory", directory):
                 status = os.stat(directory)
-            except OSError as error:
-                raise local_error(error, "read the status of the directory", directory) from error
             identity = (directory, status.st_dev, status.st_ino)
             with self._lock:
                 if identity in self._durable:
@@ -253,35 +250,12 @@ class LocalDirectories:
             above = os.path.dirname(directory)
             if above == directory:
                 return
-            self.sync_names(above, required=directory != self.root or directory in self._created)
+            sync_names(above, required=directory != self.root or directory in self._created)
             with self._lock:
                 if len(self._durable) >= _MAX_REMEMBERED:
                     self._durable.clear()
                 self._durable.add(identity)
             directory = above
-
-    def sync_names(self, directory: str, *, required: bool = True) -> None:
-        """Make the names in one directory durable.
-
-        Args:
-            directory: the path.
-            required: False to ignore missing permissions, for parents of the root that others created.
-
-        Raises:
-            StorageError
-        """
-        try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM) and not required:
-                return
-            raise local_error(error, "open the directory", directory) from error
-        try:
-            sync_directory(descriptor)
-        except OSError as error:
-            raise local_error(error, "make durable the names in", directory) from error
-        finally:
-            close_descriptor(descriptor, directory)
 
     def remove_empty(self, directory: str) -> None:
         """Remove a directory if it is empty and not locked, then its parents likewise. Never removes the root.
@@ -307,6 +281,29 @@ class LocalDirectories:
             finally:
                 close_descriptor(descriptor, directory)
             directory = os.path.dirname(directory)
+
+
+def sync_names(directory: str, *, required: bool = True) -> None:
+    """Make the names in one directory durable.
+
+    Args:
+        directory: the path.
+        required: False to ignore missing permissions, for parents of the root that others created.
+
+    Raises:
+        StorageError
+    """
+    try:
+        descriptor = os.open(directory, _OPEN_DIRECTORY)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM) and not required:
+            return
+        raise local_error(error, "open the directory", directory) from error
+    try:
+        with SystemCall("make durable the names in", directory):
+            sync_directory(descriptor)
+    finally:
+        close_descriptor(descriptor, directory)
 
 
 def _is_free(descriptor: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, exchange, has_succeeded
+from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange
 from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
@@ -172,12 +172,12 @@ def _file_system_type(file: int | str) -> int | None:
         OSError
     """
     name, kind = ("fstatfs", ctypes.c_int) if isinstance(file, int) else ("statfs", ctypes.c_char_p)
-    function = c_function(name, (kind, ctypes.c_void_p))
-    if function is None or ctypes.sizeof(ctypes.c_long) != 8:
+    if ctypes.sizeof(ctypes.c_long) != 8:
         return None
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    is_known = function(file if isinstance(file, int) else os.fsencode(file), found) == 0 or has_succeeded(-1)
-    return ctypes.c_long.from_buffer(found).value if is_known else None
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    argument = file if isinstance(file, int) else os.fsencode(file)
+    is_known = call_if_supported(name, (kind, ctypes.c_void_p), argument, status)
+    return ctypes.c_long.from_buffer(status).value if is_known else None
 
 
 def has_locks_of_all_hosts(descriptor: int) -> bool:
