@@ -22,8 +22,15 @@ from ckptcore.builtin.local_calls import (
     sync_file,
 )
 from ckptcore.builtin.local_directories import sync_names
-from ckptcore.builtin.safetensors_files import FileHeader, TensorEntry, read_header, refuse_lost_root
-from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, encode_header
+from ckptcore.builtin.safetensors_files import (
+    DTYPE_BITS,
+    DTYPES,
+    FileHeader,
+    TensorEntry,
+    encode_header,
+    read_header,
+    refuse_lost_root,
+)
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Buffer
 

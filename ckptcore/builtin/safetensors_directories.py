@@ -17,7 +17,9 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.safetensors_files import (
+    PART,
     READER_OF_SLICES,
+    SHARDING,
     fits,
     parse_json_object,
     read_header,
@@ -25,7 +27,6 @@ from ckptcore.builtin.safetensors_files import (
     record_of,
     refuse_lost_root,
 )
-from ckptcore.builtin.safetensors_writing import PART, SHARDING
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
