@@ -347,38 +347,28 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
     return None if order == tuple(inner) else order
 
 
-def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
-    """Return the per-process objects in a value, with their paths."""
-    return _per_process_objects(shape, ())
-
-
-def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
+def per_process_objects(shape: Shape, path: TreePath = ()) -> Iterator[tuple[TreePath, object]]:
+    """Yield the per-process objects in a value at a path, with their paths."""
     if isinstance(shape, ObjectNode):
         # An object that wraps what differs in its state shares the rest.
-        if shape.handler.per_process and next(_per_process_values(shape.state, path), None) is None:
+        if shape.handler.per_process and next(per_process_values(shape.state, path), None) is None:
             yield path, shape.like
         else:
-            yield from _per_process_objects(shape.state, path)
+            yield from per_process_objects(shape.state, path)
     elif isinstance(shape, Container) and not isinstance(shape.like, PerProcess):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _per_process_objects(child, (*path, key))
+        for child, inner, _ in shape.nodes(path):
+            yield from per_process_objects(child, inner)
 
 
-def per_process_values(shape: Shape) -> Iterator[TreePath]:
-    """Return the paths of the outermost `PerProcess` wrappers in a value."""
-    return _per_process_values(shape, ())
-
-
-def _per_process_values(shape: Shape, path: TreePath) -> Iterator[TreePath]:
+def per_process_values(shape: Shape, path: TreePath = ()) -> Iterator[TreePath]:
+    """Yield the paths of the outermost `PerProcess` wrappers in a value at a path."""
     if isinstance(shape, ObjectNode):
-        yield from _per_process_values(shape.state, path)
+        yield from per_process_values(shape.state, path)
     elif isinstance(shape, Container) and isinstance(shape.like, PerProcess):
         yield path
     elif isinstance(shape, Container):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _per_process_values(child, (*path, key))
+        for child, inner, _ in shape.nodes(path):
+            yield from per_process_values(child, inner)
 
 
 def per_process_leaves(flat: Flat) -> frozenset[int]:

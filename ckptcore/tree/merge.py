@@ -91,10 +91,9 @@ def refuse_different_arrays(
     }
     if lines:
         differences = list(lines.values())
-        shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise TreeMismatchError(
-            f"arrays that every rank has must be equal, because this layout writes some from each rank:{shown}{more}\n"
+            "arrays that every rank has must be equal, because this layout writes some from each rank:"
+            f"{_listed(differences)}\n"
             "To store the array of every rank, wrap it in PerProcess(...). To store one for all, copy it from one rank "
             "to the others before the save, for example with torch.distributed.broadcast, or use the layout "
             "safetensors, which stores that of the lowest rank. Nothing was written",
@@ -139,7 +138,8 @@ class _TreeMerge:
             return LEAF
         keys = tuple(dict.fromkeys([key for _, node in nodes for key in node.keys]))
         if first.kind not in _MAPPINGS and any(node.keys != first.keys for _, node in nodes):
-            self._differ(path, {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}, _keys_of(nodes))
+            lengths = {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}
+            self._differ(path, lengths, {tree: node.keys for tree, node in nodes})
             return LEAF
         children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
         merged = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
@@ -151,14 +151,11 @@ class _TreeMerge:
         Raises:
             TreeMismatchError
         """
-        lines = self.differences
-        if lines:
-            shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
-            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        if self.differences:
             raise TreeMismatchError(
-                f"the {self.savers}s save different trees, which cannot be merged:{shown}{more}\n"
+                f"the {self.savers}s save different trees, which cannot be merged:{_listed(self.differences)}\n"
                 f"{_RULES[self.savers]}. Nothing was written",
-                lines,
+                self.differences,
             )
 
     def aliases(self) -> dict[int, int]:
@@ -238,8 +235,10 @@ class _TreeMerge:
         )
 
 
-def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
-    return {tree: node.keys for tree, node in nodes}
+def _listed(differences: Sequence[str]) -> str:
+    """Return the first differences, each on a line of its own."""
+    more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "".join(f"\n  {line}" for line in differences[:_SHOWN]) + more
 
 
 def _is_whole(record: LeafRecord) -> bool:

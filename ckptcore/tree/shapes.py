@@ -20,6 +20,17 @@ class Container(NamedTuple):
     leaves: int
     order: tuple[int, ...] | None
 
+    def nodes(self, path: TreePath, start: int = 0) -> Iterator[tuple[Shape, TreePath, int]]:
+        """Yield the children that are not leaves, with their paths and the positions of their first leaves.
+
+        Args:
+            path, start: the path of the container, and the position of its first leaf.
+        """
+        for key, child in zip(self.keys, self.children, strict=True):
+            if child is not None:
+                yield child, (*path, key), start
+            start += 1 if child is None else child.leaves
+
 
 class ObjectNode(NamedTuple):
     """An object in a flattened value: itself, its handler, its state, and the leaves below it. See `Shape`."""
@@ -152,16 +163,14 @@ class LiveObject(NamedTuple):
         It also puts back the objects in its state, which are restored with it.
         """
         nodes = [self.node, *[inner.node for inner in _inner_objects(self.node.state)]]
-        found = [node.handler.undo(node.like) for node in nodes]
-        functions = [one for one in found if one is not None]
-        if len(functions) < len(nodes):
-            return None
+        functions = [node.handler.undo(node.like) for node in nodes]
 
         def undo() -> None:
-            for one in functions:
-                one()
+            for function in functions:
+                if function is not None:
+                    function()
 
-        return undo
+        return None if None in functions else undo
 
     def restore(self, leaves: Sequence[object]) -> None:
         """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
@@ -187,17 +196,15 @@ def objects_in(shape: Shape) -> Sequence[LiveObject]:
 
     That order is equal on every process of a job, because `load_state_dict` may be collective.
     """
-    return sorted(_find_objects(shape, (), 0), key=lambda found: [rank_of_key(key) for key in found.path])
+    return sorted(_find_objects(shape), key=lambda found: [rank_of_key(key) for key in found.path])
 
 
-def _find_objects(shape: Shape, path: TreePath, start: int) -> Iterator[LiveObject]:
+def _find_objects(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[LiveObject]:
     if isinstance(shape, ObjectNode):
         yield LiveObject(path, shape, range(start, start + shape.leaves))
     elif isinstance(shape, Container):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _find_objects(child, (*path, key), start)
-            start += 1 if child is None else child.leaves
+        for inner in shape.nodes(path, start):
+            yield from _find_objects(*inner)
 
 
 def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
@@ -207,21 +214,20 @@ def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
             yield part.path, part.like, part.leaves
 
 
-def outer_parts(shape: Shape) -> Iterator[Part]:
-    """Yield the containers and objects in a value that are in no other object. Outer ones are before inner ones."""
-    yield from _outer_parts(shape, (), 0)
+def outer_parts(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[Part]:
+    """Yield the containers and objects in a value that are in no other object. Outer ones are before inner ones.
 
-
-def _outer_parts(shape: Shape, path: TreePath, start: int) -> Iterator[Part]:
+    Args:
+        shape: the shape of the value.
+        path, start: the path of the value in a larger one, and the position of its first leaf there.
+    """
     if not isinstance(shape, ObjectNode | Container):
         return
     is_object = shape.handler.is_object if isinstance(shape, ObjectNode) else shape.handler.is_object(shape.like)
     yield Part(path, shape.like, range(start, start + shape.leaves), is_object)
     if isinstance(shape, Container) and not is_object:
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _outer_parts(child, (*path, key), start)
-            start += 1 if child is None else child.leaves
+        for inner in shape.nodes(path, start):
+            yield from outer_parts(*inner)
 
 
 def lacks_object_at(shape: Shape, path: TreePath) -> bool:
@@ -238,7 +244,7 @@ def lacks_object_at(shape: Shape, path: TreePath) -> bool:
 
 def _inner_objects(state: Shape) -> Iterator[LiveObject]:
     """Return the objects in the state of another one, at any depth."""
-    for found in _find_objects(state, (), 0):
+    for found in _find_objects(state):
         if found.node.handler.is_object:
             yield found
             yield from _inner_objects(found.node.state)
@@ -246,4 +252,4 @@ def _inner_objects(state: Shape) -> Iterator[LiveObject]:
 
 def holds_refusing(shape: Shape) -> bool:
     """Return True if an object in the state of another object may refuse its own state."""
-    return any(True for found in _find_objects(shape, (), 0) if found.node.may_refuse)
+    return any(True for found in _find_objects(shape) if found.node.may_refuse)
