@@ -54,11 +54,11 @@ def empty_directories(state: JSON) -> Sequence[str]:
     """
     if state is None:
         return ()
-    found = state.get(_EMPTY, []) if isinstance(state, dict) else None
-    if not isinstance(found, list):
+    names = state.get(_EMPTY, []) if isinstance(state, dict) else None
+    if not isinstance(names, list):
         raise CorruptCheckpointError(f"the table of files is {str(state)[:80]!r}; load another checkpoint")
     keys = []
-    for key in found:
+    for key in names:
         if not isinstance(key, str):
             raise CorruptCheckpointError(
                 f"the name of an empty directory is {str(key)[:80]!r}, not text; load another checkpoint"

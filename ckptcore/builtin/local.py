@@ -573,8 +573,8 @@ def _check_tag(current: int | None, expected: str, path: str) -> None:
     pieces = []
     while piece := os.read(current, 1 << 20):
         pieces.append(piece)
-    if (found := _tag(b"".join(pieces))) != expected:
-        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {found}; it was changed")
+    if (tag := _tag(b"".join(pieces))) != expected:
+        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {tag}; it was changed")
 
 
 def _expect_directory(path: str) -> None:

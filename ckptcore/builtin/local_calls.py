@@ -216,29 +216,29 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
     """
     amount = "" if nbytes is None else f" ({nbytes} bytes)"
     reason = error.strerror or repr(error)
-    found: StorageError
+    converted: StorageError
     if error.errno in _FULL:
         what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
-        found = StorageFullError(
+        converted = StorageFullError(
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno == errno.EROFS:
-        found = StorageError(
+        converted = StorageError(
             f"cannot write to {_HIDDEN.split(path)[0]}: the file system is mounted read-only ({reason}). Load with "
             "ckptcore.CheckpointReader or ckptcore.load, which write nothing, or mount the file system writable"
         )
     elif error.errno == errno.ESTALE:
-        found = StorageError(
+        converted = StorageError(
             f"cannot {doing} {path}{amount}: {reason}. The file server has forgotten what this machine found there, "
             "which says nothing about the file: try again, or mount the file system again"
         )
     elif error.errno in ABSENT:
-        found = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
+        converted = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
     else:
-        found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
-    found.errno = error.errno
-    return found
+        converted = StorageError(f"cannot {doing} {path}{amount}: {reason}")
+    converted.errno = error.errno
+    return converted
 
 
 class SystemCall:
@@ -516,10 +516,9 @@ class _PathWalk:
                     name, _OPEN_DIRECTORY if pending else flags | os.O_NOFOLLOW, dir_fd=self._directories[-1]
                 )
             except OSError as error:
-                found = self._target(name, error.errno)
-                if found is None:
+                if (link_target := self._target(name, error.errno)) is None:
                     raise
-                target = found
+                target = link_target
             else:
                 if not pending:
                     return descriptor

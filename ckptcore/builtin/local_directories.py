@@ -222,12 +222,12 @@ class LocalDirectories:
 
     def _not_a_directory(self, error: OSError, directory: str) -> StorageError:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            found = StorageError(
+            converted = StorageError(
                 f"cannot create the directory {directory}: it or a parent exists and is not a directory. "
                 "Move that away, or use another location"
             )
-            found.errno = error.errno
-            return found
+            converted.errno = error.errno
+            return converted
         return local_error(error, "open the directory", directory)
 
     def make_durable(self, directory: str) -> None:

@@ -72,11 +72,11 @@ def mount_of(path: str, *, follow_links: bool = True) -> bytes | None:
     """
     function = c_function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
     if function is not None:
-        found, flags = ctypes.create_string_buffer(_STATX_BYTES), 0 if follow_links else _AT_SYMLINK_NOFOLLOW
+        buffer, flags = ctypes.create_string_buffer(_STATX_BYTES), 0 if follow_links else _AT_SYMLINK_NOFOLLOW
         wanted = _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE
-        if function(AT_FDCWD, os.fsencode(path), flags, wanted, found) == 0:
-            if ctypes.c_uint32.from_buffer(found).value & wanted:
-                return found.raw[_STATX_MOUNT]
+        if function(AT_FDCWD, os.fsencode(path), flags, wanted, buffer) == 0:
+            if ctypes.c_uint32.from_buffer(buffer).value & wanted:
+                return buffer.raw[_STATX_MOUNT]
         elif ctypes.get_errno() in ABSENT:
             return None
     return _mount_of_opened(path, follow_links)
@@ -117,13 +117,13 @@ def find_mount_point(directory: str) -> str | None:
         return known[directory]
     with suppress(OSError):  # it cannot be opened
         if (mount := mount_of(directory)) is not None:
-            found = directory
-            while (above := os.path.dirname(found)) != found and mount_of(above) == mount:
-                found = above
+            point = directory
+            while (above := os.path.dirname(point)) != point and mount_of(above) == mount:
+                point = above
             if len(known) >= _MAX_REMEMBERED:
                 known.clear()
-            known[directory] = found
-            return found
+            known[directory] = point
+            return point
     points = [point for point in set(known.values()) if directory.startswith(point.rstrip("/") + "/")]
     return max(points, key=len, default=None)
 

@@ -308,10 +308,10 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
         isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
     ):
         raise CorruptCheckpointError(f"the __metadata__ of {name} is not a map of strings", key=name)
-    found = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
-    found.sort(key=_position)
+    entries = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
+    entries.sort(key=_position)
     position = start
-    for entry, tensor in found:
+    for entry, tensor in entries:
         if entry.start != position:
             raise CorruptCheckpointError(
                 f"the tensor {tensor!r} of {name} starts at byte {entry.start}, where byte {position} is expected; "
@@ -325,7 +325,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
             "damaged: restore it from a copy, or load another one",
             key=name,
         )
-    return FileHeader({tensor: entry for entry, tensor in found}, metadata, start)
+    return FileHeader({tensor: entry for entry, tensor in entries}, metadata, start)
 
 
 _ENTRY: Final = r'(?a),"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+","shape":\[[\d,]*)\],"data_offsets":\[(\d+,\d+)\]\}'
@@ -359,9 +359,9 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
         characters = 0
         kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
         tensors: dict[str, TensorEntry] = {}
-        found = re.findall(_ENTRY, rest)
+        matches = re.findall(_ENTRY, rest)
         offset = 0
-        for name, kind, offsets in found:
+        for name, kind, offsets in matches:
             if kind not in kinds:
                 dtype, _, extents = kind.partition('","shape":[')
                 shape = tuple(json.loads(f"[{extents}]"))
@@ -378,8 +378,8 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
     whole = (
         text[:1] == "{"
         and rest[-1:] == "}"
-        and characters + len(found) * _ENTRY_CHARACTERS == len(rest) - 1
-        and len(tensors) == len(found)
+        and characters + len(matches) * _ENTRY_CHARACTERS == len(rest) - 1
+        and len(tensors) == len(matches)
         and METADATA not in tensors
         and position + offset == file_bytes
     )

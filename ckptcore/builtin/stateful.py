@@ -140,8 +140,8 @@ def _element_name(own: Any) -> str:
 def _dtype_of_same_module(own: Any, name: str) -> object | None:
     """Return the dtype with another name from the module of the dtype's class; None for dtypes of NumPy."""
     kind = type(own.dtype)
-    found = getattr(sys.modules.get(kind.__module__), name, None)
-    return found if isinstance(found, kind) else None
+    dtype = getattr(sys.modules.get(kind.__module__), name, None)
+    return dtype if isinstance(dtype, kind) else None
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
@@ -189,8 +189,8 @@ def _keys_like(own: dict[Any, Any], stored: dict[Any, Any]) -> dict[Any, Any]:
     def requested(key: Any) -> Any:
         if not isinstance(key, str) or key in own:
             return key
-        found = int(key) if all_integers and _INTEGER.fullmatch(key) else of_text.get(key, key)
-        return key if found in stored else found
+        own_key = int(key) if all_integers and _INTEGER.fullmatch(key) else of_text.get(key, key)
+        return key if own_key in stored else own_key
 
     return {requested(key): key for key in stored}
 
@@ -242,18 +242,18 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(state: Any, other: Any) -> bool:
     """Return True if two states are certainly equal."""
-    if type(one) is not type(other):
+    if type(state) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_are_equal(state[key], other[key]) for key in state)
+    if isinstance(state, list | tuple):
+        return len(state) == len(other) and all(map(_are_equal, state, other))
     try:
-        if _is_array(one):
-            return np.array_equal(np.asarray(one), np.asarray(other))
-        return bool(one == other)
+        if _is_array(state):
+            return np.array_equal(np.asarray(state), np.asarray(other))
+        return bool(state == other)
     except (TypeError, ValueError, RuntimeError):  # of a device without host memory, or of a type that compares oddly
         return False
 
@@ -388,10 +388,10 @@ class _RandomHandler(CheckpointableHandler):
         """
         own: Any = self.flatten(value)
         expected = own["bit_generator"]
-        found = stored.get("bit_generator") if isinstance(stored, dict) else None
-        if isinstance(found, str) and found != expected:
-            difference = f"the state is one of {found}, the generator has {expected}"
-            raise TreeMismatchError(f"{difference}. Create the generator with {found}, as it was saved", [difference])
+        kind = stored.get("bit_generator") if isinstance(stored, dict) else None
+        if isinstance(kind, str) and kind != expected:
+            difference = f"the state is one of {kind}, the generator has {expected}"
+            raise TreeMismatchError(f"{difference}. Create the generator with {kind}, as it was saved", [difference])
         return own
 
     def unflatten(self, like: Any, state: object) -> object:

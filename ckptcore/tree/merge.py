@@ -78,15 +78,15 @@ def refuse_different_arrays(
     Raises:
         TreeMismatchError: lists the arrays, with the ranks that have equal elements.
     """
-    found: dict[tuple[TreePath, str], dict[int, list[int]]] = {}
+    ranks_of: dict[tuple[TreePath, str], dict[int, list[int]]] = {}
     for tree, of_tree, having in zip(trees, digests, ranks, strict=True):
         paths = tree.paths
         for box, digest in of_tree.items():
             leaf, _, part = box.partition(" ")
-            found.setdefault((paths[int(leaf)], part), {}).setdefault(digest, []).extend(having)
+            ranks_of.setdefault((paths[int(leaf)], part), {}).setdefault(digest, []).extend(having)
     lines = {
         path: f"{format_path(path)}: different on " + "; ".join([_ranks(group, "rank") for group in by_digest.values()])
-        for (path, _), by_digest in found.items()
+        for (path, _), by_digest in ranks_of.items()
         if len(by_digest) > 1
     }
     if lines:
@@ -125,14 +125,14 @@ class _TreeMerge:
         """By leaf, its number in each tree that has it."""
         self._numbers = [{path: number for number, path in enumerate(tree.paths)} for tree in trees]
 
-    def node(self, path: TreePath, found: Sequence[tuple[int, Skeleton]]) -> Skeleton:
+    def node(self, path: TreePath, subtrees: Sequence[tuple[int, Skeleton]]) -> Skeleton:
         """Merge the nodes that some trees have at a path."""
-        nodes = [(tree, node) for tree, node in found if isinstance(node, Node)]
+        nodes = [(tree, node) for tree, node in subtrees if isinstance(node, Node)]
         if not nodes:
-            self._leaf(path, [tree for tree, _ in found])
+            self._leaf(path, [tree for tree, _ in subtrees])
             return LEAF
         first = nodes[0][1]
-        kinds = {tree: node.kind if isinstance(node, Node) else "a leaf" for tree, node in found}
+        kinds = {tree: node.kind if isinstance(node, Node) else "a leaf" for tree, node in subtrees}
         if len(set(kinds.values())) > 1:
             self._differ(path, kinds)
             return LEAF

@@ -38,9 +38,9 @@ def restore(
             "its result"
         )
     _restore(shape, leaves, filled, iter(range(len(leaves))))
-    for found in objects_in(shape):
-        if not found.node.may_refuse and not _is_replaced(found.node) and found.path not in untouched:
-            found.restore(leaves)
+    for live in objects_in(shape):
+        if not live.node.may_refuse and not _is_replaced(live.node) and live.path not in untouched:
+            live.restore(leaves)
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
@@ -121,7 +121,7 @@ def shared_containers(shape: Shape, is_shared: Callable[[Container], object]) ->
 def _find_shared(
     shape: Shape,
     start: int,
-    found: dict[int, range],
+    firsts: dict[int, range],
     pairs: list[tuple[range, range]],
     is_shared: Callable[[Container], object],
 ) -> int:
@@ -134,8 +134,8 @@ def _find_shared(
         return start + shape.leaves
     stop = start
     for child in shape.children:
-        stop = stop + 1 if child is None else _find_shared(child, stop, found, pairs, is_shared)
-    first = found.setdefault(id(shape.like), range(start, stop))
+        stop = stop + 1 if child is None else _find_shared(child, stop, firsts, pairs, is_shared)
+    first = firsts.setdefault(id(shape.like), range(start, stop))
     if first.start != start and is_shared(shape):
         pairs.append((first, range(start, stop)))
     return stop

@@ -188,7 +188,7 @@ def _restored(node: ObjectNode, state: object) -> object:
 
 def objects_that_may_refuse(shape: Shape) -> Sequence[LiveObject]:
     """Return the objects in a value that may refuse a loaded state, in the order of visits. See `_visiting_order`."""
-    return [found for found in objects_in(shape) if found.node.may_refuse]
+    return [live for live in objects_in(shape) if live.node.may_refuse]
 
 
 def objects_in(shape: Shape) -> Sequence[LiveObject]:
@@ -196,7 +196,7 @@ def objects_in(shape: Shape) -> Sequence[LiveObject]:
 
     That order is equal on every process of a job, because `load_state_dict` may be collective.
     """
-    return sorted(_find_objects(shape), key=lambda found: [rank_of_key(key) for key in found.path])
+    return sorted(_find_objects(shape), key=lambda live: [rank_of_key(key) for key in live.path])
 
 
 def _find_objects(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[LiveObject]:
@@ -244,12 +244,12 @@ def lacks_object_at(shape: Shape, path: TreePath) -> bool:
 
 def _inner_objects(state: Shape) -> Iterator[LiveObject]:
     """Return the objects in the state of another one, at any depth."""
-    for found in _find_objects(state):
-        if found.node.handler.is_object:
-            yield found
-            yield from _inner_objects(found.node.state)
+    for inner in _find_objects(state):
+        if inner.node.handler.is_object:
+            yield inner
+            yield from _inner_objects(inner.node.state)
 
 
 def holds_refusing(shape: Shape) -> bool:
     """Return True if an object in the state of another object may refuse its own state."""
-    return any(True for found in _find_objects(shape) if found.node.may_refuse)
+    return any(True for inner in _find_objects(shape) if inner.node.may_refuse)
