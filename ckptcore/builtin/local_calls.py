@@ -20,8 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
+from typing import BinaryIO, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
@@ -241,28 +240,22 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
     return converted
 
 
-class SystemCall:
+class SystemCall(NamedTuple):
     """A ``with`` block of system calls. Raises `local_error` for their errors. Errors of ckptcore pass.
 
-    Reads and writes of bytes, which are frequent, catch their errors themselves.
+    Reads and writes of bytes, which are frequent, catch their errors themselves. See `local_error` for the attributes.
     """
 
-    __slots__ = ("_doing", "_nbytes", "_path")
-
-    def __init__(self, doing: str, path: str, nbytes: int | None = None) -> None:
-        """Describe the operation. See `local_error`."""
-        self._doing = doing
-        self._path = path
-        self._nbytes = nbytes
+    doing: str
+    path: str
+    nbytes: int | None = None
 
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise local_error(error, self._doing, self._path, self._nbytes) from error
+            raise local_error(error, *self) from error
 
 
 def retry_stale(call: Callable[[], T]) -> T:

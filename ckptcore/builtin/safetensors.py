@@ -20,10 +20,10 @@ use the index accept any names.
 from __future__ import annotations
 
 import json
-import string
+import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -48,8 +48,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 
-_STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
-_MAX_STEM_CHARACTERS: Final = 128
+_STEM: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +84,7 @@ class SafetensorsLayout(Layout):
     _tag: str = field(default="", repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        stem = self.stem
-        if (
-            not (isinstance(stem, str) and 0 < len(stem) <= _MAX_STEM_CHARACTERS and _STEM_CHARACTERS.issuperset(stem))
-            or stem[0] in ".-"
-        ):
+        if not isinstance(self.stem, str) or not re.fullmatch(_STEM, self.stem):
             raise ValueError(
                 f"SafetensorsLayout(stem={self.stem!r}): use ASCII letters, digits, '_', '-' and '.', and do not start "
                 "with '.' or '-': such as 'model' or 'adapter_model'"
@@ -217,7 +212,7 @@ class SafetensorsLayout(Layout):
         """Write items of a plan, by their numbers, as slices into files of this process."""
         plan = snapshot.plan
         files = _files_of_slices(plan, items, self.max_file_bytes)
-        slice_segments = _SliceSegments(snapshot, files)
+        releases = _Releases(snapshot, files)
         columns = ChunkColumns()
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
@@ -239,7 +234,8 @@ class SafetensorsLayout(Layout):
                 head, starts = encode_file(metadata, tensors)
                 for part, leaf, start in zip(slices, leaves, starts, strict=True):
                     columns.add(leaf, key, start, part.box)
-                yield key, [BytesSegment(head), *map(slice_segments.segment, slices)]
+                segments = [_segment(snapshot, part, partial(releases.release, part.item)) for part in slices]
+                yield key, [BytesSegment(head), *segments]
 
         store.write_many(objects())
         return columns
@@ -387,22 +383,26 @@ def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
 
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     """Return the elements of an array, one segment for each item; none if the array is empty."""
-    plan = snapshot.plan
     segments = []
     for number in items:
-        item = plan.items[number]
+        item = snapshot.plan.items[number]
         if item.spec.size:
             box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
-            open_arrays = partial(_boxes_with_arrays, snapshot, number)
-            release = partial(snapshot.release, number)
-            segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
+            part = _Slice(number, range(len(item.boxes)), box)
+            segments.append(_segment(snapshot, part, partial(snapshot.release, number)))
         else:
             snapshot.release(number)
     return segments
 
 
-def _boxes_with_arrays(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
-    return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
+def _segment(snapshot: Snapshot, part: _Slice, release: Callable[[], None]) -> ArraySegment:
+    item = snapshot.plan.items[part.item]
+
+    def open_arrays() -> Sequence[tuple[Box, HostArray]]:
+        arrays = snapshot.take(part.item)
+        return tuple([(item.boxes[position], arrays[position]) for position in part.boxes])
+
+    return ArraySegment(part.box, item.spec.numpy_dtype.itemsize, open_arrays, release)
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
@@ -434,7 +434,7 @@ class _Slice(NamedTuple):
     """
 
     item: int
-    boxes: tuple[int, ...]
+    boxes: Sequence[int]
     box: Box
 
 
@@ -491,26 +491,17 @@ def _slices(plan: WritePlan, number: int) -> list[_Slice]:
     return [_Slice(number, (position,), item.boxes[position]) for position in filled]
 
 
-class _SliceSegments:
-    """Segments of slices. Releases an item after the last of its slices. Thread-safe."""
+class _Releases:
+    """Releases an item after the last of its slices. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, files: Sequence[Sequence[_Slice]]) -> None:
         self._snapshot = snapshot
         self._left = Counter([part.item for slices in files for part in slices])
         self._lock = threading.Lock()
 
-    def segment(self, part: _Slice) -> ArraySegment:
-        item = self._snapshot.plan.items[part.item]
-
-        def open_arrays() -> Sequence[tuple[Box, HostArray]]:
-            arrays = self._snapshot.take(part.item)
-            return tuple([(item.boxes[position], arrays[position]) for position in part.boxes])
-
-        def close_arrays() -> None:
-            with self._lock:
-                self._left[part.item] -= 1
-                last = self._left[part.item] == 0
-            if last:
-                self._snapshot.release(part.item)
-
-        return ArraySegment(part.box, item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
+    def release(self, item: int) -> None:
+        with self._lock:
+            self._left[item] -= 1
+            last = self._left[item] == 0
+        if last:
+            self._snapshot.release(item)
