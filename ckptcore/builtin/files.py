@@ -123,12 +123,8 @@ def files_handler(value_type: type) -> FilesHandler | None:
     Raises:
         MissingDistributionError: both are asynchronous, and the distribution for such objects is not installed.
     """
-    for name in ("save", "load"):
-        try:
-            if required_parameters(value_type, name) != ("directory",):
-                return None
-        except (TypeError, ValueError):
-            return None
+    if any(required_parameters(value_type, name) != ("directory",) for name in ("save", "load")):
+        return None
     is_async = [inspect.iscoroutinefunction(inspect.unwrap(getattr(value_type, name))) for name in ("save", "load")]
     if is_async[0] is not is_async[1]:
         return None

@@ -360,12 +360,7 @@ class _RecentFiles:
                 cache.close_file(unneeded)
 
 
-_RECENT: Final = _RecentFiles()
-
-
-def limit_open_files(owner: _OpenFiles, path: str) -> None:
-    """Remember that an object keeps a file open. Close the oldest files of all such objects beyond the limit."""
-    _RECENT.add(owner, path)
+RECENT_FILES: Final = _RecentFiles()
 
 
 def working_directory() -> str:

@@ -362,6 +362,7 @@ class FileLock:
             FileNotFoundError: another file has the path.
             OSError: its number is in `NO_LOCKS` if the file system has no locks.
         """
+        # NFS refuses exclusive locks of directories, because these cannot be open for writing: see `NO_LOCKS`.
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
         if not self.is_in_place():
@@ -446,36 +447,24 @@ def try_to_lock(directory: str) -> FileLock | None:
 def can_lock(directory: str) -> bool:
     """Return True if the file system of a directory has locks of directories, and all hosts see them.
 
-    Looks at the nearest existing directory.
-
-    Takes the lock for a moment, and changes nothing.
+    Locks the nearest existing directory for a moment, and changes nothing.
 
     Raises:
         OSError: it cannot be opened, or its lock fails for another reason.
     """
     while True:
         try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
-            break
+            lock = try_to_lock(directory)
         except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
             if error.errno not in ABSENT or directory == "/":
                 raise
             directory = os.path.dirname(directory)
-    try:
-        if not has_locks_of_all_hosts(descriptor):
-            return False
-        # Exclusive, as in `FileLock`: NFS has no such locks of directories, which cannot be open for writing.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        else:
+            if lock is not None:
+                lock.close()
+            return True
 
 
 @contextmanager

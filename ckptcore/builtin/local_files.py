@@ -22,8 +22,8 @@ import numpy as np
 
 from ckptcore.builtin.local_calls import (
     OPEN_TO_READ,
+    RECENT_FILES,
     close_in_children,
-    limit_open_files,
     local_error,
     open_inside,
     open_without_links,
@@ -283,7 +283,7 @@ class LocalFiles:
             file.cold = open_cold_reader(path, file.status)
         with self._lock:
             self._files[path] = file
-        limit_open_files(self, path)
+        RECENT_FILES.add(self, path)
         return file
 
     def close_file(self, path: str) -> None:

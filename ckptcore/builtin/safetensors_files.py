@@ -397,14 +397,10 @@ def _entry(tensor: str, described: Any, name: str, start: int) -> TensorEntry:
         raise CorruptCheckpointError(
             f"the header of {name} does not describe {tensor!r}: {error!r}", key=name
         ) from error
-    valid = type(dtype) is str and type(shape) is list and type(first) is int and type(last) is int
-    if valid:
-        valid = 0 <= first <= last and len(shape) <= _MAX_AXES
-    if valid:
-        for extent in shape:
-            if type(extent) is not int or extent < 0:
-                valid = False
-    if not valid:
+    have_types = type(dtype) is str and type(shape) is list and type(first) is int and type(last) is int
+    if not (have_types and 0 <= first <= last and len(shape) <= _MAX_AXES) or not all(
+        type(extent) is int and extent >= 0 for extent in shape
+    ):
         raise CorruptCheckpointError(
             f"the header of {name} describes {tensor!r} with dtype {dtype}, shape {shape} and offsets {first} to "
             f"{last}",

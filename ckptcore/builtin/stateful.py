@@ -26,15 +26,15 @@ _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSI
 def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
     """Return the required positional parameters of a method without ``self``.
 
-    None if instances have no such method, or if it requires keyword-only arguments.
-
-    Raises:
-        ValueError: the method is not written in Python and has no signature.
+    None if instances have no such method, or if it requires keyword-only arguments or has no signature.
     """
     method = _method_of_instances(value_type, name)
     if method is None:
         return None
-    parameters = list(inspect.signature(method).parameters.values())
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return None  # not written in Python
     if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return None  # not even ``self``
     if parameters[0].kind in _BY_POSITION:
