@@ -8,25 +8,30 @@ software that writes a plain file from bytes, or needs the positions of tensors.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.local_attributes import read_attributes
+from ckptcore.builtin.local_attributes import create_file, read_attributes
 from ckptcore.builtin.local_calls import (
+    SystemCall,
     allocate,
     close_descriptor,
-    local_error,
     open_regular_file,
     start_writeback,
-    sync_directory,
     sync_file,
 )
-from ckptcore.builtin.safetensors_files import FileHeader, TensorEntry, read_header, refuse_lost_root
-from ckptcore.builtin.safetensors_writing import DTYPE_BITS, DTYPES, encode_header
+from ckptcore.builtin.local_directories import sync_names
+from ckptcore.builtin.safetensors_files import (
+    DTYPE_BITS,
+    DTYPES,
+    FileHeader,
+    TensorEntry,
+    encode_header,
+    read_header,
+    refuse_lost_root,
+)
 from ckptcore.context import Context, default_context
-from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
 
 __all__ = [
@@ -41,7 +46,7 @@ __all__ = [
     "replace_file",
 ]
 
-_LEAST_ALLOCATED_BYTES: Final = 1 << 20
+_LEAST_WRITEBACK_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 4 << 20
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux
 
@@ -67,29 +72,22 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
     temporary = os.path.join(directory, f".ckptcore-put-{os.urandom(8).hex()}")
     nbytes = sum(map(len, pieces))
     try:
-        replaced = read_attributes(target)
-        is_file = replaced is not None and stat.S_ISREG(replaced.status.st_mode)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o600 if is_file else 0o666)
-        try:
-            if replaced is not None and is_file:
-                replaced.give(temporary)
-            if nbytes >= _LEAST_ALLOCATED_BYTES:
+        with SystemCall("write", target, nbytes):
+            descriptor = create_file(temporary, read_attributes(target))
+            try:
                 allocate(descriptor, nbytes)
-            _write(descriptor, pieces, durable=durable)
-            if durable:
-                sync_file(descriptor)
-        finally:
-            close_descriptor(descriptor, temporary)
-        os.rename(temporary, target)
-    except BaseException as error:
+                _write(descriptor, pieces, durable=durable)
+                if durable:
+                    sync_file(descriptor)
+            finally:
+                close_descriptor(descriptor, temporary)
+            os.rename(temporary, target)
+    except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise local_error(error, "write", target, nbytes) from error
         raise
     if durable:
-        _sync_names(directory)
+        sync_names(directory)
 
 
 def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
@@ -102,7 +100,7 @@ def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
             rest = memoryview(b"".join(group))[written:]
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-        if durable and size >= _LEAST_ALLOCATED_BYTES:
+        if durable and size >= _LEAST_WRITEBACK_BYTES:
             start_writeback(descriptor, offset, size)
         offset += size
 
@@ -110,30 +108,15 @@ def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
 def _groups(pieces: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
     """Group pieces for system calls: small ones together, large ones cut."""
     group: list[Buffer] = []
-    size = 0
+    room = _WRITE_BYTES
     for piece in pieces:
-        if len(piece) > _WRITE_BYTES:
-            if group:
+        view = memoryview(piece)
+        while view:
+            group.append(view[:room])
+            view = view[room:]
+            room -= len(group[-1])
+            if room == 0 or len(group) == _MAX_BUFFERS:
                 yield group
-                group, size = [], 0
-            view = memoryview(piece)
-            yield from ([view[start : start + _WRITE_BYTES]] for start in range(0, len(view), _WRITE_BYTES))
-            continue
-        if len(group) == _MAX_BUFFERS or size + len(piece) > _WRITE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += len(piece)
+                group, room = [], _WRITE_BYTES
     if group:
         yield group
-
-
-def _sync_names(directory: str) -> None:
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            sync_directory(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise local_error(error, "make durable", directory) from error

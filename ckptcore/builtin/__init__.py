@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ckptcore.builtin.containers import container_handler
+from ckptcore.builtin.containers import collection_handler, container_handler
 from ckptcore.builtin.files import files_handler
-from ckptcore.builtin.growing import growing_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
 from ckptcore.builtin.host_values import form_handler
 from ckptcore.builtin.local import open_local
@@ -82,7 +81,7 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> CheckpointableHandler | None:
         """Random generators, and objects with methods to get and set their state."""
-        return random_state_handler(value_type) or growing_handler(value_type) or state_handler(value_type)
+        return random_state_handler(value_type) or collection_handler(value_type) or state_handler(value_type)
 
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:

@@ -54,11 +54,11 @@ def empty_directories(state: JSON) -> Sequence[str]:
     """
     if state is None:
         return ()
-    found = state.get(_EMPTY, []) if isinstance(state, dict) else None
-    if not isinstance(found, list):
+    names = state.get(_EMPTY, []) if isinstance(state, dict) else None
+    if not isinstance(names, list):
         raise CorruptCheckpointError(f"the table of files is {str(state)[:80]!r}; load another checkpoint")
     keys = []
-    for key in found:
+    for key in names:
         if not isinstance(key, str):
             raise CorruptCheckpointError(
                 f"the name of an empty directory is {str(key)[:80]!r}, not text; load another checkpoint"
@@ -123,12 +123,8 @@ def files_handler(value_type: type) -> FilesHandler | None:
     Raises:
         MissingDistributionError: both are asynchronous, and the distribution for such objects is not installed.
     """
-    for name in ("save", "load"):
-        try:
-            if required_parameters(value_type, name) != ("directory",):
-                return None
-        except (TypeError, ValueError):
-            return None
+    if any(required_parameters(value_type, name) != ("directory",) for name in ("save", "load")):
+        return None
     is_async = [inspect.iscoroutinefunction(inspect.unwrap(getattr(value_type, name))) for name in ("save", "load")]
     if is_async[0] is not is_async[1]:
         return None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import datetime
 import enum
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -105,14 +106,14 @@ def _encode_datetime(value: datetime.datetime) -> JSON:
 
 def _decode_datetime(leaf_type: Any, text: object) -> object:
     moment, _, suffix = _text(text).removesuffix("]").partition("[")
-    found = leaf_type.fromisoformat(moment)
+    value = leaf_type.fromisoformat(moment)
     if suffix == "fold":
-        return found.replace(fold=1)
+        return value.replace(fold=1)
     if suffix:
         import zoneinfo  # only values with a named zone need it
 
-        return found.astimezone(zoneinfo.ZoneInfo(suffix))
-    return found
+        return value.astimezone(zoneinfo.ZoneInfo(suffix))
+    return value
 
 
 def _encode_time(value: datetime.time) -> JSON:
@@ -144,12 +145,11 @@ def _int_from_json(value: Any) -> int:
 
 
 def _element_to_json(element: Any) -> JSON:
-    if element is None or type(element) in (bool, str):
-        return text_to_json(element) if isinstance(element, str) else element
-    if type(element) is int and abs(element) < 1 << 53:
-        return element
-    if type(element) is float and np.isfinite(element):
-        return float(element)
+    if type(element) is str:
+        return text_to_json(element)
+    is_small = type(element) is int and abs(element) < 1 << 53
+    if element is None or type(element) is bool or is_small or (type(element) is float and math.isfinite(element)):
+        return cast(JSON, element)
     if type(element) is tuple:
         return list(map(_element_to_json, element))
     raise UnsupportedLeafError(
@@ -198,15 +198,9 @@ _EXACT: Final[Mapping[str, ValueForm]] = {
     "fractions.Fraction": _of_text("fraction"),
     "uuid.UUID": _of_text("uuid"),
     **{
-        f"ipaddress.{name}": _of_text("address")
-        for name in (
-            "IPv4Address",
-            "IPv4Interface",
-            "IPv4Network",
-            "IPv6Address",
-            "IPv6Interface",
-            "IPv6Network",
-        )
+        f"ipaddress.IPv{version}{kind}": _of_text("address")
+        for version in (4, 6)
+        for kind in ("Address", "Interface", "Network")
     },
 }
 """Forms of types whose subclasses may have more content, such as times with nanoseconds."""

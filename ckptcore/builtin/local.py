@@ -16,6 +16,7 @@ import xxhash
 
 from ckptcore.builtin.local_attributes import (
     Attributes,
+    create_file,
     hide_from_others,
     keep_attributes_below,
     let_owner_delete,
@@ -25,6 +26,8 @@ from ckptcore.builtin.local_calls import (
     ABSENT,
     NO_LINKS,
     NO_LOCKS,
+    OPEN_TO_READ,
+    SystemCall,
     allocate,
     close_descriptor,
     close_in_children,
@@ -43,6 +46,7 @@ from ckptcore.builtin.local_directories import (
     list_files,
     list_names,
     lock_object,
+    sync_names,
     try_to_lock,
 )
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
@@ -70,12 +74,6 @@ from ckptcore.protocols import (
 
 _TEMPORARY_PREFIX: Final = ".ckptcore-put-"
 """Name prefix of the temporary files of `put`. No object may have such a name."""
-
-_LEAST_ALLOCATED_BYTES: Final = 1 << 20
-"""Files of at least this size are allocated before they are written.
-
-This makes the writes faster, and reports a full disk early.
-"""
 
 
 def open_local(url: str, options: StorageOptions) -> LocalStorage:
@@ -194,31 +192,27 @@ class LocalStorage(StorageBackend):
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         if isinstance(condition, IfTag):
-            try:
-                os.lstat(path)
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise local_error(error, "read the status of", path) from error
-                _check_tag(None, condition.tag, path)  # creates no directories for an object that is gone
+            with SystemCall("read the status of", path):
+                if _stamp_of(path) is None:
+                    _check_tag(None, condition.tag, path)  # creates no directories for an object that is gone
         try:
-            descriptor = self._create(temporary, read_attributes(path))
-            try:
-                _write_all(descriptor, data)
-                if self._durable:
-                    sync_file(descriptor)
-            finally:
-                close_descriptor(descriptor, temporary)
-            if isinstance(condition, IfAbsent):
-                _place_new(temporary, path, key)
-            else:
-                with lock_object(path) as current:
-                    if condition is not None:
-                        _check_tag(current, condition.tag, path)
-                    os.rename(temporary, path)
-        except BaseException as error:
+            with SystemCall("write", path, len(data)):
+                descriptor = self._create(temporary, read_attributes(path))
+                try:
+                    _write_all(descriptor, data)
+                    if self._durable:
+                        sync_file(descriptor)
+                finally:
+                    close_descriptor(descriptor, temporary)
+                if isinstance(condition, IfAbsent):
+                    _place_new(temporary, path, key)
+                else:
+                    with lock_object(path) as current:
+                        if condition is not None:
+                            _check_tag(current, condition.tag, path)
+                        os.rename(temporary, path)
+        except BaseException:
             self._remove(temporary)
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise local_error(error, "write", path, len(data)) from error
             raise
         if self._durable:
             self._directories.make_durable(directory)
@@ -231,12 +225,10 @@ class LocalStorage(StorageBackend):
         """
         path = self._new_path(key)
         self._directories.check_parent(path)
-        try:
+        with SystemCall("create", path, size):
             replaced = read_attributes(path)
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
-        except OSError as error:
-            raise local_error(error, "create", path, size) from error
         return self._open_writer(path, size, replaced)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
@@ -255,41 +247,24 @@ class LocalStorage(StorageBackend):
             raise ConditionFailedError(f"cannot create {path}: the object {key!r} exists already") from error
 
     def _open_writer(self, path: str, size: int | None, replaced: Attributes | None) -> ObjectWriter:
-        try:
+        with SystemCall("create", path, size):
             descriptor = self._create(path, replaced)
             try:
-                if size is not None and size >= _LEAST_ALLOCATED_BYTES:
+                if size is not None:
                     allocate(descriptor, size)
                 return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
             except BaseException:
                 os.close(descriptor)
                 self._remove(path)
                 raise
-        except StorageError:
-            raise
-        except OSError as error:
-            raise local_error(error, "create", path, size) from error
 
     def _create(self, path: str, replaced: Attributes | None) -> int:
-        """Create a file, with the attributes of the file that it replaces."""
-        directory = os.path.dirname(path)
-        if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
-            replaced = None
-        mode = 0o666 if replaced is None else 0o600
+        """Create a file and its directory. See `create_file`."""
         while True:
-            self._directories.ensure(directory)
-            try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-            except FileNotFoundError:
-                # Another thread or process removed the directory because it was empty.
-                continue
-            if replaced is not None:
-                try:
-                    replaced.give(path)
-                except BaseException:
-                    os.close(descriptor)
-                    raise
-            return descriptor
+            self._directories.ensure(os.path.dirname(path))
+            # Another thread or process may remove the directory because it is empty.
+            with suppress(FileNotFoundError):
+                return create_file(path, replaced)
 
     def _remove(self, path: str) -> None:
         """Remove an incomplete file. Ignores errors, because the error being raised is more important."""
@@ -324,14 +299,8 @@ class LocalStorage(StorageBackend):
         paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise local_error(error, "make durable", path) from error
+            with SystemCall("make durable", path):
+                _sync(path, OPEN_TO_READ)
             directories.add(os.path.dirname(path))
         for directory in sorted(directories):
             self._directories.make_durable(directory)
@@ -376,34 +345,26 @@ class LocalStorage(StorageBackend):
 
     def has_locks(self) -> bool:
         """See `AtomicDirectories`."""
-        try:
+        with SystemCall("lock the directory", self._root):
             return can_lock(self._root)
-        except OSError as error:
-            raise local_error(error, "lock the directory", self._root) from error
 
     def probe(self, key: str) -> DirectoryFeatures:
         """See `AtomicDirectories`."""
         path = self._checked_path(key)
-        try:
+        with SystemCall("create a directory in", path):
             return probe_directory(path)
-        except OSError as error:
-            raise local_error(error, "create a directory in", path) from error
 
     def limits(self, key: str) -> PlaceLimits:
         """See `AtomicDirectories`."""
         path = self._path(key)
-        try:
+        with SystemCall("read the status of", path):
             return limits_of(path)
-        except OSError as error:
-            raise local_error(error, "read the status of", path) from error
 
     def can_move(self, key: str, onto: str) -> bool:
         """See `AtomicDirectories`."""
         path, full = self._checked_path(key), self._checked_path(onto)
-        try:
+        with SystemCall("find out if this process can rename", path):
             return can_move(path, full)
-        except OSError as error:
-            raise local_error(error, "find out if this process can rename", path) from error
 
     def rename(self, source: str, destination: str) -> None:
         """Rename a directory atomically; durable if the storage was opened durable.
@@ -430,10 +391,8 @@ class LocalStorage(StorageBackend):
         paths = self._checked_path(first), self._checked_path(second)
         for path in paths:
             _expect_directory(path)
-        try:
+        with SystemCall(f"exchange with {paths[1]} the directory", paths[0]):
             exchange(*paths)
-        except OSError as error:
-            raise local_error(error, f"exchange with {paths[1]} the directory", paths[0]) from error
         if self._durable:
             self._sync_both(*paths)
 
@@ -446,12 +405,8 @@ class LocalStorage(StorageBackend):
             for key in keys:
                 old, new = self._checked_path(f"{source}/{key}"), self._checked_path(f"{destination}/{key}")
                 self._directories.ensure(os.path.dirname(new))
-                try:
+                with SystemCall(f"move to {new} the file", old):
                     _place_new(old, new, key)
-                except OSError as error:
-                    if isinstance(error, StorageError):
-                        raise
-                    raise local_error(error, f"move to {new} the file", old) from error
                 directories[os.path.dirname(new)] = None
         finally:
             if self._durable:
@@ -461,7 +416,7 @@ class LocalStorage(StorageBackend):
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
         """Rename a file, and replace another one with a known stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
-        try:
+        with SystemCall(f"rename to {new} the file", old):
             os.lstat(old)  # the error of a missing file
             replaced = read_attributes(new)
             if replaced is not None and replaced.give(old) and self._durable:
@@ -473,25 +428,18 @@ class LocalStorage(StorageBackend):
                     if _stamp_of(new) != stamp:
                         raise ConditionFailedError(f"cannot replace {new}: another process replaced or removed it")
                     os.rename(old, new)
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise local_error(error, f"rename to {new} the file", old) from error
         if self._durable:
             self._sync_both(new, old)
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
         """Return the inode, size and time of change of each file. See `AtomicDirectories`."""
-        found = {}
+        stamps = {}
         for key in keys:
             path = self._checked_path(key)
-            try:
-                stamp = _stamp_of(path)
-            except OSError as error:
-                raise local_error(error, "read the status of", path) from error
-            if stamp is not None:
-                found[key] = stamp
-        return found
+            with SystemCall("read the status of", path):
+                if (stamp := _stamp_of(path)) is not None:
+                    stamps[key] = stamp
+        return stamps
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
         """Delete the files that still have these stamps. See `AtomicDirectories`."""
@@ -500,20 +448,16 @@ class LocalStorage(StorageBackend):
     def hide_from_others(self, old: str, new: str) -> None:
         """Give a new directory the attributes of an old one, for writing. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
-        try:
+        with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             hide_from_others(*paths)
-        except OSError as error:
-            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
 
     def keep_attributes(self, old: str, new: str) -> None:
         """Give a new directory and its content the attributes of the old ones. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
-        try:
+        with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             for changed in keep_attributes_below(*paths):
                 if self._durable:
                     _sync_attributes(changed)
-        except OSError as error:
-            raise local_error(error, f"keep the attributes of {paths[0]} in the directory", paths[1]) from error
 
     def _sync_both(self, first: str, second: str) -> None:
         directories = {os.path.dirname(first): None, os.path.dirname(second): None}
@@ -532,7 +476,7 @@ class LocalStorage(StorageBackend):
             return
         below = [entry for entry, _, _ in os.walk(path)]
         for directory in reversed(below):
-            self._directories.sync_names(directory)
+            sync_names(directory)
         self._directories.make_durable(path)
 
     def delete_directory(self, key: str) -> None:
@@ -546,31 +490,24 @@ class LocalStorage(StorageBackend):
 
                 shutil.rmtree(path)
         except OSError as error:
-            if error.errno == errno.EACCES and _makes_deletable(path):
-                self.delete_directory(key)
-                return
-            if error.errno not in ABSENT:
-                raise local_error(error, "delete the directory", path) from error
+            with SystemCall("delete the directory", path):
+                if error.errno not in ABSENT and not (error.errno == errno.EACCES and let_owner_delete(path)):
+                    raise
+            # Another process deleted an entry at the same time, or the owner may delete everything now.
             if os.path.lexists(path):
-                # Another process deleted an entry at the same time.
                 self.delete_directory(key)
             return
         if self._durable:
-            self._directories.sync_names(os.path.dirname(path))
-
-
-def _makes_deletable(directory: str) -> bool:
-    try:
-        return let_owner_delete(directory)
-    except OSError as error:
-        raise local_error(error, "delete the directory", directory) from error
+            sync_names(os.path.dirname(path))
 
 
 def _sync_attributes(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except PermissionError:
-        return  # this process may not read what it wrote; there is no other way to sync it
+    with suppress(PermissionError):  # this process may not read what it wrote; there is no other way to sync it
+        _sync(path, OPEN_TO_READ | os.O_NOFOLLOW)
+
+
+def _sync(path: str, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -636,15 +573,13 @@ def _check_tag(current: int | None, expected: str, path: str) -> None:
     pieces = []
     while piece := os.read(current, 1 << 20):
         pieces.append(piece)
-    if (found := _tag(b"".join(pieces))) != expected:
-        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {found}; it was changed")
+    if (tag := _tag(b"".join(pieces))) != expected:
+        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {tag}; it was changed")
 
 
 def _expect_directory(path: str) -> None:
-    try:
+    with SystemCall("find the directory", path):
         mode = os.lstat(path).st_mode
-    except OSError as error:
-        raise local_error(error, "find the directory", path) from error
     if not stat.S_ISDIR(mode):
         raise ObjectNotFoundError(f"cannot find the directory {path}: expected a directory, found something else")
 
@@ -682,8 +617,7 @@ class LocalWriter:
         close_in_children(self)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._state = threading.Condition(self._lock)
+        self._state = threading.Condition(threading.Lock())
         # Identifiers of threads that are writing. A thread that is interrupted may leave its
         # identifier here. It removes the identifier when it calls `finish` or `abort`.
         self._writing: set[int] = set()
@@ -709,7 +643,7 @@ class LocalWriter:
             )
         thread = threading.get_ident()
         try:
-            with self._lock:
+            with self._state:
                 self._expect_open()
                 self._writing.add(thread)
             self._write(offset, data)
@@ -717,7 +651,7 @@ class LocalWriter:
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
         finally:
-            with self._lock:
+            with self._state:
                 self._writing.discard(thread)
                 self._state.notify_all()
 
@@ -729,7 +663,7 @@ class LocalWriter:
             rest = rest[count:]
 
     def _count(self, offset: int, nbytes: int) -> None:
-        with self._lock:
+        with self._state:
             self._written += nbytes
             if not self._durable:
                 return
@@ -750,7 +684,7 @@ class LocalWriter:
             StorageError: bytes are missing, or the file could not be made durable.
             ValueError: after `finish` or `abort`.
         """
-        with self._lock:
+        with self._state:
             self._expect_open()
             self._wait_for_writes()
             self._expect_open()
@@ -758,19 +692,17 @@ class LocalWriter:
                 raise StorageError(
                     f"cannot complete {self._path}: expected {self._size} bytes to be written, found {self._written}"
                 )
-            try:
+            with SystemCall("make durable", self._path, self._written):
                 if self._durable:
                     sync_file(self._descriptor)
                 self._close()
-            except OSError as error:
-                raise local_error(error, "make durable", self._path, self._written) from error
         if self._durable:
             self._directories.make_durable(os.path.dirname(self._path))
         self._complete = True
 
     def abort(self) -> None:
         """Remove the file once no thread writes to it. Does nothing after a successful `finish`."""
-        with self._lock:
+        with self._state:
             self._wait_for_writes()
             # Ignore errors: an abort follows a more important error, and a later cleanup of the directory finds the
             # file.

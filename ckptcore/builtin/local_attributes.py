@@ -52,10 +52,10 @@ class Attributes(NamedTuple):
         Raises:
             OSError
         """
-        with _opened(path) as (target, found):
-            if found is None or _kind(found) != _kind(self.status):
+        with _opened(path) as (target, current):
+            if current is None or _kind(current) != _kind(self.status):
                 return False
-            changed = self._give_owner(target, found)
+            changed = self._give_owner(target, current)
             now = os.stat(target)
             same_group = now.st_gid == self.status.st_gid
             changed |= self._give_extended(target, with_acl=same_group)
@@ -68,10 +68,10 @@ class Attributes(NamedTuple):
                 mode &= ~stat.S_ISUID
             return _set_mode(target, mode | granted) or changed
 
-    def _give_owner(self, target: int | str, found: os.stat_result) -> bool:
+    def _give_owner(self, target: int | str, current: os.stat_result) -> bool:
         group = self.status.st_gid
         for owner in (self.status.st_uid, -1):  # only root may give files away
-            if owner in (found.st_uid, -1) and found.st_gid == group:
+            if owner in (current.st_uid, -1) and current.st_gid == group:
                 return False
             with _unless_refused():
                 os.chown(target, owner, group)
@@ -80,15 +80,15 @@ class Attributes(NamedTuple):
 
     def _give_extended(self, target: int | str, *, with_acl: bool) -> bool:
         wanted = {name: value for name, value in self.extended.items() if with_acl or name not in _ACCESS_CONTROL}
-        found = _read_extended(target)
+        current = _read_extended(target)
         changed = False
         for name, value in wanted.items():
-            if value is not None and found.get(name) != value:
+            if value is not None and current.get(name) != value:
                 with _unless_refused():
                     os.setxattr(target, name, value)
                     changed = True
         for name in _ACCESS_CONTROL:  # inherited from the parent directory
-            if name in found and name not in wanted:
+            if name in current and name not in wanted:
                 with _unless_refused():
                     os.removexattr(target, name)
                     changed = True
@@ -98,8 +98,8 @@ class Attributes(NamedTuple):
         """Return True if a file has the ACL of these attributes, or if these have none."""
         if _ACL not in self.extended:
             return True
-        found = _read_extended(target).get(_ACL)
-        return found is not None and found == self.extended[_ACL]
+        acl = _read_extended(target).get(_ACL)
+        return acl is not None and acl == self.extended[_ACL]
 
 
 @contextmanager
@@ -169,18 +169,39 @@ def read_attributes(path: str) -> Attributes | None:
         raise
 
 
+def create_file(path: str, replaced: Attributes | None) -> int:
+    """Create a file with the attributes of the file that it replaces, and return its descriptor.
+
+    `replaced` may be the attributes of something else, such as a link: these are not kept.
+
+    Raises:
+        OSError
+    """
+    if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
+        replaced = None
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o666 if replaced is None else 0o600)
+    try:
+        if replaced is not None:
+            replaced.give(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[str, bytes | None]:
-    found: dict[str, bytes | None] = {}
+    extended: dict[str, bytes | None] = {}
     if hasattr(os, "listxattr"):  # Linux
         with _unless_refused():
-            found = dict.fromkeys(os.listxattr(target, follow_symlinks=follow_symlinks))
-    for name in list(found):
+            extended = dict.fromkeys(os.listxattr(target, follow_symlinks=follow_symlinks))
+    for name in list(extended):
         if name.startswith("security.") and name != "security.selinux":
-            del found[name]  # labels of other security modules sign or describe the content
+            del extended[name]  # labels of other security modules sign or describe the content
             continue
         with _unless_refused():
-            found[name] = os.getxattr(target, name, follow_symlinks=follow_symlinks)
-    return found
+            extended[name] = os.getxattr(target, name, follow_symlinks=follow_symlinks)
+    return extended
 
 
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
@@ -210,11 +231,11 @@ def keep_attributes_below(old: str, new: str) -> Iterator[str]:
 
 
 def _deny(path: str, denied: Callable[[int], int]) -> bool:
-    with _opened(path) as (target, found):
-        if found is None:
+    with _opened(path) as (target, status):
+        if status is None:
             return False
-        mode = stat.S_IMODE(found.st_mode)
-        return bool(mode & _SHARED) and _set_mode(target, mode & ~denied(found.st_gid))
+        mode = stat.S_IMODE(status.st_mode)
+        return bool(mode & _SHARED) and _set_mode(target, mode & ~denied(status.st_gid))
 
 
 def hide_from_others(old: str, new: str) -> None:
@@ -266,8 +287,8 @@ def let_owner_delete(directory: str) -> bool:
 
 
 def _let_owner_write(directory: str) -> bool:
-    with _opened(directory) as (target, found):
-        return found is not None and _set_mode(target, stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+    with _opened(directory) as (target, status):
+        return status is not None and _set_mode(target, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
 
 
 def _is_link(status: os.stat_result) -> bool:

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import BinaryIO, Final, Protocol, TypeAlias, TypeVar
+from typing import BinaryIO, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
@@ -29,6 +29,7 @@ T = TypeVar("T")
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
 
+_LEAST_ALLOCATED_BYTES: Final = 1 << 20
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
@@ -48,19 +49,19 @@ NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
 """Error numbers of `flock` without support: ENOLCK of NFS without a lock service, EBADF of NFS for directories."""
 
 
-def allocate(descriptor: int, nbytes: int) -> bool:
-    """Set the size of an open file and allocate its blocks before it is written.
+def allocate(descriptor: int, nbytes: int) -> None:
+    """Set the size of a large open file and allocate its blocks before it is written, if its file system supports it.
 
-    `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
-
-    Returns:
-        False if the file system does not support it; the file is unchanged.
+    This makes the writes faster, and reports a full disk early. `os.posix_fallocate` is no replacement: on file systems
+    without allocation it writes into every page.
 
     Raises:
         OSError: there is no space.
     """
-    function = c_function("fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64))
-    return function is not None and has_succeeded(function(descriptor, 0, 0, nbytes))
+    if nbytes >= _LEAST_ALLOCATED_BYTES:
+        call_if_supported(
+            "fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64), descriptor, 0, 0, nbytes
+        )
 
 
 def open_without_links(path: str, flags: int) -> int | None:
@@ -155,26 +156,26 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
     return open_file
 
 
-def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Start to write a range of an open file from the page cache to the disk, without waiting.
-
-    Returns:
-        False if the file system does not support it.
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Start to write a range of an open file from the page cache to the disk, without waiting, if that is supported.
 
     Raises:
         OSError: an earlier write failed.
     """
-    function = c_function("sync_file_range", (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint))
-    return function is not None and has_succeeded(function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE))
+    types = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call_if_supported("sync_file_range", types, descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
-def has_succeeded(result: int) -> bool:
-    """Return True if a system call succeeded, and False if the system does not have it.
+def call_if_supported(name: str, argument_types: tuple[type, ...], *arguments: object) -> bool:
+    """Call a function of the C library. Return False if the system or the file system does not have it.
 
     Raises:
         OSError
     """
-    if result == 0:
+    function = c_function(name, argument_types)
+    if function is None:
+        return False
+    if function(*arguments) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
@@ -214,29 +215,47 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
     """
     amount = "" if nbytes is None else f" ({nbytes} bytes)"
     reason = error.strerror or repr(error)
-    found: StorageError
+    converted: StorageError
     if error.errno in _FULL:
         what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
-        found = StorageFullError(
+        converted = StorageFullError(
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno == errno.EROFS:
-        found = StorageError(
+        converted = StorageError(
             f"cannot write to {_HIDDEN.split(path)[0]}: the file system is mounted read-only ({reason}). Load with "
             "ckptcore.CheckpointReader or ckptcore.load, which write nothing, or mount the file system writable"
         )
     elif error.errno == errno.ESTALE:
-        found = StorageError(
+        converted = StorageError(
             f"cannot {doing} {path}{amount}: {reason}. The file server has forgotten what this machine found there, "
             "which says nothing about the file: try again, or mount the file system again"
         )
     elif error.errno in ABSENT:
-        found = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
+        converted = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
     else:
-        found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
-    found.errno = error.errno
-    return found
+        converted = StorageError(f"cannot {doing} {path}{amount}: {reason}")
+    converted.errno = error.errno
+    return converted
+
+
+class SystemCall(NamedTuple):
+    """A ``with`` block of system calls. Raises `local_error` for their errors. Errors of ckptcore pass.
+
+    Reads and writes of bytes, which are frequent, catch their errors themselves. See `local_error` for the attributes.
+    """
+
+    doing: str
+    path: str
+    nbytes: int | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise local_error(error, *self) from error
 
 
 def retry_stale(call: Callable[[], T]) -> T:
@@ -260,10 +279,8 @@ def close_descriptor(descriptor: int, path: str) -> None:
     Raises:
         StorageError
     """
-    try:
+    with SystemCall("close", path):
         os.close(descriptor)
-    except OSError as error:
-        raise local_error(error, "close", path) from error
 
 
 class _Closable(Protocol):
@@ -343,12 +360,7 @@ class _RecentFiles:
                 cache.close_file(unneeded)
 
 
-_RECENT: Final = _RecentFiles()
-
-
-def limit_open_files(owner: _OpenFiles, path: str) -> None:
-    """Remember that an object keeps a file open. Close the oldest files of all such objects beyond the limit."""
-    _RECENT.add(owner, path)
+RECENT_FILES: Final = _RecentFiles()
 
 
 def working_directory() -> str:
@@ -492,10 +504,9 @@ class _PathWalk:
                     name, _OPEN_DIRECTORY if pending else flags | os.O_NOFOLLOW, dir_fd=self._directories[-1]
                 )
             except OSError as error:
-                found = self._target(name, error.errno)
-                if found is None:
+                if (link_target := self._target(name, error.errno)) is None:
                     raise
-                target = found
+                target = link_target
             else:
                 if not pending:
                     return descriptor
@@ -621,13 +632,12 @@ def _exchange() -> _RenameCall | None:
 
 
 def _rename_call(linux_flag: int, macos_flag: int) -> _RenameCall | None:
-    library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "darwin":
-        if (renamex := getattr(library, "renamex_np", None)) is None:
+        if (renamex := getattr(ctypes.CDLL(None, use_errno=True), "renamex_np", None)) is None:
             return None
         renamex.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint)
         return lambda first, second: int(renamex(first, second, macos_flag))
-    if (renameat2 := getattr(library, "renameat2", None)) is None:
+    types = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    if (renameat2 := c_function("renameat2", types)) is None:
         return None
-    renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     return lambda first, second: int(renameat2(AT_FDCWD, first, AT_FDCWD, second, linux_flag))

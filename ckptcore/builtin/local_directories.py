@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 
 from ckptcore.builtin.local_calls import (
     ABSENT,
     NO_LOCKS,
+    SystemCall,
     close_descriptor,
     close_in_children,
     local_error,
@@ -171,10 +171,8 @@ class LocalDirectories:
             StorageError
         """
         point = self._mount_point
-        try:
+        with SystemCall("read the mount of", str(point)):
             is_there = point is None or is_mounted(point)
-        except OSError as error:
-            raise local_error(error, "read the mount of", str(point)) from error
         if not is_there:
             raise StorageError(
                 f"{self.root} is not there: the file system of {point} is not mounted now. Nothing was "
@@ -223,12 +221,12 @@ class LocalDirectories:
 
     def _not_a_directory(self, error: OSError, directory: str) -> StorageError:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            found = StorageError(
+            converted = StorageError(
                 f"cannot create the directory {directory}: it or a parent exists and is not a directory. "
                 "Move that away, or use another location"
             )
-            found.errno = error.errno
-            return found
+            converted.errno = error.errno
+            return converted
         return local_error(error, "open the directory", directory)
 
     def make_durable(self, directory: str) -> None:
@@ -240,12 +238,10 @@ class LocalDirectories:
         Raises:
             StorageError
         """
-        self.sync_names(directory)
+        sync_names(directory)
         while _is_below(directory, self.root) or directory == self.root or directory in self._created:
-            try:
+            with SystemCall("read the status of the directory", directory):
                 status = os.stat(directory)
-            except OSError as error:
-                raise local_error(error, "read the status of the directory", directory) from error
             identity = (directory, status.st_dev, status.st_ino)
             with self._lock:
                 if identity in self._durable:
@@ -253,35 +249,12 @@ class LocalDirectories:
             above = os.path.dirname(directory)
             if above == directory:
                 return
-            self.sync_names(above, required=directory != self.root or directory in self._created)
+            sync_names(above, required=directory != self.root or directory in self._created)
             with self._lock:
                 if len(self._durable) >= _MAX_REMEMBERED:
                     self._durable.clear()
                 self._durable.add(identity)
             directory = above
-
-    def sync_names(self, directory: str, *, required: bool = True) -> None:
-        """Make the names in one directory durable.
-
-        Args:
-            directory: the path.
-            required: False to ignore missing permissions, for parents of the root that others created.
-
-        Raises:
-            StorageError
-        """
-        try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM) and not required:
-                return
-            raise local_error(error, "open the directory", directory) from error
-        try:
-            sync_directory(descriptor)
-        except OSError as error:
-            raise local_error(error, "make durable the names in", directory) from error
-        finally:
-            close_descriptor(descriptor, directory)
 
     def remove_empty(self, directory: str) -> None:
         """Remove a directory if it is empty and not locked, then its parents likewise. Never removes the root.
@@ -307,6 +280,29 @@ class LocalDirectories:
             finally:
                 close_descriptor(descriptor, directory)
             directory = os.path.dirname(directory)
+
+
+def sync_names(directory: str, *, required: bool = True) -> None:
+    """Make the names in one directory durable.
+
+    Args:
+        directory: the path.
+        required: False to ignore missing permissions, for parents of the root that others created.
+
+    Raises:
+        StorageError
+    """
+    try:
+        descriptor = os.open(directory, _OPEN_DIRECTORY)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM) and not required:
+            return
+        raise local_error(error, "open the directory", directory) from error
+    try:
+        with SystemCall("make durable the names in", directory):
+            sync_directory(descriptor)
+    finally:
+        close_descriptor(descriptor, directory)
 
 
 def _is_free(descriptor: int) -> bool:
@@ -366,6 +362,7 @@ class FileLock:
             FileNotFoundError: another file has the path.
             OSError: its number is in `NO_LOCKS` if the file system has no locks.
         """
+        # NFS refuses exclusive locks of directories, because these cannot be open for writing: see `NO_LOCKS`.
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
         if not self.is_in_place():
@@ -419,9 +416,7 @@ class FileLock:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -452,36 +447,24 @@ def try_to_lock(directory: str) -> FileLock | None:
 def can_lock(directory: str) -> bool:
     """Return True if the file system of a directory has locks of directories, and all hosts see them.
 
-    Looks at the nearest existing directory.
-
-    Takes the lock for a moment, and changes nothing.
+    Locks the nearest existing directory for a moment, and changes nothing.
 
     Raises:
         OSError: it cannot be opened, or its lock fails for another reason.
     """
     while True:
         try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
-            break
+            lock = try_to_lock(directory)
         except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
             if error.errno not in ABSENT or directory == "/":
                 raise
             directory = os.path.dirname(directory)
-    try:
-        if not has_locks_of_all_hosts(descriptor):
-            return False
-        # Exclusive, as in `FileLock`: NFS has no such locks of directories, which cannot be open for writing.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        else:
+            if lock is not None:
+                lock.close()
+            return True
 
 
 @contextmanager

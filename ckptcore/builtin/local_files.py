@@ -22,8 +22,8 @@ import numpy as np
 
 from ckptcore.builtin.local_calls import (
     OPEN_TO_READ,
+    RECENT_FILES,
     close_in_children,
-    limit_open_files,
     local_error,
     open_inside,
     open_without_links,
@@ -195,8 +195,8 @@ class LocalFile:
                 raise
             again = retry_stale(functools.partial(_open, self._root, self.path))
             try:
-                found, known = os.fstat(again), self.status
-                if not os.path.samestat(found, known) or found.st_mtime_ns != known.st_mtime_ns:
+                status, known = os.fstat(again), self.status
+                if not os.path.samestat(status, known) or status.st_mtime_ns != known.st_mtime_ns:
                     raise
                 os.dup2(again, self._descriptor, inheritable=False)  # other threads keep the number
             finally:
@@ -283,7 +283,7 @@ class LocalFiles:
             file.cold = open_cold_reader(path, file.status)
         with self._lock:
             self._files[path] = file
-        limit_open_files(self, path)
+        RECENT_FILES.add(self, path)
         return file
 
     def close_file(self, path: str) -> None:
@@ -340,13 +340,13 @@ class StampedFile:
             status = os.fstat(self._descriptor)  # inline, because this is called for each slice
         except OSError as error:
             raise local_error(error, "read the status of", self._file.path) from error
-        found = (status.st_ctime_ns, status.st_size)
-        if found == self._settled:
-            return found
-        if time.time_ns() - found[0] <= _TICK_NANOSECONDS:
+        stamp = (status.st_ctime_ns, status.st_size)
+        if stamp == self._settled:
+            return stamp
+        if time.time_ns() - stamp[0] <= _TICK_NANOSECONDS:
             return None
-        self._settled = found
-        return found
+        self._settled = stamp
+        return stamp
 
     def size(self) -> int:
         """Return the current size of the file in bytes.
@@ -472,11 +472,11 @@ class ColdReader:
         while done < total:
             wanted = min(_BOUNCE_BYTES, skip + total - done)
             aligned = -(-wanted // _PAGE_BYTES) * _PAGE_BYTES
-            found = min(self._read(bounce[:aligned], offset + done - skip), wanted) - skip
-            if found <= 0:
+            count = min(self._read(bounce[:aligned], offset + done - skip), wanted) - skip
+            if count <= 0:
                 break
-            _spread(whole[skip : skip + found], pending)
-            done += found
+            _spread(whole[skip : skip + count], pending)
+            done += count
             if (offset + done) % _PAGE_BYTES and done < total:
                 break
             skip = 0

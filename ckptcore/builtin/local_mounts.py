@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, exchange, has_succeeded
+from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange
 from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
@@ -72,11 +72,11 @@ def mount_of(path: str, *, follow_links: bool = True) -> bytes | None:
     """
     function = c_function("statx", (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p))
     if function is not None:
-        found, flags = ctypes.create_string_buffer(_STATX_BYTES), 0 if follow_links else _AT_SYMLINK_NOFOLLOW
+        buffer, flags = ctypes.create_string_buffer(_STATX_BYTES), 0 if follow_links else _AT_SYMLINK_NOFOLLOW
         wanted = _STATX_MNT_ID | _STATX_MNT_ID_UNIQUE
-        if function(AT_FDCWD, os.fsencode(path), flags, wanted, found) == 0:
-            if ctypes.c_uint32.from_buffer(found).value & wanted:
-                return found.raw[_STATX_MOUNT]
+        if function(AT_FDCWD, os.fsencode(path), flags, wanted, buffer) == 0:
+            if ctypes.c_uint32.from_buffer(buffer).value & wanted:
+                return buffer.raw[_STATX_MOUNT]
         elif ctypes.get_errno() in ABSENT:
             return None
     return _mount_of_opened(path, follow_links)
@@ -117,13 +117,13 @@ def find_mount_point(directory: str) -> str | None:
         return known[directory]
     with suppress(OSError):  # it cannot be opened
         if (mount := mount_of(directory)) is not None:
-            found = directory
-            while (above := os.path.dirname(found)) != found and mount_of(above) == mount:
-                found = above
+            point = directory
+            while (above := os.path.dirname(point)) != point and mount_of(above) == mount:
+                point = above
             if len(known) >= _MAX_REMEMBERED:
                 known.clear()
-            known[directory] = found
-            return found
+            known[directory] = point
+            return point
     points = [point for point in set(known.values()) if directory.startswith(point.rstrip("/") + "/")]
     return max(points, key=len, default=None)
 
@@ -172,12 +172,12 @@ def _file_system_type(file: int | str) -> int | None:
         OSError
     """
     name, kind = ("fstatfs", ctypes.c_int) if isinstance(file, int) else ("statfs", ctypes.c_char_p)
-    function = c_function(name, (kind, ctypes.c_void_p))
-    if function is None or ctypes.sizeof(ctypes.c_long) != 8:
+    if ctypes.sizeof(ctypes.c_long) != 8:
         return None
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    is_known = function(file if isinstance(file, int) else os.fsencode(file), found) == 0 or has_succeeded(-1)
-    return ctypes.c_long.from_buffer(found).value if is_known else None
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    argument = file if isinstance(file, int) else os.fsencode(file)
+    is_known = call_if_supported(name, (kind, ctypes.c_void_p), argument, status)
+    return ctypes.c_long.from_buffer(status).value if is_known else None
 
 
 def has_locks_of_all_hosts(descriptor: int) -> bool:

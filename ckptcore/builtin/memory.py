@@ -60,13 +60,18 @@ class MemoryStorage(StorageBackend):
     def __repr__(self) -> str:
         return f"MemoryStorage({self._url!r})"
 
+    def _below(self, prefix: str) -> str:
+        """Return what the keys of all objects below a directory begin with."""
+        directory = check_directory_key(prefix)
+        return self._prefix + (directory + "/" if directory else "")
+
     def _find(self, key: str) -> _Object:
-        found = self._store.objects.get(self._prefix + check_key(key))
-        if found is None:
+        stored = self._store.objects.get(self._prefix + check_key(key))
+        if stored is None:
             raise ObjectNotFoundError(
                 f"{self._url} has no object {key!r}. Memory storage is lost with the process that wrote it"
             )
-        return found
+        return stored
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes `start` to `stop` of an object; fewer if it ends earlier."""
@@ -74,8 +79,8 @@ class MemoryStorage(StorageBackend):
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """Return an object and its tag, which changes with each put."""
-        found = self._find(key)
-        return bytes(found.data), found.tag
+        stored = self._find(key)
+        return bytes(stored.data), stored.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset."""
@@ -103,20 +108,17 @@ class MemoryStorage(StorageBackend):
 
     def abort_uploads(self, prefix: str = "") -> int:
         """Abort every unfinished object below a directory that still has a writer; return their number."""
-        directory = check_directory_key(prefix)
-        return self._store.abort_uploads(self._prefix + (directory + "/" if directory else ""))
+        return self._store.abort_uploads(self._below(prefix))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """Return the keys of all objects below a directory, sorted."""
-        directory = check_directory_key(prefix)
-        below = self._prefix + (directory + "/" if directory else "")
+        below = self._below(prefix)
         keys = list(self._store.objects)
         return iter(sorted([key[len(self._prefix) :] for key in keys if key.startswith(below)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
-        directory = check_directory_key(prefix)
-        start = len(directory) + 1 if directory else 0
+        start = len(self._below(prefix)) - len(self._prefix)
         names = set()
         for key in self.list(prefix):
             name, slash, _ = key[start:].partition("/")
@@ -146,7 +148,7 @@ class _Store:
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # `finish` replaces the object while it holds the lock
         # Weak: an abandoned writer is harmless, and its memory is freed.
         self._writers: weakref.WeakSet[_MemoryWriter] = weakref.WeakSet()
         self._generations = itertools.count(1)
@@ -162,7 +164,7 @@ class _Store:
                     f"cannot complete {writer.key!r}: it was removed as an unfinished object of a failed save. "
                     "Save again"
                 )
-            self._replace(writer.key, data, condition)
+            self.replace(writer.key, data, condition)
             self._writers.discard(writer)
 
     def forget(self, writer: _MemoryWriter) -> None:
@@ -171,28 +173,25 @@ class _Store:
 
     def abort_uploads(self, below: str) -> int:
         with self.lock:
-            found = [writer for writer in self._writers if writer.key.startswith(below)]
-            for writer in found:
+            aborted = [writer for writer in self._writers if writer.key.startswith(below)]
+            for writer in aborted:
                 self._writers.discard(writer)
-            return len(found)
+            return len(aborted)
 
     def replace(self, key: str, data: memoryview, condition: PutCondition | None) -> str:
         with self.lock:
-            return self._replace(key, data, condition)
-
-    def _replace(self, key: str, data: memoryview, condition: PutCondition | None) -> str:
-        current = self.objects.get(key)
-        if isinstance(condition, IfAbsent):
-            if current is not None:
-                raise ConditionFailedError(f"cannot create the object {key!r}: it exists already")
-        elif condition is not None and (current is None or current.tag != condition.tag):
-            found = "no object" if current is None else f"tag {current.tag}"
-            raise ConditionFailedError(
-                f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; it was changed"
-            )
-        tag = str(next(self._generations))
-        self.objects[key] = _Object(data.toreadonly(), tag)
-        return tag
+            current = self.objects.get(key)
+            if isinstance(condition, IfAbsent):
+                if current is not None:
+                    raise ConditionFailedError(f"cannot create the object {key!r}: it exists already")
+            elif condition is not None and (current is None or current.tag != condition.tag):
+                present = "no object" if current is None else f"tag {current.tag}"
+                raise ConditionFailedError(
+                    f"cannot replace the object {key!r}: expected tag {condition.tag}, found {present}; it was changed"
+                )
+            tag = str(next(self._generations))
+            self.objects[key] = _Object(data.toreadonly(), tag)
+            return tag
 
 
 class _MemoryReader:

@@ -5,7 +5,12 @@ bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``
 order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
 which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. A
 process writes a file if it has all elements of all arrays in it. If no process has, all arrays of that file are stored
-in slices instead (see `safetensors_writing`).
+in slices instead.
+
+Slices are stored like those of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so
+that it loads them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the
+process>.safetensors``. Each is a plain safetensors file in which a tensor is a box of the array with that name.
+``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: the start of each box.
 
 In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
 ``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
@@ -15,33 +20,20 @@ use the index accept any names.
 from __future__ import annotations
 
 import json
-import string
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ckptcore.builtin.safetensors_writing import (
-    METADATA,
-    PART,
-    SHARDING,
-    aligned_header,
-    file_metadata,
-    file_names,
-    header_entry,
-    write_slices,
-)
+from ckptcore.builtin.safetensors_files import METADATA, PART, PART_VERSION, SHARDING, encode_file, header_entry
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import (
-    ArraySegment,
-    BytesSegment,
-    Receipt,
-    Segment,
-    WritePlan,
-)
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
 from ckptcore.planning.partition import flat_range
@@ -56,8 +48,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 
-_STEM_CHARACTERS: Final = frozenset("_.-" + string.ascii_letters + string.digits)
-_MAX_STEM_CHARACTERS: Final = 128
+_STEM: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +84,7 @@ class SafetensorsLayout(Layout):
     _tag: str = field(default="", repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        stem = self.stem
-        if (
-            not (isinstance(stem, str) and 0 < len(stem) <= _MAX_STEM_CHARACTERS and _STEM_CHARACTERS.issuperset(stem))
-            or stem[0] in ".-"
-        ):
+        if not isinstance(self.stem, str) or not re.fullmatch(_STEM, self.stem):
             raise ValueError(
                 f"SafetensorsLayout(stem={self.stem!r}): use ASCII letters, digits, '_', '-' and '.', and do not start "
                 "with '.' or '-': such as 'model' or 'adapter_model'"
@@ -185,27 +172,13 @@ class SafetensorsLayout(Layout):
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             for number in own:
-                about = file_metadata(plan.tree, names, files[number], self.metadata, standalone=self.standalone)
-                header: dict[str, JSON] = {METADATA: about}
-                position = 0
-                segments: list[Segment] = []
-                positions: list[int] = []
-                for leaf in files[number]:
-                    record = _array_record(plan.tree, leaf)
-                    dtype, shape = header_entry(record)
-                    nbytes = record.spec.nbytes
-                    header[names[leaf]] = {
-                        "dtype": dtype,
-                        "shape": shape,
-                        "data_offsets": [position, position + nbytes],
-                    }
-                    positions.append(position)
-                    segments.extend(_segments(snapshot, items.pop(leaf, ())))
-                    position += nbytes
-                head = aligned_header(header, position)
-                leaf_column.extend(files[number])
-                file_column.extend([number] * len(positions))
-                offsets.extend([len(head) + start for start in positions])
+                leaves = files[number]
+                tensors = [(names[leaf], _array_record(plan.tree, leaf)) for leaf in leaves]
+                head, starts = encode_file(self._metadata_of(plan.tree, names, leaves), tensors)
+                leaf_column.extend(leaves)
+                file_column.extend([number] * len(leaves))
+                offsets.extend(starts)
+                segments = [segment for leaf in leaves for segment in _segments(snapshot, items.pop(leaf, ()))]
                 yield keys[number], [BytesSegment(head), *segments]
 
         store.write_many(objects())
@@ -216,18 +189,56 @@ class SafetensorsLayout(Layout):
         if plan.session is not None:
             state["files"], state["name"] = keys, [names[leaf] for leaf in leaf_column]
         if left:
-            slices = write_slices(
-                snapshot,
-                left,
-                names,
-                store,
-                stem=self.stem,
-                max_file_bytes=self.max_file_bytes,
-                metadata=self.metadata,
-                standalone=self.standalone,
-            )
-            state["slices"] = slices.to_json()
+            state["slices"] = self._write_slices(snapshot, left, names, store).to_json()
         return state
+
+    def _metadata_of(self, tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
+        """Return the metadata of a file: aliases of its leaves with the names of their arrays, and the user's entries.
+
+        The user's entries replace others, as in `safetensors.torch.save_model`.
+        """
+        here = set(leaves)
+        metadata: dict[str, JSON] = {
+            names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
+        }
+        if not self.standalone:
+            metadata[PART] = PART_VERSION
+        metadata["format"] = "pt"  # Hugging Face loaders require it, whatever software wrote the file
+        return {**metadata, **self.metadata}
+
+    def _write_slices(
+        self, snapshot: Snapshot, items: Sequence[int], names: Mapping[int, str], store: WriteStore
+    ) -> ChunkColumns:
+        """Write items of a plan, by their numbers, as slices into files of this process."""
+        plan = snapshot.plan
+        files = _files_of_slices(plan, items, self.max_file_bytes)
+        releases = _Releases(snapshot, files)
+        columns = ChunkColumns()
+
+        def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
+            for number, slices in enumerate(files, start=1):
+                key = f"shard-{plan.rank + 1:05d}-{self.stem}-{number:05d}-of-{len(files):05d}.safetensors"
+                tensors: list[tuple[str, ArrayRecord]] = []
+                begins: dict[str, JSON] = {}
+                for part in slices:
+                    item = plan.items[part.item]
+                    # Packed elements stay bytes: torch's reader of slices (hf_storage.py, torch 2.13.0) supports
+                    # neither their dtypes nor shapes in other units than the offsets.
+                    record = ArrayRecord(ArraySpec(part.box.shape, item.spec.dtype))
+                    added_axes = len(header_entry(record)[1]) - len(part.box.start)
+                    tensors.append((names[item.leaf], record))
+                    begins[names[item.leaf]] = {"saved_offsets": [*part.box.start, *[0] * added_axes]}
+                leaves = [plan.items[part.item].leaf for part in slices]
+                metadata = self._metadata_of(plan.tree, names, leaves)
+                metadata[SHARDING] = json.dumps(begins, separators=(",", ":"))
+                head, starts = encode_file(metadata, tensors)
+                for part, leaf, start in zip(slices, leaves, starts, strict=True):
+                    columns.add(leaf, key, start, part.box)
+                segments = [_segment(snapshot, part, partial(releases.release, part.item)) for part in slices]
+                yield key, [BytesSegment(head), *segments]
+
+        store.write_many(objects())
+        return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Merge the columns of all processes. Write the index if there are several files, and no slices.
@@ -235,12 +246,8 @@ class SafetensorsLayout(Layout):
         Raises:
             CheckpointError: a process wrote different files, because its layout has different options.
         """
-        if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
-            return _finish_sessions(tree, receipts, self, store)
-        files = self.arrays_by_object(tree)
-        keys = list(self.file_names(tree))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        _expect_files(keys, files, receipts)
+        sessions = [state for state in states if "files" in state]
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
@@ -248,22 +255,36 @@ class SafetensorsLayout(Layout):
         for state in states:
             if "slices" in state:
                 slices.extend(state["slices"], tree, offsets)
-        if slices:
-            # Drop the files with an array that is in slices: no process wrote them.
-            written = [number for number, leaves in enumerate(files) if leaves and offsets.keys() >= set(leaves)]
-            files, keys = [files[number] for number in written], [keys[number] for number in written]
-        elif len(files) > 1 or self._tag:
-            names = _names(tree)
-            weight_map = {names[leaf]: key for key, leaves in zip(keys, files, strict=True) for leaf in leaves}
-            index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
+        key_of: dict[int, str] = {}
+        for state in sessions:
+            key_of.update(zip(state["leaf"], [state["files"][file] for file in state["file"]], strict=True))
+        if not sessions:
+            files, keys = self.arrays_by_object(tree), list(self.file_names(tree))
+            _expect_files(keys, files, receipts)
+            for key, leaves in zip(keys, files, strict=True):
+                # No process wrote a file with an array that is in slices.
+                key_of.update({leaf: key for leaf in leaves if leaf in offsets or not slices})
+        keys = list(dict.fromkeys(key_of.values()))
+        if not key_of and not slices:
+            keys = list(self.file_names(tree))  # one file without arrays
+            if sessions:
+                store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
+        if not slices and keys != file_names(self.stem, 1):
+            names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
+            names = names or _names(tree)
+            index: JSON = {
+                "metadata": {"total_size": tree.nbytes},
+                "weight_map": {names[leaf]: key for leaf, key in key_of.items()},
+            }
             store.put(self._index_key, json.dumps(index, indent=2).encode())
-        state = {
+        numbers = {key: number for number, key in enumerate(keys)}
+        columns: dict[str, JSON] = {
             "files": keys,
-            "leaf": [leaf for leaves in files for leaf in leaves],
-            "file": [number for number, leaves in enumerate(files) for _ in leaves],
-            "offset": [offsets[leaf] for leaves in files for leaf in leaves],
+            "leaf": list(key_of),
+            "file": [numbers[key] for key in key_of.values()],
+            "offset": [offsets[leaf] for leaf in key_of],
         }
-        return {**state, "slices": slices.to_json()} if slices else state
+        return {**columns, "slices": slices.to_json()} if slices else columns
 
     @property
     def session_options(self) -> str:
@@ -299,39 +320,11 @@ class SafetensorsLayout(Layout):
         return inspect_pipeline(store)
 
 
-def _finish_sessions(
-    tree: TreeMetadata, receipts: Sequence[Receipt], layout: SafetensorsLayout, store: WriteStore
-) -> JSON:
-    """Combine the columns of sessions, and write the index. Without arrays, write one empty file.
-
-    The index lists the names in the files. As in any save, there is no index if arrays are in slices.
-    """
-    states: list[Any] = [receipt.state for receipt in receipts]
-    locations: dict[int, tuple[str, int, str]] = {}
-    for state in states:
-        columns = zip(state["leaf"], state["file"], state["offset"], state["name"], strict=True)
-        locations.update({leaf: (state["files"][file], offset, name) for leaf, file, offset, name in columns})
-    slices = ChunkColumns()
-    for state in states:
-        if "slices" in state:
-            slices.extend(state["slices"], tree, locations)
-    keys = list(dict.fromkeys([key for key, _, _ in locations.values()]))
-    if not slices and locations:
-        weight_map = {name: key for key, _, name in locations.values()}
-        index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
-        store.put(f"{layout.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
-    elif not slices:
-        keys = [f"{layout.stem}.safetensors"]
-        about = file_metadata(tree, {}, (), layout.metadata, standalone=layout.standalone)
-        store.put(keys[0], aligned_header({METADATA: about}, 0))
-    numbers = {key: number for number, key in enumerate(keys)}
-    state = {
-        "files": keys,
-        "leaf": list(locations),
-        "file": [numbers[key] for key, _, _ in locations.values()],
-        "offset": [offset for _, offset, _ in locations.values()],
-    }
-    return {**state, "slices": slices.to_json()} if slices else state
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of `count` files of whole arrays."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:
@@ -390,22 +383,26 @@ def _array_record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
 
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
     """Return the elements of an array, one segment for each item; none if the array is empty."""
-    plan = snapshot.plan
     segments = []
     for number in items:
-        item = plan.items[number]
+        item = snapshot.plan.items[number]
         if item.spec.size:
             box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
-            open_arrays = partial(_boxes_with_arrays, snapshot, number)
-            release = partial(snapshot.release, number)
-            segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
+            part = _Slice(number, range(len(item.boxes)), box)
+            segments.append(_segment(snapshot, part, partial(snapshot.release, number)))
         else:
             snapshot.release(number)
     return segments
 
 
-def _boxes_with_arrays(snapshot: Snapshot, number: int) -> Sequence[tuple[Box, HostArray]]:
-    return tuple(zip(snapshot.plan.items[number].boxes, snapshot.take(number), strict=True))
+def _segment(snapshot: Snapshot, part: _Slice, release: Callable[[], None]) -> ArraySegment:
+    item = snapshot.plan.items[part.item]
+
+    def open_arrays() -> Sequence[tuple[Box, HostArray]]:
+        arrays = snapshot.take(part.item)
+        return tuple([(item.boxes[position], arrays[position]) for position in part.boxes])
+
+    return ArraySegment(part.box, item.spec.numpy_dtype.itemsize, open_arrays, release)
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
@@ -420,3 +417,91 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
                     f"process {receipt.rank} wrote {', '.join(sorted(written))}, but the leader expects its arrays "
                     f"in {names[file_of[leaf]]}. Pass SafetensorsLayout the same options in every process"
                 )
+
+
+_TOGETHER_BYTES: Final = 256 << 20
+"""Approximate bytes of a group of arrays with several separate boxes. Groups are written one after the other, because
+an array stays in memory until its last box is written."""
+
+
+class _Slice(NamedTuple):
+    """A box of an array that is one tensor of a file.
+
+    Attributes:
+        item: the number of the item.
+        boxes: the numbers of the boxes of the item that form this box.
+        box: the box.
+    """
+
+    item: int
+    boxes: Sequence[int]
+    box: Box
+
+
+def _files_of_slices(plan: WritePlan, items: Sequence[int], max_file_bytes: int) -> list[list[_Slice]]:
+    """Divide slices into files: at most one slice of each array per file, wide elements first for alignment."""
+    order = sorted(items, key=lambda number: -plan.items[number].spec.numpy_dtype.itemsize)
+    cut = [_slices(plan, number) for number in order]
+    files = _fill_files(plan, [slices[0] for slices in cut if len(slices) == 1], max_file_bytes)
+    several = [slices for slices in cut if len(slices) > 1]
+    while several:
+        together: list[list[_Slice]] = []
+        nbytes = 0
+        while several and (not together or nbytes < min(_TOGETHER_BYTES, max_file_bytes)):
+            together.append(several.pop(0))
+            nbytes += sum(_nbytes(plan, part) for part in together[-1])
+        for number in range(max(map(len, together))):
+            layer = [slices[number] for slices in together if number < len(slices)]
+            files.extend(_fill_files(plan, layer, max_file_bytes))
+    return files
+
+
+def _fill_files(plan: WritePlan, slices: Sequence[_Slice], max_file_bytes: int) -> list[list[_Slice]]:
+    files: list[list[_Slice]] = []
+    room = 0
+    leaves: set[int] = set()
+    for part in slices:
+        nbytes, leaf = _nbytes(plan, part), plan.items[part.item].leaf
+        if not files or nbytes > room or leaf in leaves:
+            files.append([])
+            room = max_file_bytes
+            leaves = set()
+        files[-1].append(part)
+        leaves.add(leaf)
+        room -= nbytes
+    return files
+
+
+def _nbytes(plan: WritePlan, part: _Slice) -> int:
+    return part.box.size * plan.items[part.item].spec.numpy_dtype.itemsize
+
+
+def _slices(plan: WritePlan, number: int) -> list[_Slice]:
+    """Return the boxes of an item without empty ones, merged into one if they form a box."""
+    item = plan.items[number]
+    filled = [position for position, box in enumerate(item.boxes) if box.size]
+    if not filled:
+        return [] if item.spec.size else [_Slice(number, (0,), item.boxes[0])]
+    boxes = [item.boxes[position] for position in filled]
+    start = tuple(map(min, zip(*[box.start for box in boxes], strict=True)))
+    stop = tuple(map(max, zip(*[box.stop for box in boxes], strict=True)))
+    union = Box(start, stop)
+    if union.size == sum([box.size for box in boxes]):  # boxes of an item do not overlap
+        return [_Slice(number, tuple(filled), union)]
+    return [_Slice(number, (position,), item.boxes[position]) for position in filled]
+
+
+class _Releases:
+    """Releases an item after the last of its slices. Thread-safe."""
+
+    def __init__(self, snapshot: Snapshot, files: Sequence[Sequence[_Slice]]) -> None:
+        self._snapshot = snapshot
+        self._left = Counter([part.item for slices in files for part in slices])
+        self._lock = threading.Lock()
+
+    def release(self, item: int) -> None:
+        with self._lock:
+            self._left[item] -= 1
+            last = self._left[item] == 0
+        if last:
+            self._snapshot.release(item)

@@ -17,7 +17,9 @@ from functools import partial
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.safetensors_files import (
+    PART,
     READER_OF_SLICES,
+    SHARDING,
     fits,
     parse_json_object,
     read_header,
@@ -25,7 +27,6 @@ from ckptcore.builtin.safetensors_files import (
     record_of,
     refuse_lost_root,
 )
-from ckptcore.builtin.safetensors_writing import PART, SHARDING
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -134,10 +135,10 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
             "one by its own location",
             members,
         )
-    found = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
-    if found is None:
+    content = _find_in_directory(store, names) if entry is None else _find_in_file(store, entry)
+    if content is None:
         return None
-    leaves, metadata, unused = found
+    leaves, metadata, unused = content
     files = sorted({leaf.key for leaf in leaves if leaf.offset >= 0})
     if entry is None:
         keys = files or [name for name in names if name.endswith(_FILE)]
@@ -179,17 +180,17 @@ def _pipeline_of(store: ReadStore, names: Sequence[str]) -> InspectedComposite |
     if key is None:
         return None
     index = read_json_object(store, key)
-    members, found = [], False
+    members, has_weights = [], False
     for name, described in index.items():
         if not isinstance(described, list) or "/" in name or name in ("", ".", ".."):
             continue
         inside = store.list_names(name) if f"{name}/" in names else ()
         if _has_weights(inside):
-            found = True
+            has_weights = True
         elif key not in _PIPELINES[:1] or not _is_model(described) or (inside and _CONFIG not in inside):
             continue
         members.append(name)
-    if not found:
+    if not has_weights:
         return None
     version = index.get("_diffusers_version")
     writer = f"diffusers {version}" if isinstance(version, str) else "diffusers"
@@ -220,11 +221,11 @@ def _aliases(leaves: Sequence[_Leaf]) -> dict[int, int]:
 
 def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
     if entry == f"{_ADAPTER}{_FILE}":
-        found = _content(_read_file(store, entry))
+        content = _content(_read_file(store, entry))
         try:
-            return _with_config(store, found)
+            return _with_config(store, content)
         except CorruptCheckpointError:
-            return found  # the user named this file, so other files of its directory may be damaged
+            return content  # the user named this file, so other files of its directory may be damaged
     if _INDEX.fullmatch(entry.rpartition("/")[2]):
         return _read_index(store, entry)
     return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
@@ -245,29 +246,29 @@ def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | Non
             "the directory has several safetensors files and no index lists which belong together: "
             f"{', '.join([*indexes.values(), *files])}. Name one of them as the location"
         )
-    found = _read_stem(store, stem, indexes, files)
-    return _with_config(store, found) if stem == _ADAPTER else found
+    content = _read_stem(store, stem, indexes, files)
+    return _with_config(store, content) if stem == _ADAPTER else content
 
 
-def _with_config(store: ReadStore, found: _Content) -> _Content:
+def _with_config(store: ReadStore, content: _Content) -> _Content:
     """Add the config of an adapter to its metadata, if there is one."""
     try:
         config = read_json_object(store, _ADAPTER_CONFIG)
     except ObjectNotFoundError:
-        return found
-    return found._replace(metadata={**found.metadata, "adapter_config": config})
+        return content
+    return content._replace(metadata={**content.metadata, "adapter_config": config})
 
 
 def _stem_of_index(name: str) -> str | None:
     """Return the stem and the variant that an index is for; None for other files."""
-    found = _INDEX.fullmatch(name)
-    return None if found is None else ".".join([part for part in found.groups() if part is not None])
+    match = _INDEX.fullmatch(name)
+    return None if match is None else ".".join([part for part in match.groups() if part is not None])
 
 
 def _is_newer_index(name: str) -> bool:
     """Return True for an index as diffusers names it today. Sorted by this, it replaces an older one in a dict."""
-    found = _INDEX.fullmatch(name)
-    return found is not None and found[2] is None
+    match = _INDEX.fullmatch(name)
+    return match is not None and match[2] is None
 
 
 def _stem_of_file(name: str) -> str:
@@ -286,9 +287,9 @@ def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
     for stem in _KNOWN_STEMS:
         if stem in indexes or stem in stems:
             return stem
-    for found in (set(indexes), stems):
-        if len(found) == 1:
-            return found.pop()
+    for candidates in (set(indexes), stems):
+        if len(candidates) == 1:
+            return candidates.pop()
     return None
 
 
@@ -298,10 +299,10 @@ def _prefers_other_files(stem: str | None, indexes: _Names, files: Sequence[str]
         return False
     stems = [stem] if stem is not None else [*indexes, *map(_stem_of_file, files)]
     return any(
-        one.startswith(f"{known}.")
+        name.startswith(f"{known}.")
         and (f"{other}{_OTHER_FILE}" in names or f"{other}{_OTHER_FILE}.index.json" in names)
         for known, other in _KNOWN_STEMS.items()
-        for one in stems
+        for name in stems
     )
 
 

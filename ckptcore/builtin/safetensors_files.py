@@ -1,28 +1,183 @@
-"""Headers of safetensors files, and JSON files in their directories. All content is hostile until checked."""
+"""The safetensors format: dtypes and headers, and JSON files in its directories. Content is hostile until checked.
+
+Names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also
+for dtypes smaller than a byte, whose elements are packed. The library refuses a tensor that does not end at a byte
+boundary.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.builtin.safetensors_writing import (
-    DTYPE_BITS,
-    DTYPES,
-    MAX_HEADER_BYTES,
-    METADATA,
-    PAIRS,
-    PART,
-    RAW,
-    SHARDING,
-)
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec
-from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
+
+_DTYPES: Final = (
+    ("BOOL", 8, "bool"),
+    ("F4", 4, None),
+    ("F6_E2M3", 6, None),
+    ("F6_E3M2", 6, None),
+    ("U8", 8, "uint8"),
+    ("I8", 8, "int8"),
+    ("F8_E5M2", 8, "float8_e5m2"),
+    ("F8_E4M3", 8, "float8_e4m3fn"),
+    ("F8_E8M0", 8, "float8_e8m0fnu"),
+    ("F8_E4M3FNUZ", 8, "float8_e4m3fnuz"),
+    ("F8_E5M2FNUZ", 8, "float8_e5m2fnuz"),
+    ("I16", 16, "int16"),
+    ("U16", 16, "uint16"),
+    ("F16", 16, "float16"),
+    ("BF16", 16, "bfloat16"),
+    ("I32", 32, "int32"),
+    ("U32", 32, "uint32"),
+    ("F32", 32, "float32"),
+    ("C64", 64, "complex64"),
+    ("F64", 64, "float64"),
+    ("I64", 64, "int64"),
+    ("U64", 64, "uint64"),
+)
+"""The dtypes of safetensors: name, bits per element, and name in NumPy or ml_dtypes. The library writes the tensors of
+the last dtype first."""
+
+DTYPES: Final[Mapping[str, str]] = {ours: name for name, _, ours in _DTYPES if ours is not None}
+"""The names of dtypes in safetensors, by their names in NumPy and ml_dtypes."""
+
+DTYPE_BITS: Final[Mapping[str, int]] = {name: bits for name, bits, _ in _DTYPES}
+"""Bits per element of each dtype of safetensors. The library writes the tensors of the last dtype first."""
+
+METADATA: Final = "__metadata__"
+"""The key of the metadata of a file in its header."""
+
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library."""
+
+PAIRS: Final = "torch.float4_e2m1fn_x2"
+"""The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
+
+RAW: Final = "safetensors."
+"""Prefix of the kind of an array with the bytes of a tensor whose dtype NumPy lacks. The name of the dtype follows."""
+
+PART: Final = "__ckptcore__"
+"""The key in the metadata of a file for the version of the root that describes it. Without a root, the structure,
+the values and the checksums are lost."""
+
+PART_VERSION: Final = "1"
+
+SHARDING: Final = "DCP_SHARDING_INFO"
+"""The key in the metadata of a file for the starts of its boxes."""
+
+
+def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
+    """Return the dtype and shape that a header states for an array."""
+    spec = record.spec
+    if spec.dtype == "uint8" and record.kind != PLAIN_ARRAY and spec.shape:
+        if record.kind == PAIRS:
+            return "F4", (*spec.shape[:-1], 2 * spec.shape[-1])
+        raw = _raw_entry(record)
+        if raw is not None:
+            return raw
+    if (known := DTYPES.get(spec.dtype)) is not None:
+        return known, spec.shape
+    dtype = spec.numpy_dtype
+    if dtype.kind in "mM":
+        return "I64", spec.shape
+    return "U8", spec.shape if dtype.itemsize == 1 else (*spec.shape, dtype.itemsize)
+
+
+def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
+    """Return the stored dtype and shape of an array that is loaded as bytes; None for other records."""
+    name = record.kind.removeprefix(RAW)
+    bits, shape = DTYPE_BITS.get(name), record.notes.get("shape")
+    if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
+        return None
+    extents = [extent for extent in shape if isinstance(extent, int)]
+    fits = min(extents, default=0) >= 0 and math.prod(extents) * bits == 8 * record.spec.size
+    return (name, extents) if fits and len(record.spec.shape) == 1 else None
+
+
+_ALIGNMENT: Final = 64
+_LARGE_ALIGNMENT: Final = 4096
+"""Alignment of the first element in a large file, in bytes: a page, so that direct I/O needs no copy."""
+
+
+def encode_file(
+    metadata: Mapping[str, JSON], tensors: Iterable[tuple[str, ArrayRecord]]
+) -> tuple[bytes, Sequence[int]]:
+    """Return the bytes of a file before its elements, and the position of each tensor in the file.
+
+    Args:
+        metadata: the metadata of the header.
+        tensors: the names and arrays, in the order of their elements.
+    """
+    header: dict[str, JSON] = {METADATA: metadata}
+    starts = []
+    position = 0
+    for name, record in tensors:
+        dtype, shape = header_entry(record)
+        starts.append(position)
+        position += record.spec.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[-1], position]}
+    head = _encode(header, _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT)
+    return head, [len(head) + start for start in starts]
+
+
+def _encode(header: Mapping[str, JSON], alignment: int) -> bytes:
+    """Return the length and the JSON of a header, with spaces up to a multiple of the alignment."""
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
+    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Sequence[str]]:
+    """Encode the header of a file, equal to the header of the safetensors library 0.8.
+
+    Args:
+        tensors: by name, the dtype (a key of `DTYPE_BITS`) and the shape in elements.
+        metadata: names and values, in the order in which they are written. None: write no metadata.
+
+    Returns:
+        The bytes before the first element, and the names in the order of their elements: wide dtypes first.
+
+    Raises:
+        ValueError: a dtype is unknown, the elements of a tensor do not fill whole bytes, a name is reserved, or the
+            header exceeds 100 MB, the limit of readers.
+        TypeError: a name, or a name or value of the metadata, is not a str.
+    """
+    header: dict[str, JSON] = {}
+    if metadata is not None:
+        if not all(isinstance(text, str) for entry in metadata.items() for text in entry):
+            raise TypeError("names and values of safetensors metadata must be str; use json.dumps(...) of other values")
+        header[METADATA] = dict(metadata)
+    if METADATA in tensors:
+        raise ValueError(f"a tensor cannot be named {METADATA!r}: safetensors stores metadata under this name")
+    for name, (dtype, _) in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"names of tensors must be str; found {name!r}")
+        if dtype not in DTYPE_BITS:
+            raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype!r}; expected one of {list(DTYPE_BITS)}")
+    order = {dtype: -position for position, dtype in enumerate(DTYPE_BITS)}
+    names = sorted(tensors, key=lambda name: (order[tensors[name][0]], name))
+    position = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        nbytes, rest = divmod(math.prod(shape) * DTYPE_BITS[dtype], 8)
+        if rest:
+            raise ValueError(f"tensor {name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        position += nbytes
+    encoded = _encode(header, 8)
+    if (nbytes := len(encoded) - 8) > _MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {nbytes} bytes; safetensors allows {_MAX_HEADER_BYTES}. Save several files")
+    return encoded, names
 
 
 class TensorEntry(NamedTuple):
@@ -113,7 +268,7 @@ _MAX_AXES: Final = 64
 
 def fits(header_bytes: int, file_bytes: int) -> bool:
     """Return True if a header of this length fits into a file of that length."""
-    return 2 <= header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8)
+    return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
 
 
 def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -> FileHeader:
@@ -153,10 +308,10 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
         isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
     ):
         raise CorruptCheckpointError(f"the __metadata__ of {name} is not a map of strings", key=name)
-    found = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
-    found.sort(key=_position)
+    entries = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
+    entries.sort(key=_position)
     position = start
-    for entry, tensor in found:
+    for entry, tensor in entries:
         if entry.start != position:
             raise CorruptCheckpointError(
                 f"the tensor {tensor!r} of {name} starts at byte {entry.start}, where byte {position} is expected; "
@@ -170,12 +325,10 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
             "damaged: restore it from a copy, or load another one",
             key=name,
         )
-    return FileHeader({tensor: entry for entry, tensor in found}, metadata, start)
+    return FileHeader({tensor: entry for entry, tensor in entries}, metadata, start)
 
 
-_ENTRY: Final = re.compile(
-    r'(?a),"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+","shape":\[[\d,]*)\],"data_offsets":\[(\d+,\d+)\]\}'
-)
+_ENTRY: Final = r'(?a),"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+","shape":\[[\d,]*)\],"data_offsets":\[(\d+,\d+)\]\}'
 """A tensor of a header as the safetensors library writes it: the name, the dtype and shape, the offsets."""
 
 _ENTRY_CHARACTERS: Final = len(',"":{"dtype":"],"data_offsets":[]}')
@@ -206,9 +359,9 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
         characters = 0
         kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
         tensors: dict[str, TensorEntry] = {}
-        found = _ENTRY.findall(rest)
+        matches = re.findall(_ENTRY, rest)
         offset = 0
-        for name, kind, offsets in found:
+        for name, kind, offsets in matches:
             if kind not in kinds:
                 dtype, _, extents = kind.partition('","shape":[')
                 shape = tuple(json.loads(f"[{extents}]"))
@@ -225,8 +378,8 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
     whole = (
         text[:1] == "{"
         and rest[-1:] == "}"
-        and characters + len(found) * _ENTRY_CHARACTERS == len(rest) - 1
-        and len(tensors) == len(found)
+        and characters + len(matches) * _ENTRY_CHARACTERS == len(rest) - 1
+        and len(tensors) == len(matches)
         and METADATA not in tensors
         and position + offset == file_bytes
     )
@@ -244,14 +397,10 @@ def _entry(tensor: str, described: Any, name: str, start: int) -> TensorEntry:
         raise CorruptCheckpointError(
             f"the header of {name} does not describe {tensor!r}: {error!r}", key=name
         ) from error
-    valid = type(dtype) is str and type(shape) is list and type(first) is int and type(last) is int
-    if valid:
-        valid = 0 <= first <= last and len(shape) <= _MAX_AXES
-    if valid:
-        for extent in shape:
-            if type(extent) is not int or extent < 0:
-                valid = False
-    if not valid:
+    have_types = type(dtype) is str and type(shape) is list and type(first) is int and type(last) is int
+    if not (have_types and 0 <= first <= last and len(shape) <= _MAX_AXES) or not all(
+        type(extent) is int and extent >= 0 for extent in shape
+    ):
         raise CorruptCheckpointError(
             f"the header of {name} describes {tensor!r} with dtype {dtype}, shape {shape} and offsets {first} to "
             f"{last}",

@@ -32,6 +32,10 @@ class ArrayShard:
     replica: int = 0
     replicas: int = 1
 
+    def with_elements(self, elements: HostArray | None) -> ArrayShard:
+        """Return the same box and replica with other elements."""
+        return ArrayShard(self.box, elements, self.replica, self.replicas)
+
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class ShardedArray:
@@ -149,7 +153,7 @@ class ShardedArrayHandler(LeafHandler):
         self.describe(leaf)  # refuses dtypes that cannot be stored
         if all(shard.elements is None for shard in leaf.shards):
             return leaf
-        shards = [ArrayShard(shard.box, None, shard.replica, shard.replicas) for shard in leaf.shards]
+        shards = [shard.with_elements(None) for shard in leaf.shards]
         return ShardedArray(leaf.shape, leaf.dtype, shards, cuts=leaf.cuts)
 
     def identity(self, leaf: ShardedArray) -> Hashable | None:
@@ -203,8 +207,8 @@ class ShardedArrayHandler(LeafHandler):
         """Return the same boxes with elements."""
         if isinstance(stored, ValueRecord):
             raise PluginError("a ShardedArray cannot be built from a value")
-        found = dict(boxes)
-        shards = [ArrayShard(shard.box, found[shard.box], shard.replica, shard.replicas) for shard in abstract.shards]
+        elements_of = dict(boxes)
+        shards = [shard.with_elements(elements_of[shard.box]) for shard in abstract.shards]
         return ShardedArray(abstract.shape, stored.spec.numpy_dtype, shards, cuts=abstract.cuts)
 
     def fill(self, target: ShardedArray, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
@@ -220,12 +224,12 @@ class ShardedArrayHandler(LeafHandler):
 
     def memory_to_fill(self, target: ShardedArray) -> Sequence[StridedMemory] | None:
         """Return the memory of the shards; None if one has no elements or is read-only."""
-        found = []
+        memory = []
         for shard in target.shards:
             if shard.elements is None or not shard.elements.flags.writeable:
                 return None
-            found.append(StridedMemory.of(shard.elements))
-        return found
+            memory.append(StridedMemory.of(shard.elements))
+        return memory
 
 
 def _elements(leaf: ShardedArray, box: Box) -> HostArray:

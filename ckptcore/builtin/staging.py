@@ -92,10 +92,10 @@ def _sweep(above: str) -> None:
     """Remove staging directories of ended processes of this user on this machine."""
     try:
         with os.scandir(above) as entries:
-            found = [entry.path for entry in entries if entry.name.startswith(_prefix())]
+            paths = [entry.path for entry in entries if entry.name.startswith(_prefix())]
     except PermissionError:
         return  # the directory may be writable but not readable
-    for path in found:
+    for path in paths:
         try:
             if os.lstat(path).st_uid != os.geteuid():
                 continue

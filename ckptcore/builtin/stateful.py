@@ -26,17 +26,15 @@ _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSI
 def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
     """Return the required positional parameters of a method without ``self``.
 
-    None if instances have no such method, or if it requires keyword-only arguments.
-
-    Raises:
-        ValueError: the method is not written in Python and has no signature.
+    None if instances have no such method, or if it requires keyword-only arguments or has no signature.
     """
-    method = getattr(value_type, name, None)
-    if method is None or not callable(method):
+    method = _method_of_instances(value_type, name)
+    if method is None:
         return None
-    if isinstance(inspect.getattr_static(value_type, name, None), staticmethod | classmethod):
-        return None
-    parameters = list(inspect.signature(method).parameters.values())
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return None  # not written in Python
     if not parameters or parameters[0].kind is inspect.Parameter.KEYWORD_ONLY:
         return None  # not even ``self``
     if parameters[0].kind in _BY_POSITION:
@@ -54,10 +52,8 @@ def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
 
 def accepts_arguments(value_type: type, name: str, count: int) -> bool:
     """Return True if a method can be called with `count` positional arguments, or if its signature is unknown."""
-    method = getattr(value_type, name, None)
-    if method is None or not callable(method):
-        return False
-    if isinstance(inspect.getattr_static(value_type, name, None), staticmethod | classmethod):
+    method = _method_of_instances(value_type, name)
+    if method is None:
         return False
     try:
         signature = inspect.signature(method)
@@ -68,6 +64,13 @@ def accepts_arguments(value_type: type, name: str, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _method_of_instances(value_type: type, name: str) -> Callable[..., object] | None:
+    """Return a method that takes an instance; None for static and class methods, and without one."""
+    method = getattr(value_type, name, None)
+    is_static = isinstance(inspect.getattr_static(value_type, name, None), staticmethod | classmethod)
+    return method if callable(method) and not is_static else None
 
 
 class _Missing:
@@ -137,8 +140,8 @@ def _element_name(own: Any) -> str:
 def _dtype_of_same_module(own: Any, name: str) -> object | None:
     """Return the dtype with another name from the module of the dtype's class; None for dtypes of NumPy."""
     kind = type(own.dtype)
-    found = getattr(sys.modules.get(kind.__module__), name, None)
-    return found if isinstance(found, kind) else None
+    dtype = getattr(sys.modules.get(kind.__module__), name, None)
+    return dtype if isinstance(dtype, kind) else None
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
@@ -186,8 +189,8 @@ def _keys_like(own: dict[Any, Any], stored: dict[Any, Any]) -> dict[Any, Any]:
     def requested(key: Any) -> Any:
         if not isinstance(key, str) or key in own:
             return key
-        found = int(key) if all_integers and _INTEGER.fullmatch(key) else of_text.get(key, key)
-        return key if found in stored else found
+        own_key = int(key) if all_integers and _INTEGER.fullmatch(key) else of_text.get(key, key)
+        return key if own_key in stored else own_key
 
     return {requested(key): key for key in stored}
 
@@ -239,18 +242,18 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(state: Any, other: Any) -> bool:
     """Return True if two states are certainly equal."""
-    if type(one) is not type(other):
+    if type(state) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_are_equal(state[key], other[key]) for key in state)
+    if isinstance(state, list | tuple):
+        return len(state) == len(other) and all(map(_are_equal, state, other))
     try:
-        if _is_array(one):
-            return np.array_equal(np.asarray(one), np.asarray(other))
-        return bool(one == other)
+        if _is_array(state):
+            return np.array_equal(np.asarray(state), np.asarray(other))
+        return bool(state == other)
     except (TypeError, ValueError, RuntimeError):  # of a device without host memory, or of a type that compares oddly
         return False
 
@@ -265,55 +268,38 @@ class StateDictHandler(CheckpointableHandler):
     priority = Priority.PROTOCOL
     per_process = True
 
+    _getter = "state_dict"
+    _setter = "load_state_dict"
+
     def flatten(self, value: Any) -> object:
-        """Return the state dict."""
-        return value.state_dict()
+        """Return the state."""
+        return getattr(value, self._getter)()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
         """Return the stored state, with the types of the object's own state."""
-        return state_to_load(value.state_dict(), stored)
+        return state_to_load(self.flatten(value), stored)
 
     def unflatten(self, like: Any, state: object) -> object:
-        """Return the state, for ``like.load_state_dict``."""
+        """Return the state, which the program passes to the setter."""
         return state
 
     def restore(self, target: Any, state: object) -> None:
-        """Load the state dict."""
-        target.load_state_dict(state)
+        """Set the state."""
+        getattr(target, self._setter)(state)
 
     def undo(self, target: Any) -> Callable[[], None]:
-        """Return a function that loads a copy of the present state dict."""
-        return undo_by(target.state_dict, target.load_state_dict)
+        """Return a function that sets a copy of the present state."""
+        return undo_by(getattr(target, self._getter), getattr(target, self._setter))
 
 
-class GetStateHandler(CheckpointableHandler):
+class GetStateHandler(StateDictHandler):
     """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state is a tree or bytes.
 
     Otherwise equal to `StateDictHandler`.
     """
 
-    priority = Priority.PROTOCOL
-    per_process = True
-
-    def flatten(self, value: Any) -> object:
-        """Return the state."""
-        return value.get_state()
-
-    def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the stored state, with the types of the object's own state."""
-        return state_to_load(value.get_state(), stored)
-
-    def unflatten(self, like: Any, state: object) -> object:
-        """Return the state, for ``like.set_state``."""
-        return state
-
-    def restore(self, target: Any, state: object) -> None:
-        """Set the state."""
-        target.set_state(state)
-
-    def undo(self, target: Any) -> Callable[[], None]:
-        """Return a function that sets a copy of the present state."""
-        return undo_by(target.get_state, target.set_state)
+    _getter = "get_state"
+    _setter = "set_state"
 
 
 class StateTreeHandler(CheckpointableHandler):
@@ -387,77 +373,63 @@ def state_handler(value_type: type) -> CheckpointableHandler | None:
     return None
 
 
-class NumpyGeneratorHandler(CheckpointableHandler):
-    """`numpy.random.Generator`: the state of its bit generator. The number of spawned children is not saved."""
+class _RandomHandler(CheckpointableHandler):
+    """A random generator, with its state as a dict."""
 
     priority = Priority.FRAMEWORK
     per_process = True
+
+    def flatten_to_load(self, value: Any, stored: object) -> object:
+        """Return the own state.
+
+        Raises:
+            TreeMismatchError: the state of another type of bit generator is stored. Its names differ, so options of a
+                load would mix the two.
+        """
+        own: Any = self.flatten(value)
+        expected = own["bit_generator"]
+        kind = stored.get("bit_generator") if isinstance(stored, dict) else None
+        if isinstance(kind, str) and kind != expected:
+            difference = f"the state is one of {kind}, the generator has {expected}"
+            raise TreeMismatchError(f"{difference}. Create the generator with {kind}, as it was saved", [difference])
+        return own
+
+    def unflatten(self, like: Any, state: object) -> object:
+        """Return the state, in the form of `flatten`."""
+        return state
+
+    def undo(self, target: Any) -> Callable[[], None]:
+        """Return a function that sets the present state."""
+        state = self.flatten(target)
+        return lambda: self.restore(target, state)
+
+
+class NumpyGeneratorHandler(_RandomHandler):
+    """`numpy.random.Generator`: the state of its bit generator. The number of spawned children is not saved."""
 
     def flatten(self, value: np.random.Generator) -> object:
         """Return the state in NumPy's form: a dict with the name of the bit generator, ints, and copies of arrays."""
         return value.bit_generator.state
 
-    def flatten_to_load(self, value: np.random.Generator, stored: object) -> object:
-        """Return the own state.
-
-        Raises:
-            TreeMismatchError: the state of another type of bit generator is stored.
-        """
-        _check_kind(type(value.bit_generator).__name__, stored)
-        return self.flatten(value)
-
-    def unflatten(self, like: np.random.Generator, state: object) -> object:
-        """Return the state, for ``like.bit_generator.state``."""
-        return state
-
     def restore(self, target: np.random.Generator, state: Any) -> None:
         """Set the state."""
         target.bit_generator.state = state
 
-    def undo(self, target: np.random.Generator) -> Callable[[], None]:
-        """Return a function that sets the present state."""
-        state = self.flatten(target)
-        return lambda: self.restore(target, state)
 
-
-class NumpyRandomStateHandler(CheckpointableHandler):
+class NumpyRandomStateHandler(_RandomHandler):
     """`numpy.random.RandomState`, NumPy's older generator."""
-
-    priority = Priority.FRAMEWORK
-    per_process = True
 
     def flatten(self, value: np.random.RandomState) -> object:
         """Return the state as a dict with copies of arrays."""
         return value.get_state(legacy=False)
 
-    def flatten_to_load(self, value: np.random.RandomState, stored: object) -> object:
-        """Return the own state.
-
-        Raises:
-            TreeMismatchError: the state of another type of bit generator is stored.
-        """
-        _check_kind(str(value.get_state(legacy=False)["bit_generator"]), stored)
-        return self.flatten(value)
-
-    def unflatten(self, like: np.random.RandomState, state: object) -> object:
-        """Return the state, for ``like.set_state``."""
-        return state
-
     def restore(self, target: np.random.RandomState, state: Any) -> None:
         """Set the state."""
         target.set_state(state)
 
-    def undo(self, target: np.random.RandomState) -> Callable[[], None]:
-        """Return a function that sets the present state."""
-        state = self.flatten(target)
-        return lambda: self.restore(target, state)
 
-
-class PythonRandomHandler(CheckpointableHandler):
+class PythonRandomHandler(_RandomHandler):
     """`random.Random`: the state of its Mersenne Twister."""
-
-    priority = Priority.FRAMEWORK
-    per_process = True
 
     def flatten(self, value: random.Random) -> object:
         """Return the version, the 625 words as an array, and the cached number of `gauss`."""
@@ -468,26 +440,9 @@ class PythonRandomHandler(CheckpointableHandler):
         """Return the stored state, because only one of the two states may have a cached number of `gauss`."""
         return state_to_load(self.flatten(value), stored)
 
-    def unflatten(self, like: random.Random, state: object) -> object:
-        """Return the state, in the form of `flatten`."""
-        return state
-
     def restore(self, target: random.Random, state: Any) -> None:
         """Set the state."""
         target.setstate((state["version"], tuple(state["state"].tolist()), state["gauss_next"]))
-
-    def undo(self, target: random.Random) -> Callable[[], None]:
-        """Return a function that sets the present state."""
-        state = target.getstate()
-        return lambda: target.setstate(state)
-
-
-def _check_kind(expected: str, stored: object) -> None:
-    """Refuse the state of another kind, whose names differ: options of a load would mix the two."""
-    found = stored.get("bit_generator") if isinstance(stored, dict) else None
-    if isinstance(found, str) and found != expected:
-        difference = f"the state is one of {found}, the generator has {expected}"
-        raise TreeMismatchError(f"{difference}. Create the generator with {found}, as it was saved", [difference])
 
 
 _GENERATOR: Final = NumpyGeneratorHandler()

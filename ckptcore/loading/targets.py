@@ -41,8 +41,15 @@ from ckptcore.protocols import FilesHandler, LeafHandler
 from ckptcore.runtime import Runtime, runtime_of
 from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import STATE_OF, Flat, flatten, own_values, per_process_values, rebuild
-from ckptcore.tree.restoring import first_fixed, restore, shared_containers
-from ckptcore.tree.shapes import Shape, lacks_object_at, objects_that_may_refuse, unflatten
+from ckptcore.tree.shapes import (
+    Shape,
+    first_fixed,
+    lacks_object_at,
+    objects_that_may_refuse,
+    restore,
+    shared_containers,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from ckptcore.loading.undo import Undo
@@ -574,7 +581,7 @@ def _check_shared_containers(
     Args:
         checkpoint: the checkpoint.
         numbers: by leaf, the number of the stored leaf, or None.
-        shared: the leaves of each two occurrences. See `ckptcore.tree.restoring.shared_containers`.
+        shared: the leaves of each two occurrences. See `ckptcore.tree.shapes.shared_containers`.
         refusal: returns the error for the numbers of two stored leaves.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final, cast
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.safetensors_writing import DTYPES
+from ckptcore.builtin.safetensors_files import DTYPES
 from ckptcore.commit.file_names import refuse_file_name
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.single_file import FileTransaction, file_exists

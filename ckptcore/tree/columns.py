@@ -1,17 +1,77 @@
-"""Rules for columns: the containers of a value that are one leaf, in a save and in a load."""
+"""Columns: containers of plain values that are one leaf. See `ckptcore.model.columns`.
+
+Rules decide which containers of a value are columns, in a save and in a load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 from ckptcore.builtin.containers import is_builtin_container
-from ckptcore.builtin.number_columns import REQUESTED_COLUMN
+from ckptcore.builtin.host_leaves import HostValueHandler
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.columns import COLUMN_KINDS, is_column, is_plain
-from ckptcore.model.metadata import TreeMetadata, ValueRecord
+from ckptcore.model.metadata import LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import Key
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler
+from ckptcore.protocols import ContainerHandler, Flattened, LeafHandler, Priority
+
+
+class _RequestedColumn(HostValueHandler):
+    """A container that requests a stored column. Its own values are not encoded: the stored ones replace them all."""
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """Return the kind alone."""
+        return ValueRecord(next(kind for of, kind in COLUMN_KINDS.items() if isinstance(leaf, of)), None)
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """Return the stored values in a container of the requested type."""
+        values: Any = super().build(None, stored, boxes)
+        if type(abstract) is type(values):
+            return values
+        if isinstance(abstract, tuple):
+            return tuple(values)
+        if type(abstract) is list:
+            return list(values)
+        result = copy.copy(abstract)  # with the attributes of its instance
+        _replace_values(result, values)
+        return result
+
+
+class _ColumnContainer(ContainerHandler):
+    """Puts a loaded column into its container, like the children of another container."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: Any) -> Flattened:
+        """Return the whole container as its only child."""
+        return Flattened("object", (0,), (value,))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """Return the column itself."""
+        return children[0]
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return the column, if the container is mutable."""
+        return () if isinstance(target, tuple) else (0,)
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Replace all values in the container, which other objects may refer to."""
+        _replace_values(target, children[0])
+
+
+def _replace_values(target: Any, values: Any) -> None:
+    if isinstance(target, dict):
+        target.clear()
+        target.update(values)
+    else:
+        target[:] = values
+
+
+COLUMN_CONTAINER: Final = _ColumnContainer()
+_REQUESTED_COLUMN: Final = _RequestedColumn()
 
 
 class ColumnRule(Protocol):
@@ -54,7 +114,7 @@ class RequestedColumns(NamedTuple):
         kind = self.kinds.get(tuple(map(str, path)))
         if kind is None or not isinstance(value, dict if kind == "dict" else list | tuple) or not is_plain(value):
             return None
-        return REQUESTED_COLUMN
+        return _REQUESTED_COLUMN
 
 
 _EXAMPLES: Final = (None, False, 0, 0.0, "")
@@ -71,12 +131,12 @@ def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
 def requested_columns(tree: TreeMetadata) -> RequestedColumns | None:
     """Return the rule for a load of a stored tree; None if it has no column."""
     kinds = {*COLUMN_KINDS.values()}
-    if not any(isinstance(record, ValueRecord) and record.kind in kinds for record in tree.leaves):
+    columns = {
+        leaf: record.kind
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ValueRecord) and record.kind in kinds
+    }
+    if not columns:
         return None
-    return RequestedColumns(
-        {
-            tuple(map(str, path)): record.kind
-            for path, record in zip(tree.paths, tree.leaves, strict=True)
-            if isinstance(record, ValueRecord) and record.kind in kinds
-        }
-    )
+    paths = tree.paths  # of all leaves, which takes time
+    return RequestedColumns({tuple(map(str, paths[leaf])): kind for leaf, kind in columns.items()})

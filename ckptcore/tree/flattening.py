@@ -12,7 +12,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from ckptcore.builtin.number_columns import COLUMN_CONTAINER
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.tree import (
@@ -39,7 +38,7 @@ from ckptcore.protocols import (
     Flattened,
     LeafHandler,
 )
-from ckptcore.tree.columns import ColumnRule, SavedColumns
+from ckptcore.tree.columns import COLUMN_CONTAINER, ColumnRule, SavedColumns
 from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, rank_of_key
 
 PLACEHOLDER: Final = ...
@@ -124,10 +123,8 @@ def flatten(
     if walk.unsupported and refusals is not None:
         refusals.extend(map(UnsupportedLeafError, walk.unsupported))
     elif walk.unsupported:
-        raise UnsupportedLeafError(
-            "; ".join(walk.unsupported[:20])
-            + (f"; and {len(walk.unsupported) - 20} more" if len(walk.unsupported) > 20 else "")
-        )
+        more = f"; and {len(walk.unsupported) - 20} more" if len(walk.unsupported) > 20 else ""
+        raise UnsupportedLeafError("; ".join(walk.unsupported[:20]) + more)
     return Flat(skeleton, walk.leaves, walk.handlers, shape)
 
 
@@ -143,9 +140,8 @@ class _Flattening:
     ) -> None:
         self.columns = columns
         self.rank = rank
+        self.plugins = plugins
         self.dispatch = plugins.dispatch
-        self.unsupported_reason = plugins.unsupported_reason
-        self.abstract_of = plugins.abstract_of
         self.placeholders = placeholders
         self.stored_at = stored_at
         self.refusals = refusals
@@ -157,27 +153,21 @@ class _Flattening:
         self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
-        found = self.dispatch(value)
-        if found.leaf is not None:
-            self.leaves.append(value)
-            self.handlers.append(found.leaf)
-            return LEAF, None
-        if value is PLACEHOLDER and self.placeholders:
-            self.leaves.append(value)
-            self.handlers.append(None)
-            return LEAF, None
-        if found.container is None and found.checkpointable is None:
-            reason = self.unsupported_reason(value)
-            if remedy := next((one.remedy for one in reversed(self.containers) if one.remedy), None):
+        dispatched = self.dispatch(value)
+        container = dispatched.container
+        if dispatched.leaf is not None or (value is PLACEHOLDER and self.placeholders):
+            return self._leaf(value, dispatched.leaf)
+        if container is None and dispatched.checkpointable is None:
+            reason = self.plugins.unsupported_reason(value)
+            if remedy := next((outer.remedy for outer in reversed(self.containers) if outer.remedy), None):
                 reason = f"{reason}, or {remedy}"
             self.unsupported.append(
                 f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
-            return self._placeholder()
-        column = None if self.columns is None or found.container is None else self.columns.handler(value, self.path)
+            return self._leaf(PLACEHOLDER, None)
+        column = None if self.columns is None or container is None else self.columns.handler(value, self.path)
         if column is not None:
-            self.leaves.append(value)
-            self.handlers.append(column)
+            self._leaf(value, column)
             return LEAF, Container(value, COLUMN_CONTAINER, (0,), (None,), 1, None)
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -189,9 +179,9 @@ class _Flattening:
         count, length, depth = len(leaves), len(self.path), self.depth
         try:
             result = (
-                self._checkpointable(value, found.checkpointable)
-                if found.container is None
-                else self._container(value, found.container)
+                self._checkpointable(value, dispatched.checkpointable)
+                if container is None
+                else self._container(value, container)
             )
         except Exception as error:
             if self.refusals is None:
@@ -207,15 +197,15 @@ class _Flattening:
             self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
-            result = self._placeholder()
+            result = self._leaf(PLACEHOLDER, None)
         del self.containers[containers:]
         self.depth -= 1
         return result
 
-    def _placeholder(self) -> tuple[Skeleton, Shape]:
-        """Return the node for a value that cannot be saved."""
-        self.leaves.append(PLACEHOLDER)
-        self.handlers.append(None)
+    def _leaf(self, value: object, handler: LeafHandler | None) -> tuple[Skeleton, Shape]:
+        """Add a leaf and return its node. `PLACEHOLDER` also stands for a value that cannot be saved."""
+        self.leaves.append(value)
+        self.handlers.append(handler)
         return LEAF, None
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
@@ -225,14 +215,14 @@ class _Flattening:
         if self.stored_at is not None and type(handler).flatten_to_load is not CheckpointableHandler.flatten_to_load:
             stored = self.stored_at(tuple(self.path))
             if stored is PLACEHOLDER and self.placeholders:
-                return self._placeholder()
+                return self._leaf(PLACEHOLDER, None)
         try:
             state = handler.flatten(value) if stored is None else handler.flatten_to_load(value, stored)
         except UnsupportedLeafError as error:
             if handler.is_object:
                 raise
             self.unsupported.append(f"{format_path(tuple(self.path))}: {error}")
-            return self._placeholder()
+            return self._leaf(PLACEHOLDER, None)
         except TreeMismatchError as error:
             if handler.is_object:
                 raise
@@ -255,7 +245,7 @@ class _Flattening:
         for position in range(start, len(self.leaves)):
             leaf = self.leaves[position]
             if type(leaf) is AbstractArray and leaf.framework is not None:
-                abstract = self.abstract_of(leaf)
+                abstract = self.plugins.abstract_of(leaf)
                 if abstract is not None:
                     self.leaves[position], self.handlers[position] = abstract, self.dispatch(abstract).leaf
 
@@ -271,22 +261,22 @@ class _Flattening:
         if not _KEY_TYPES.issuperset(map(type, keys)):
             keys = tuple([self._key(key) for key in keys])
         dispatch = self.dispatch
-        found = [dispatch(child).leaf for child in children]
-        inner = [position for position, leaf in enumerate(found) if leaf is None]
+        leaf_handlers = [dispatch(child).leaf for child in children]
+        inner = [position for position, leaf in enumerate(leaf_handlers) if leaf is None]
         order = _visiting_order(keys, inner)
         before = len(self.leaves)
-        skeletons: list[Skeleton] = [LEAF] * len(found)
-        shapes: list[Shape] = [None] * len(found)
+        skeletons: list[Skeleton] = [LEAF] * len(leaf_handlers)
+        shapes: list[Shape] = [None] * len(leaf_handlers)
         if order is None:
             # Adjacent leaves, the common case, are added together, without a call for each.
             start = 0
             for position in inner:
                 self.leaves.extend(children[start:position])
-                self.handlers.extend(found[start:position])
+                self.handlers.extend(leaf_handlers[start:position])
                 skeletons[position], shapes[position] = self._child(keys[position], children[position])
                 start = position + 1
             self.leaves.extend(children[start:])
-            self.handlers.extend(found[start:])
+            self.handlers.extend(leaf_handlers[start:])
         else:
             leaves, handlers = self.leaves, self.handlers
             parts: dict[int, tuple[list[object], list[LeafHandler | None]]] = {}
@@ -294,7 +284,7 @@ class _Flattening:
                 parts[position] = self.leaves, self.handlers = [], []
                 skeletons[position], shapes[position] = self._child(keys[position], children[position])
             self.leaves, self.handlers = leaves, handlers
-            for position, (child, leaf) in enumerate(zip(children, found, strict=True)):
+            for position, (child, leaf) in enumerate(zip(children, leaf_handlers, strict=True)):
                 below, of_them = parts.get(position, ([child], [leaf]))
                 leaves.extend(below)
                 handlers.extend(of_them)
@@ -348,38 +338,28 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
     return None if order == tuple(inner) else order
 
 
-def per_process_objects(shape: Shape) -> Iterator[tuple[TreePath, object]]:
-    """Return the per-process objects in a value, with their paths."""
-    return _per_process_objects(shape, ())
-
-
-def _per_process_objects(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
+def per_process_objects(shape: Shape, path: TreePath = ()) -> Iterator[tuple[TreePath, object]]:
+    """Yield the per-process objects in a value at a path, with their paths."""
     if isinstance(shape, ObjectNode):
         # An object that wraps what differs in its state shares the rest.
-        if shape.handler.per_process and next(_per_process_values(shape.state, path), None) is None:
+        if shape.handler.per_process and next(per_process_values(shape.state, path), None) is None:
             yield path, shape.like
         else:
-            yield from _per_process_objects(shape.state, path)
+            yield from per_process_objects(shape.state, path)
     elif isinstance(shape, Container) and not isinstance(shape.like, PerProcess):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _per_process_objects(child, (*path, key))
+        for child, inner, _ in shape.nodes(path):
+            yield from per_process_objects(child, inner)
 
 
-def per_process_values(shape: Shape) -> Iterator[TreePath]:
-    """Return the paths of the outermost `PerProcess` wrappers in a value."""
-    return _per_process_values(shape, ())
-
-
-def _per_process_values(shape: Shape, path: TreePath) -> Iterator[TreePath]:
+def per_process_values(shape: Shape, path: TreePath = ()) -> Iterator[TreePath]:
+    """Yield the paths of the outermost `PerProcess` wrappers in a value at a path."""
     if isinstance(shape, ObjectNode):
-        yield from _per_process_values(shape.state, path)
+        yield from per_process_values(shape.state, path)
     elif isinstance(shape, Container) and isinstance(shape.like, PerProcess):
         yield path
     elif isinstance(shape, Container):
-        for key, child in zip(shape.keys, shape.children, strict=True):
-            if child is not None:
-                yield from _per_process_values(child, (*path, key))
+        for child, inner, _ in shape.nodes(path):
+            yield from per_process_values(child, inner)
 
 
 def per_process_leaves(flat: Flat) -> frozenset[int]:

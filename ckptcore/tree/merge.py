@@ -78,23 +78,22 @@ def refuse_different_arrays(
     Raises:
         TreeMismatchError: lists the arrays, with the ranks that have equal elements.
     """
-    found: dict[tuple[TreePath, str], dict[int, list[int]]] = {}
+    ranks_of: dict[tuple[TreePath, str], dict[int, list[int]]] = {}
     for tree, of_tree, having in zip(trees, digests, ranks, strict=True):
         paths = tree.paths
         for box, digest in of_tree.items():
             leaf, _, part = box.partition(" ")
-            found.setdefault((paths[int(leaf)], part), {}).setdefault(digest, []).extend(having)
+            ranks_of.setdefault((paths[int(leaf)], part), {}).setdefault(digest, []).extend(having)
     lines = {
         path: f"{format_path(path)}: different on " + "; ".join([_ranks(group, "rank") for group in by_digest.values()])
-        for (path, _), by_digest in found.items()
+        for (path, _), by_digest in ranks_of.items()
         if len(by_digest) > 1
     }
     if lines:
         differences = list(lines.values())
-        shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise TreeMismatchError(
-            f"arrays that every rank has must be equal, because this layout writes some from each rank:{shown}{more}\n"
+            "arrays that every rank has must be equal, because this layout writes some from each rank:"
+            f"{_listed(differences)}\n"
             "To store the array of every rank, wrap it in PerProcess(...). To store one for all, copy it from one rank "
             "to the others before the save, for example with torch.distributed.broadcast, or use the layout "
             "safetensors, which stores that of the lowest rank. Nothing was written",
@@ -126,20 +125,21 @@ class _TreeMerge:
         """By leaf, its number in each tree that has it."""
         self._numbers = [{path: number for number, path in enumerate(tree.paths)} for tree in trees]
 
-    def node(self, path: TreePath, found: Sequence[tuple[int, Skeleton]]) -> Skeleton:
+    def node(self, path: TreePath, subtrees: Sequence[tuple[int, Skeleton]]) -> Skeleton:
         """Merge the nodes that some trees have at a path."""
-        nodes = [(tree, node) for tree, node in found if isinstance(node, Node)]
+        nodes = [(tree, node) for tree, node in subtrees if isinstance(node, Node)]
         if not nodes:
-            self._leaf(path, [tree for tree, _ in found])
+            self._leaf(path, [tree for tree, _ in subtrees])
             return LEAF
         first = nodes[0][1]
-        kinds = {tree: node.kind if isinstance(node, Node) else "a leaf" for tree, node in found}
+        kinds = {tree: node.kind if isinstance(node, Node) else "a leaf" for tree, node in subtrees}
         if len(set(kinds.values())) > 1:
             self._differ(path, kinds)
             return LEAF
         keys = tuple(dict.fromkeys([key for _, node in nodes for key in node.keys]))
         if first.kind not in _MAPPINGS and any(node.keys != first.keys for _, node in nodes):
-            self._differ(path, {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}, _keys_of(nodes))
+            lengths = {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}
+            self._differ(path, lengths, {tree: node.keys for tree, node in nodes})
             return LEAF
         children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
         merged = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
@@ -151,14 +151,11 @@ class _TreeMerge:
         Raises:
             TreeMismatchError
         """
-        lines = self.differences
-        if lines:
-            shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
-            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        if self.differences:
             raise TreeMismatchError(
-                f"the {self.savers}s save different trees, which cannot be merged:{shown}{more}\n"
+                f"the {self.savers}s save different trees, which cannot be merged:{_listed(self.differences)}\n"
                 f"{_RULES[self.savers]}. Nothing was written",
-                lines,
+                self.differences,
             )
 
     def aliases(self) -> dict[int, int]:
@@ -238,8 +235,10 @@ class _TreeMerge:
         )
 
 
-def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
-    return {tree: node.keys for tree, node in nodes}
+def _listed(differences: Sequence[str]) -> str:
+    """Return the first differences, each on a line of its own."""
+    more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    return "".join(f"\n  {line}" for line in differences[:_SHOWN]) + more
 
 
 def _is_whole(record: LeafRecord) -> bool:

@@ -41,8 +41,8 @@ class NameSuggestions:
             return None
         import difflib  # needed only for errors
 
-        found = difflib.get_close_matches(name, self._likely(name), 1)
-        return found[0] if found else None
+        similar = difflib.get_close_matches(name, self._likely(name), 1)
+        return similar[0] if similar else None
 
     def _likely(self, name: str) -> Sequence[str]:
         """Return the few names that may be similar."""
