@@ -83,7 +83,12 @@ DISTRIBUTIONS: Final = (
     Distribution("integrations", "ckptcore_integrations"),
     Distribution("testing", "ckptcore_testing"),
     Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
-    Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
+    Distribution(
+        "transforms",
+        "ckptcore_transforms",
+        names={"transforms": ""},
+        internals={"apply_transforms": "transformed"},
+    ),
     Distribution(
         "tools",
         "ckptcore_tools",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
+from ckptcore.distributions import import_name
 from ckptcore.errors import CheckpointError, TreeMismatchError
 from ckptcore.loading.reading import default_handlers
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
@@ -147,9 +148,9 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
         return checkpoint
     if checkpoint.is_files:
         raise files_instead(checkpoint)
-    from ckptcore.loading.transformed import apply_transforms  # only transforms need it
-
-    return apply_transforms(checkpoint, transforms, context)
+    apply_transforms: Any = import_name("apply_transforms", purpose="a load with transforms")
+    changed: Checkpoint = apply_transforms(checkpoint, transforms, context)
+    return changed
 
 
 def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context) -> frozenset[int]:
