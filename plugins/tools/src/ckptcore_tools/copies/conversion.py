@@ -21,7 +21,6 @@ from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_r
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named
-from ckptcore.inspection.left_out import check_left_out
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.reading import check_sizes
 from ckptcore.loading.stored_trees import transformed
@@ -41,6 +40,7 @@ from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.foreign_files import check_left_out
 from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.optimizer_parts import find_optimizers
