@@ -19,7 +19,8 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import Event, readable_events
-from ckptcore.loading.stored_trees import abstract_tree, transformed
+from ckptcore.loading.abstract_trees import abstract_tree
+from ckptcore.loading.load import transformed
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.notebooks import ShownInNotebooks

@@ -14,9 +14,9 @@ from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.load import LoadRequest, ReportBuilder
+from ckptcore.loading.load import LoadRequest, ReportBuilder, transformed
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
-from ckptcore.loading.stored_trees import chosen_leaves, transformed
+from ckptcore.loading.selections import chosen_leaves
 from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray

@@ -21,7 +21,7 @@ from ckptcore import PLACEHOLDER, AbstractArray, Context, select
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.stored_trees import chosen_leaves
+from ckptcore.loading.selections import chosen_leaves
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.opening.derived import derive
 from ckptcore.opening.open_checkpoints import open_checkpoint

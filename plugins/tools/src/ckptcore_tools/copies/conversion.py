@@ -22,8 +22,8 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.load import transformed
 from ckptcore.loading.reading import check_sizes
-from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
