@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -84,6 +84,29 @@ def missing_members(
     if (lost := lost_problem(composite, absent)) is not None:
         problems.append(lost)
     return absent, problems
+
+
+def members_by_name(composite: CompositeCheckpoint) -> dict[str, list[str]]:
+    """Return the directories of each checkpointable that exist and are not being deleted, in the order of the save."""
+    return {name: list(directories) for name, directories in existing_members(composite)}
+
+
+def open_members(
+    directories: Mapping[str, Iterable[str]], open_one: MemberOpener
+) -> Iterator[tuple[str, Checkpoint | CheckpointError]]:
+    """Open checkpointables one after the other. Yields the directory and the checkpoint, or the error of opening it.
+
+    Args:
+        directories: the directories to open, by name of the checkpointable.
+        open_one: opens one of them.
+    """
+    for name, of_name in directories.items():
+        for directory in of_name:
+            try:
+                member: Checkpoint | CheckpointError = open_one(name, directory)
+            except CheckpointError as error:
+                member = error
+            yield directory, member
 
 
 def lost_problem(composite: CompositeCheckpoint, absent: Collection[str]) -> Problem | None:
@@ -245,19 +268,13 @@ class FileCheck:
 
     def _check_named(self, composite: CompositeCheckpoint, open_one: MemberOpener) -> StoredFiles:
         """Check the files of several checkpointables of other software."""
-        nbytes, problems = 0, list[Problem]()
-        existing: dict[str, list[str]] = {}
-        for name, directories in existing_members(composite):
-            for directory in directories:
-                existing.setdefault(name, []).append(directory)
-                try:
-                    opened = open_one(name, directory)
-                except (CorruptCheckpointError, StorageError):
-                    raise
-                except CheckpointError:
-                    continue  # no installed layout reads it, so its files are unknown
-                nbytes += opened.tree.nbytes
-                problems += self._wrong_in_foreign(opened, f"{directory}/")
+        nbytes, problems, existing = 0, list[Problem](), members_by_name(composite)
+        for directory, member in open_members(existing, open_one):
+            if isinstance(member, CorruptCheckpointError | StorageError):
+                raise member
+            if isinstance(member, Checkpoint):  # otherwise no installed layout reads it, so its files are unknown
+                nbytes += member.tree.nbytes
+                problems += self._wrong_in_foreign(member, f"{directory}/")
         absent, missing = missing_members(composite, existing)
         return StoredFiles(nbytes, (*problems, *missing), absent)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from typing import Final
 
 from ckptcore.commit.location import AnyLocation
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.inspection.completeness import open_members
 from ckptcore.model.metadata import unreadable_error
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
-from ckptcore.opening.open_checkpoints import open_member, present_members
+from ckptcore.opening.open_checkpoints import member_opener, present_members
 from ckptcore.protocols import StorageBackend
 
 _STATE: Final = re.compile(
@@ -75,13 +75,12 @@ def files_read_by(
     if isinstance(checkpoint, Checkpoint):
         trees.append(("", checkpoint))
     else:
-        for name, directories in present_members(checkpoint).items():
-            read.update(directories)  # a checkpointable may be a file
-            for directory in directories:
-                with suppress(CheckpointError):  # the caller reports it
-                    trees.append((f"{directory}/", open_member(checkpoint, name, directory, source, context)))
-    for prefix, member in trees:
-        stored = member
+        present = present_members(checkpoint)
+        read.update(*present.values())  # a checkpointable may be a file
+        for directory, member in open_members(present, member_opener(checkpoint, source, context)):
+            if isinstance(member, Checkpoint):  # the caller reports the others
+                trees.append((f"{directory}/", member))
+    for prefix, stored in trees:
         while stored.derived is not None:  # what it is computed from is no part of its tree
             stored = stored.derived.sources[0]
         read.update(f"{prefix}{key}" for key in (*stored.objects, *stored.origin.files))
