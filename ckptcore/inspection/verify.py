@@ -27,7 +27,7 @@ from ckptcore.inspection.completeness import Problem, members_by_name, missing_m
 from ckptcore.inspection.left_out import left_out_of
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
+from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read, read_leaf
 from ckptcore.model.adapters import adapter_gaps
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
@@ -369,7 +369,6 @@ class _Verification:
             InsufficientMemoryError: not even a part of an array can be read. It may be sound or damaged.
         """
         checkpoint, unverified = self._checkpoint, set[str]()
-        array, _ = default_handlers(runtime_of(self._context).registry)
         for number, record in enumerate(checkpoint.tree.leaves):
             path = format_path(checkpoint.tree.paths[number])
             error = unreadable_error(record)
@@ -381,7 +380,7 @@ class _Verification:
                 try:
                     with naming_arrays(checkpoint):
                         try:
-                            read_leaves(checkpoint, [number], [array], [None], self._context)
+                            read_leaf(checkpoint, number, self._context)
                             unverified.update(checkpoint.index.unverified(number, checkpoint.store))
                         except InsufficientMemoryError:
                             _read_in_pieces(checkpoint, number, record.spec)

@@ -282,8 +282,8 @@ class CompositeLoad:
 
     def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
         """Take part in the collective load of a checkpointable that this process does not request."""
-        opened = open_member(composite, name, name, self.location, self.context)
-        source = opened if opened.root is None else SubPath(self.location, name)
+        checkpoint = open_member(composite, name, name, self.location, self.context)
+        source = checkpoint if checkpoint.root is None else SubPath(self.location, name)
         load_nothing(source, self.context, self.recording)
 
     def _add_changed(self, name: str) -> None:

@@ -155,17 +155,17 @@ class CollectiveAttempt(Generic[T]):
 
     def plan(self) -> TreeRead | None:
         """Open the checkpoint and plan; None if it was replaced meanwhile."""
-        opened: list[Checkpoint] = []
+        checkpoint: list[Checkpoint] = []
         planned: list[TreeRead] = []
 
         def open_it() -> JSON:
-            opened.append(self._load.open())
+            checkpoint.append(self._load.open())
             return None
 
         def plan_it() -> JSON:
-            with naming_arrays(opened[0]):
-                planned.append(self._load.plan(opened[0]))
-            return self._message(opened[0], planned[0])
+            with naming_arrays(checkpoint[0]):
+                planned.append(self._load.plan(checkpoint[0]))
+            return self._message(checkpoint[0], planned[0])
 
         if self._take_step("open", open_it) is None:
             return None
@@ -176,7 +176,7 @@ class CollectiveAttempt(Generic[T]):
         """Restore what a process may refuse, on all of them; False if the checkpoint was replaced meanwhile."""
 
         def begin() -> JSON:
-            with naming_arrays(reading.opened):
+            with naming_arrays(reading.checkpoint):
                 self._load.begin(reading)
             return None
 
@@ -186,7 +186,7 @@ class CollectiveAttempt(Generic[T]):
         """Read the planned data; False if the checkpoint was replaced meanwhile."""
 
         def read() -> JSON:
-            with naming_arrays(reading.opened):
+            with naming_arrays(reading.checkpoint):
                 self._load.read(reading)
             self._expect_unchanged()
             return None

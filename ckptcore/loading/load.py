@@ -228,7 +228,7 @@ class Load(Generic[T]):
             read_planned: runs the plan; None: see `read_planned` of the load.
         """
         self.has_begun = True
-        if not reading.leaf_reads and reading.opened.is_files:
+        if not reading.leaf_reads and reading.checkpoint.is_files:
             return  # the target reads the files
         with self.recording.phase("read", nbytes := reading.nbytes):
             if reading.progress is not None:
@@ -237,8 +237,8 @@ class Load(Generic[T]):
 
     def build(self, reading: TreeRead) -> T:
         """Build the result, after checking that no base or other additional checkpoint was replaced."""
-        if reading.opened.derived is not None:
-            check_additional(reading.opened)
+        if reading.checkpoint.derived is not None:
+            check_additional(reading.checkpoint)
         return self.target.build(self, reading)
 
 

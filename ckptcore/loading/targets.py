@@ -242,7 +242,7 @@ class _RestoredFiles(LoadTarget[object]):
         """Copy and verify the files in a local directory, and restore the object from it."""
         from ckptcore.builtin.staging import StagingDirectory  # only objects that write files need it
 
-        checkpoint, directory = reading.opened, StagingDirectory()
+        checkpoint, directory = reading.checkpoint, StagingDirectory()
         try:
             with load.recording.phase("read", sum([record.size for record in checkpoint.objects.values()])):
                 _copy_out(checkpoint, directory.path)

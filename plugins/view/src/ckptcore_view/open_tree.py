@@ -52,12 +52,12 @@ class OpenTree:
     @property
     def checkpoint(self) -> Checkpoint:
         """The checkpoint."""
-        return self.state.opened
+        return self.state.checkpoint
 
     @property
     def tree(self) -> TreeMetadata:
         """Its tree."""
-        return self.state.opened.tree
+        return self.state.checkpoint.tree
 
     @cached_property
     def version(self) -> str:
