@@ -188,8 +188,8 @@ class _Walk:
         skeletons: list[Skeleton] = []
         shapes: list[Shape] = []
         for key, child, child_shape in zip(asked.keys, asked.children, shape.children, strict=True):
-            found, first = below.get(str(key), (None, 0))
-            skeleton, made = self.node(child, child_shape, position, found, first)
+            stored_child, first = below.get(str(key), (None, 0))
+            skeleton, made = self.node(child, child_shape, position, stored_child, first)
             skeletons.append(skeleton)
             shapes.append(made)
             position += leaf_count(child)
@@ -253,11 +253,10 @@ class _Walk:
             if str(key) in others:
                 number += leaf_count(child)
                 continue
-            one, one_shape, first = requested.get(str(key), (LEAF, None, None))
             skeleton, made = (
-                self._as_stored(LEAF, None, 0, child, number)
-                if first is None
-                else self.node(one, one_shape, first, child, number)
+                self.node(*requested[str(key)], child, number)
+                if str(key) in requested
+                else self._as_stored(LEAF, None, 0, child, number)
             )
             skeletons.append(skeleton)
             shapes.append(made)
@@ -289,12 +288,12 @@ def _containers(shape: Shape) -> Iterator[int]:
 
 def _children(stored: Skeleton, number: int) -> dict[str, tuple[Skeleton, int]]:
     """Return the children of a stored node by the text of their keys, each with the number of its first leaf."""
-    found: dict[str, tuple[Skeleton, int]] = {}
+    children: dict[str, tuple[Skeleton, int]] = {}
     if isinstance(stored, Node):
         for key, child in zip(stored.keys, stored.children, strict=True):
-            found[str(key)] = child, number
+            children[str(key)] = child, number
             number += leaf_count(child)
-    return found
+    return children
 
 
 def _is_plain(node: Skeleton) -> bool:

@@ -29,36 +29,36 @@ class Undo:
 
     def __init__(self) -> None:
         """Keep nothing yet."""
-        self._before: dict[int, tuple[object, Callable[[], None] | None]] = {}
-        self._changed: dict[int, str] = {}
+        self._before: dict[int, tuple[LiveObject, Callable[[], None] | None]] = {}
+        self._changed: set[int] = set()
 
-    def add(self, found: LiveObject) -> None:
+    def add(self, live: LiveObject) -> None:
         """Keep the present state of an object; if the load is repeated, the first one."""
-        if id(found.node.like) not in self._before:
-            self._before[id(found.node.like)] = found.node.like, found.undo()
+        if id(live.node.like) not in self._before:
+            self._before[id(live.node.like)] = live, live.undo()
 
-    def restore(self, found: LiveObject, leaves: Sequence[object], source: Source) -> None:
+    def restore(self, live: LiveObject, leaves: Sequence[object], source: Source) -> None:
         """Restore an object that was added.
 
         Args:
-            found: the object.
+            live: the object.
             leaves: the leaves of the whole value.
             source: the location of the checkpoint, for errors.
 
         Raises:
             TreeMismatchError: it refused the state.
         """
-        self._changed[id(found.node.like)] = found.name
+        self._changed.add(id(live.node.like))
         try:
-            found.restore(leaves)
+            live.restore(leaves)
         except CheckpointError:
             raise
         except Exception as error:
             reason = f"refused its stored state: {type(error).__name__}: {error}"
             raise TreeMismatchError(
-                f"{source}: {found.name}, {reason}. Create it with the options that it had when it was saved; or put "
+                f"{source}: {live.name}, {reason}. Create it with the options that it had when it was saved; or put "
                 "PLACEHOLDER in its place to load everything else",
-                [f"{found.name}: {reason}"],
+                [f"{live.name}: {reason}"],
             ) from error
 
     def run(self, cause: Exception) -> None:
@@ -68,16 +68,15 @@ class Undo:
             TargetUndefinedError: an object changed whose old state cannot be put back.
         """
         kept = []
-        for key, (_, undo) in reversed(self._before.items()):
-            name = self._changed.get(key)
+        for key, (live, undo) in reversed(self._before.items()):
             try:
                 if undo is not None:
                     undo()
-                elif name is not None:
-                    kept.append(name)
+                elif key in self._changed:
+                    kept.append(live.name)
             except Exception as error:  # of the object: the others are still put back, and the caller names this one
-                logger.warning("the old state of an object cannot be put back: %s", name, exc_info=error)
-                kept.append(str(name))
+                logger.warning("the old state of an object cannot be put back: %s", live.name, exc_info=error)
+                kept.append(live.name)
         self._before.clear()
         self._changed.clear()
         if kept:
@@ -146,12 +145,12 @@ class _FilledValue(LoadTarget[None]):
     def begin(self, load: Load[None], first: TreeRead) -> None:
         """Restore the objects that may refuse their state."""
         assert self._flat is not None  # set by `match`
-        objects = [one for one in objects_that_may_refuse(self._flat.shape) if one.path not in self._untouched]
-        for found in objects:
-            self.undo.add(found)
+        objects = [live for live in objects_that_may_refuse(self._flat.shape) if live.path not in self._untouched]
+        for live in objects:
+            self.undo.add(live)
         load.read_planned(first, load.context)
-        for found in objects:
-            self.undo.restore(found, first.leaves, load.location)
+        for live in objects:
+            self.undo.restore(live, first.leaves, load.location)
 
     def build(self, load: Load[None], reading: TreeRead) -> None:
         """Put the leaves that were not filled in place into the target."""
@@ -181,7 +180,7 @@ def check_target(checkpoint: Checkpoint, target: object, context: Context, reque
 def _refusing_leaves(shape: Shape) -> frozenset[int] | None:
     """Return the positions of the leaves of objects that may refuse their state; None if there are no such objects."""
     objects = objects_that_may_refuse(shape)
-    return frozenset([position for found in objects for position in found.leaves]) if objects else None
+    return frozenset([position for live in objects for position in live.leaves]) if objects else None
 
 
 def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request: LoadRequest) -> Matched:
@@ -199,7 +198,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         None if number is None or handler is None else handler.memory_to_fill(leaf)
         for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
     ]
-    replaced = [number is not None and found is None for number, found in zip(matched.numbers, memory, strict=True)]
+    replaced = [number is not None and parts is None for number, parts in zip(matched.numbers, memory, strict=True)]
     stuck = first_fixed(flat.shape, replaced)
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
@@ -211,7 +210,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
         )
     _check_inner_objects(checkpoint, flat.shape)
     _check_shared_memory(checkpoint, matched.numbers, memory)
-    shared = shared_containers(flat.shape, lambda found: found.handler.replaceable(found.like))
+    shared = shared_containers(flat.shape, lambda node: node.handler.replaceable(node.like))
     check_shared_containers(checkpoint, matched.numbers, shared, partial(_refusal, shared="one object"))
     return matched
 
@@ -273,32 +272,29 @@ def _check_shared_memory(
             if extent := part.extent:
                 spaces.setdefault(part.space, []).append((extent, number, part))
     for filled in spaces.values():
-        filled.sort(key=lambda one: one[0].start)
+        filled.sort(key=lambda entry: entry[0].start)
         before: list[tuple[range, int, StridedMemory]] = []
         for extent, number, part in filled:
-            before = [one for one in before if one[0].stop > extent.start]
-            for _, other, others in before:
-                if number == other and part.shares_bytes(others):
+            before = [entry for entry in before if entry[0].stop > extent.start]
+            for _, other, other_part in before:
+                if number == other and part.shares_bytes(other_part):
                     raise _refusal(checkpoint, number, number, "elements that share memory")
-                if part == others:
+                if part == other_part:
                     if tree.aliases.get(number, number) != tree.aliases.get(other, other):
                         raise _refusal(checkpoint, other, number, "one array")
-                elif part.shares_bytes(others):
+                elif part.shares_bytes(other_part):
                     raise _refusal(checkpoint, other, number, "arrays that overlap")
             before.append((extent, number, part))
 
 
 def _refusal(checkpoint: Checkpoint, first: int, second: int, shared: str) -> TreeMismatchError:
-    one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
+    name, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
     if first == second:
-        reason, line = f"{one} of the target has {shared}: it cannot be filled", f"{one}: has {shared} in the target"
+        reason, line = f"{name} of the target has {shared}: it cannot be filled", f"{name}: has {shared} in the target"
     else:
         reason = (
-            f"{one} and {other} are {shared} in the target, but separate in {checkpoint.location.display}: they cannot "
-            "both be filled"
+            f"{name} and {other} are {shared} in the target, but separate in {checkpoint.location.display}: they "
+            "cannot both be filled"
         )
-        line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
-    return TreeMismatchError(
-        f"{reason}. Use load(), or a target without shared memory. Nothing was changed",
-        [line],
-    )
+        line = f"{other}: {shared} with {name} in the target, not in the checkpoint"
+    return TreeMismatchError(f"{reason}. Use load(), or a target without shared memory. Nothing was changed", [line])

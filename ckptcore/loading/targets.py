@@ -193,7 +193,7 @@ class _NewValue(LoadTarget[object]):
             flat = flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
             matched = match_value(checkpoint, flat, load.context, load.request)
-            shared = shared_containers(flat.shape, lambda found: found.handler.keeps_identity(found.like))
+            shared = shared_containers(flat.shape, lambda node: node.handler.keeps_identity(node.like))
             check_shared_containers(checkpoint, matched.numbers, shared, _two_values)
             self._same = _loaded_elsewhere(matched.numbers, shared)
             return matched
@@ -303,7 +303,7 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None
     """Check that the processes that saved a `PerProcess` value are those of this job. All ranks decide equally.
 
     Raises:
-        TreeMismatchError: it is another one.
+        TreeMismatchError: another number of processes saved it.
     """
     node = checkpoint.tree.skeleton
     for key in path:
@@ -356,20 +356,20 @@ def check_shared_containers(
         TreeMismatchError: names a leaf of each occurrence.
     """
     for first, second in shared:
-        for one, other in zip(first, second, strict=True):
-            number, others = numbers[one], numbers[other]
-            if number is not None and others is not None and _stored(checkpoint, number) != _stored(checkpoint, others):
-                raise refusal(checkpoint, number, others)
+        for leaf, twin in zip(first, second, strict=True):
+            number, other = numbers[leaf], numbers[twin]
+            if number is not None and other is not None and _stored(checkpoint, number) != _stored(checkpoint, other):
+                raise refusal(checkpoint, number, other)
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
     """Return leaves that are not loaded in one place of a shared container, each with a place where it is loaded."""
     return {
-        one: other
+        leaf: twin
         for pair in shared
         for places in zip(*pair, strict=True)
-        for one, other in (places, places[::-1])
-        if numbers[one] is None and numbers[other] is not None
+        for leaf, twin in (places, places[::-1])
+        if numbers[leaf] is None and numbers[twin] is not None
     }
 
 
@@ -380,11 +380,11 @@ def _stored(checkpoint: Checkpoint, number: int) -> LeafRecord | int:
 
 
 def _two_values(checkpoint: Checkpoint, first: int, second: int) -> TreeMismatchError:
-    one, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
+    name, other = (format_path(checkpoint.tree.paths[number]) for number in (first, second))
     return TreeMismatchError(
-        f"{one} and {other} are one object in the request, but separate in {checkpoint.location.display}: the object "
+        f"{name} and {other} are one object in the request, but separate in {checkpoint.location.display}: the object "
         "cannot have both values. Request two objects, or PLACEHOLDER in one of the two places",
-        [f"{other}: one object with {one} in the request, not in the checkpoint"],
+        [f"{other}: one object with {name} in the request, not in the checkpoint"],
     )
 
 

@@ -214,8 +214,8 @@ class _Version(NamedTuple):
 
     def still_exists(self, now: LocationVersion) -> bool:
         """Return True if everything in this version still exists: see `LocationVersion.still_exists`."""
-        found = _Version.of(now)
-        return found.digest == self.digest and set(self.names) <= set(found.names)
+        current = _Version.of(now)
+        return current.digest == self.digest and set(self.names) <= set(current.names)
 
 
 def _replaced(checkpoint: Checkpoint) -> CheckpointNotFoundError:
