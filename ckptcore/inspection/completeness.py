@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
@@ -33,6 +33,9 @@ from ckptcore.opening.open_checkpoints import (
 )
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
+
+OpenedMember: TypeAlias = Checkpoint | CheckpointError
+"""An open checkpointable, or the error of opening it."""
 
 _FEW: Final = 8
 """Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
@@ -93,7 +96,7 @@ def members_by_name(composite: CompositeCheckpoint) -> dict[str, list[str]]:
 
 def open_members(
     directories: Mapping[str, Iterable[str]], open_one: MemberOpener
-) -> Iterator[tuple[str, Checkpoint | CheckpointError]]:
+) -> Iterator[tuple[str, OpenedMember]]:
     """Open checkpointables one after the other. Yields the directory and the checkpoint, or the error of opening it.
 
     Args:
@@ -103,7 +106,7 @@ def open_members(
     for name, of_name in directories.items():
         for directory in of_name:
             try:
-                member: Checkpoint | CheckpointError = open_one(name, directory)
+                member: OpenedMember = open_one(name, directory)
             except CheckpointError as error:
                 member = error
             yield directory, member

@@ -93,6 +93,11 @@ def load_files_into(
 
 
 def refuse_framework(request: LoadRequest) -> None:
+    """Refuse a framework in a request whose leaves have one already.
+
+    Raises:
+        ValueError
+    """
     if request.framework is not None:
         raise ValueError(
             f"framework={request.framework!r} is for a load without an abstract tree or target, whose leaves state "
@@ -125,12 +130,12 @@ class _StoredValue(LoadTarget[object]):
         job = load.runtime.job()
         skeleton: Skeleton = tree.skeleton
         numbers: Sequence[int | None] = range(len(handlers))
-        if (chosen := _chosen_leaves(checkpoint, load.context, load.request)) is not None:
-            from ckptcore.loading.selections import prune  # only selections need it
+        if load.request.select is not None:
+            from ckptcore.loading.selections import chosen_leaves, prune  # only selections need it
 
-            skeleton, numbers = prune(skeleton, chosen)
+            skeleton, numbers = prune(skeleton, chosen_leaves(checkpoint, load.request.select, load.context))
         self._skeleton, numbers = own_values(skeleton, numbers, job.rank, job.size)
-        if chosen is None and len(numbers) == len(handlers):
+        if load.request.select is None and len(numbers) == len(handlers):
             return Matched(numbers, handlers, skeleton=self._skeleton, leaves=leaves)
         kept = set(numbers)
         return Matched(
