@@ -160,7 +160,7 @@ class Load(Generic[T]):
         self.attempts = tree_attempts(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._report = ReportBuilder(request.report)
+        self._report = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
         """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
@@ -169,7 +169,8 @@ class Load(Generic[T]):
             strategy = workers.read_strategy(strategy)
         with self.runtime.registry.thread_settings():
             result = self.run_here() if strategy is None else strategy.run(self)
-        self._report.finish()
+        if self._report is not None:
+            self._report.finish()
         return result
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -198,11 +199,13 @@ class Load(Generic[T]):
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
-        self._report.begin(checkpoint)
+        if self._report is not None:
+            self._report.begin(checkpoint)
         matched = self.target.match(self, checkpoint)
         for message in matched.sparse:
             logger.warning("%s: %s", checkpoint.location.display, message)
-        self._report.add_plan(matched)
+        if self._report is not None:
+            self._report.add_plan(matched)
         if matched.changes:
             from ckptcore.matching.differences import adjusted  # only if arrays are adjusted
 
@@ -308,16 +311,15 @@ def recorded_load(
 class ReportBuilder:
     """Collects the data of a `LoadReport`. `finish` fills the report."""
 
-    def __init__(self, report: LoadReport | None) -> None:
-        """Collect data for a report of the caller; None: do nothing."""
+    def __init__(self, report: LoadReport) -> None:
+        """Collect data for a report of the caller."""
         self._report = report
         self._opened: tuple[Checkpoint, int] | None = None
         self._matched: Matched | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Begin an attempt, before it reads. Discards the data of an earlier attempt."""
-        if self._report is not None:
-            self._opened = checkpoint, _bytes_read(checkpoint)
+        self._opened = checkpoint, _bytes_read(checkpoint)
 
     def add_plan(self, matched: Matched) -> None:
         """Add the leaves that the attempt loads."""
@@ -326,7 +328,7 @@ class ReportBuilder:
     def finish(self) -> None:
         """Fill the report."""
         report, matched = self._report, self._matched
-        if report is None or matched is None or self._opened is None:
+        if matched is None or self._opened is None:
             return
         checkpoint, bytes_before = self._opened
         stored = checkpoint.tree.paths

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
+from ckptcore.distributions import import_name
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.reading import read_leaf
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
 from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.on_demand.arrays import StoredArray
-from ckptcore.on_demand.boxes import LoadedBox, iter_boxes
 from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_tree
@@ -227,6 +228,30 @@ def _root_of(state: OpenState) -> Node:
     return skeleton if isinstance(skeleton, Node) else Node("dict", (), ())
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedBox:
+    """A box of an array of a checkpoint, with its elements.
+
+    Attributes:
+        path: path of the array in the tree.
+        tied: other paths with the same array, which is yielded once.
+        spec: shape and dtype of the whole array.
+        box: the box, in elements.
+        elements: the elements of the box in new memory, which the caller may change and keep.
+    """
+
+    path: TreePath
+    tied: tuple[TreePath, ...]
+    spec: ArraySpec
+    box: Box
+    elements: HostArray
+
+    @property
+    def name(self) -> str:
+        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
+        return format_path(self.path)
+
+
 class OpenCheckpoint(StoredTree):
     """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Thread-safe.
 
@@ -333,9 +358,12 @@ class OpenCheckpoint(StoredTree):
             CorruptCheckpointError: bytes differ from those written. Earlier boxes are valid.
             CheckpointNotFoundError: the checkpoint was replaced or deleted. Without checksums, earlier boxes may be of
                 another save.
+            MissingDistributionError: ckptcore-tools, which reads the boxes, is not installed.
         """
+        iter_boxes: Any = import_name("iter_boxes", purpose="iter_boxes of an open checkpoint")
         request = LoadRequest(select=select, transforms=transforms, report=report)
-        return iter_boxes(self._state, request, first)
+        boxes: Generator[LoadedBox, None, None] = iter_boxes(self._state, request, first)
+        return boxes
 
     def close(self) -> None:
         """Close its files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""
