@@ -83,7 +83,12 @@ DISTRIBUTIONS: Final = (
     Distribution("integrations", "ckptcore_integrations"),
     Distribution("testing", "ckptcore_testing"),
     Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
-    Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
+    Distribution(
+        "transforms",
+        "ckptcore_transforms",
+        names={"transforms": ""},
+        internals={"apply_transforms": "transformed"},
+    ),
     Distribution(
         "tools",
         "ckptcore_tools",
@@ -94,7 +99,7 @@ DISTRIBUTIONS: Final = (
             "plan": "dry_run",
             **dict.fromkeys(("Export", "StepExport", "StepExports", "WithExports"), "exports"),
         },
-        internals={"main": "cli"},
+        internals={"iter_boxes": "loaded_boxes", "main": "cli"},
     ),
     Distribution("view", "ckptcore_view", internals={"to_html": "notebook"}),
 )

@@ -9,7 +9,7 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import LoadHandle
 from ckptcore.loading.load import Load, LoadRequest, recorded_load
-from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.loading.targets import load_value
 from ckptcore.matching.options import EXACT, LoadReport, Matching
 from ckptcore.other_libraries import explains_arguments
 from ckptcore.progress import ProgressCallback
@@ -165,6 +165,8 @@ def load_into(
         TargetUndefinedError: the load failed after it began to change the target, which then has a mix of old and
             loaded data.
     """
+    from ckptcore.loading.in_place import load_into_target  # loads of new values do not need it
+
     context = context or default_context()
     with (
         runtime_of(context).show_progress(progress, "loading") as report_progress,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
@@ -25,6 +25,9 @@ from ckptcore.opening.members import MemberOpener, existing_members, lost_member
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
+
+OpenedMember: TypeAlias = Checkpoint | CheckpointError
+"""An open checkpointable, or the error of opening it."""
 
 _FEW: Final = 8
 """Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
@@ -49,10 +52,10 @@ class Problem:
     message: str
 
 
-def _wrong_size(key: str, expected: int, found: int | None, least: str = "") -> Problem:
-    """Return the problem of an object with another size in bytes than expected. `found` is None for a missing one."""
-    message = f"{key} is missing" if found is None else f"{key} has {found} bytes instead of {least}{expected}"
-    return Problem(key, min(found or 0, expected), max(found or 0, expected), (), message)
+def _wrong_size(key: str, expected: int, size: int | None, least: str = "") -> Problem:
+    """Return the problem of an object with another size in bytes than expected. `size` is None for a missing one."""
+    message = f"{key} is missing" if size is None else f"{key} has {size} bytes instead of {least}{expected}"
+    return Problem(key, min(size or 0, expected), max(size or 0, expected), (), message)
 
 
 def missing_members(
@@ -78,22 +81,45 @@ def missing_members(
     return absent, problems
 
 
+def members_by_name(composite: CompositeCheckpoint) -> dict[str, list[str]]:
+    """Return the directories of each checkpointable that exist and are not being deleted, in the order of the save."""
+    return {name: list(directories) for name, directories in existing_members(composite)}
+
+
+def open_members(
+    directories: Mapping[str, Iterable[str]], open_one: MemberOpener
+) -> Iterator[tuple[str, OpenedMember]]:
+    """Open checkpointables one after the other. Yields the directory and the checkpoint, or the error of opening it.
+
+    Args:
+        directories: the directories to open, by name of the checkpointable.
+        open_one: opens one of them.
+    """
+    for name, of_name in directories.items():
+        for directory in of_name:
+            try:
+                member: OpenedMember = open_one(name, directory)
+            except CheckpointError as error:
+                member = error
+            yield directory, member
+
+
 def lost_problem(composite: CompositeCheckpoint, absent: Collection[str]) -> Problem | None:
     """Return the problem of those of the `absent` checkpointables that ckptcore did not delete; None if it did."""
     lost = lost_members(composite, absent)
     if not lost:
         return None
-    found = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
+    listed = f"{format_names([repr(name) for name in lost])} {'is' if len(lost) == 1 else 'are'} listed but missing"
     present = ", ".join([name for name in composite.members if name not in lost])
     message = (
-        f"{found}: deleted, lost, or never copied here. Copy it again; or take what exists ({present or 'nothing'}) by "
-        "name"
+        f"{listed}: deleted, lost, or never copied here. Copy it again; or take what exists "
+        f"({present or 'nothing'}) by name"
     )
     if composite.root is not None:
         members, directory = composite.root.members, composite.location.display.rstrip("/")
         places = format_names([f"{directory}/{members[name].directories(name)}" for name in lost])
         message = (
-            f"{found}: lost, or never copied here. Copy it again; or, if it is not needed, pass each of its "
+            f"{listed}: lost, or never copied here. Copy it again; or, if it is not needed, pass each of its "
             f"directories to ckptcore.delete: {places}"
         )
     return Problem(lost[0], None, None, (), message)
@@ -124,7 +150,9 @@ def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
     """
     check = FileCheck(context)
     read = ConsistentRead(location, context, open_either)
-    files = read.retry_if_replaced(lambda found: check.check(found, location, member_opener(found, location, context)))
+    files = read.retry_if_replaced(
+        lambda checkpoint: check.check(checkpoint, location, member_opener(checkpoint, location, context))
+    )
     return not (files.problems or files.deleted)
 
 
@@ -141,27 +169,27 @@ class FileCheck:
         self._bases: dict[tuple[LocationAddress, Base], tuple[Problem, ...]] = {}
 
     def check(
-        self, found: Checkpoint | CompositeCheckpoint, location: AnyLocation, open_one: MemberOpener
+        self, checkpoint: Checkpoint | CompositeCheckpoint, location: AnyLocation, open_one: MemberOpener
     ) -> StoredFiles:
         """Check the files of an open checkpoint.
 
         Args:
-            found: the checkpoint.
+            checkpoint: the checkpoint.
             location: its location.
             open_one: opens a checkpointable of other software.
 
         Raises:
             CorruptCheckpointError: the root of a checkpointable or of a base cannot be read.
         """
-        if isinstance(found, CompositeCheckpoint):
-            if found.root is None:
-                return self._check_named(found, open_one)
-            return self._check_composite(found, found.root, location)
-        if found.root is None:
-            return StoredFiles(found.tree.nbytes, tuple(self._wrong_in_foreign(found)))
-        sizes = {key: record.size for key, record in found.objects.items()}
-        problems = self._wrong(found.location.store, sizes)
-        problems += self._wrong_in_bases(found.root.references.bases, location)
+        if isinstance(checkpoint, CompositeCheckpoint):
+            if checkpoint.root is None:
+                return self._check_named(checkpoint, open_one)
+            return self._check_composite(checkpoint, checkpoint.root, location)
+        if checkpoint.root is None:
+            return StoredFiles(checkpoint.tree.nbytes, tuple(self._wrong_in_foreign(checkpoint)))
+        sizes = {key: record.size for key, record in checkpoint.objects.items()}
+        problems = self._wrong(checkpoint.location.store, sizes)
+        problems += self._wrong_in_bases(checkpoint.root.references.bases, location)
         return StoredFiles(sum(sizes.values()), tuple(problems))
 
     def check_root(
@@ -226,47 +254,45 @@ class FileCheck:
     def _roots(self, composite: CompositeCheckpoint) -> Iterator[tuple[str, str, bytes]]:
         """Yield each existing directory of a composite of ckptcore: its checkpointable, its name, and its root."""
         store = composite.location.store
-        directories = [(name, one) for name, present in present_members(composite).items() for one in present]
-        parallelism = requests_of(store).concurrency
-        found = map_ordered(
-            self._threads, directories, lambda one: root_bytes(subdirectory(store, one[1])), parallelism=parallelism
+        directories = [
+            (name, directory) for name, present in present_members(composite).items() for directory in present
+        ]
+        roots = map_ordered(
+            self._threads,
+            directories,
+            lambda member: root_bytes(subdirectory(store, member[1])),
+            parallelism=requests_of(store).concurrency,
         )
-        for (name, directory), data in zip(directories, found, strict=True):
+        for (name, directory), data in zip(directories, roots, strict=True):
             if data is not None:
                 yield name, directory, data
 
     def _check_named(self, composite: CompositeCheckpoint, open_one: MemberOpener) -> StoredFiles:
         """Check the files of several checkpointables of other software."""
-        nbytes, problems = 0, list[Problem]()
-        existing: dict[str, list[str]] = {}
-        for name, directories in existing_members(composite):
-            for directory in directories:
-                existing.setdefault(name, []).append(directory)
-                try:
-                    opened = open_one(name, directory)
-                except (CorruptCheckpointError, StorageError):
-                    raise
-                except CheckpointError:
-                    continue  # no installed layout reads it, so its files are unknown
-                nbytes += opened.tree.nbytes
-                problems += self._wrong_in_foreign(opened, f"{directory}/")
+        nbytes, problems, existing = 0, list[Problem](), members_by_name(composite)
+        for directory, member in open_members(existing, open_one):
+            if isinstance(member, CorruptCheckpointError | StorageError):
+                raise member
+            if isinstance(member, Checkpoint):  # otherwise no installed layout reads it, so its files are unknown
+                nbytes += member.tree.nbytes
+                problems += self._wrong_in_foreign(member, f"{directory}/")
         absent, missing = missing_members(composite, existing)
         return StoredFiles(nbytes, (*problems, *missing), absent)
 
-    def _wrong_in_foreign(self, opened: Checkpoint, prefix: str = "") -> Sequence[Problem]:
+    def _wrong_in_foreign(self, checkpoint: Checkpoint, prefix: str = "") -> Sequence[Problem]:
         """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""
-        if opened.is_files:
+        if checkpoint.is_files:
             return ()  # its sizes are those of the storage
         ends: dict[str, int] = {}
         try:
-            for _, key, _, stop in extents_of(opened):
+            for _, key, _, stop in extents_of(checkpoint):
                 ends[key] = max(stop, ends.get(key, 0))
         except CorruptCheckpointError as error:
             return (Problem(error.key, error.start, error.stop, (), str(error)),)
         except CheckpointError:
             return ()  # an array that cannot be read here
-        store = opened.location.parent if opened.version.is_object else opened.location.store
-        return self._wrong(store, ends, prefix if not opened.version.is_object else "", "at least ")
+        store = checkpoint.location.parent if checkpoint.version.is_object else checkpoint.location.store
+        return self._wrong(store, ends, prefix if not checkpoint.version.is_object else "", "at least ")
 
     def _wrong_in_bases(self, bases: Sequence[Base], location: AnyLocation) -> Iterator[Problem]:
         if not bases:

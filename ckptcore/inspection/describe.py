@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import Event, readable_events
-from ckptcore.loading.stored_trees import abstract_tree, transformed
+from ckptcore.inspection.completeness import open_members
+from ckptcore.loading.abstract_trees import abstract_tree
+from ckptcore.loading.load import transformed
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.notebooks import ShownInNotebooks
@@ -122,50 +124,50 @@ class CheckpointMetadata(ShownInNotebooks):
         """
         if self.contents is not None:
             return self.contents.abstract
-        return {name: one.abstract for name, one in self.checkpointables.items()}
+        return {name: metadata.abstract for name, metadata in self.checkpointables.items()}
 
     @property
     def tree(self) -> TreeMetadata:
         """Structure of the tree, and a record of each leaf. Raises CompositeCheckpointError for several objects."""
-        return self._one("tree").tree
+        return self._contents_for("tree").tree
 
     @property
     def layout(self) -> str:
         """Name of the layout, or "files". Raises CompositeCheckpointError for several objects."""
-        return self._one("layout").layout
+        return self._contents_for("layout").layout
 
     @property
     def is_files(self) -> bool:
         """True for files that an object wrote. Raises CompositeCheckpointError for several objects."""
-        return self._one("is_files").is_files
+        return self._contents_for("is_files").is_files
 
     @property
     def objects(self) -> Mapping[str, ObjectRecord]:
         """Objects in the storage, by key. Raises CompositeCheckpointError for several objects."""
-        return self._one("objects").objects
+        return self._contents_for("objects").objects
 
     @property
     def bases(self) -> tuple[str, ...]:
         """Relative paths of the bases that store arrays of this checkpoint; empty if it has no base."""
-        return self._one("bases").bases
+        return self._contents_for("bases").bases
 
     @property
     def unused(self) -> Mapping[str, Sequence[str]]:
         """By object, the names of arrays that other software stored and does not load: its index names other copies,
         or does not name them. Raises CompositeCheckpointError for several objects.
         """
-        return self._one("unused").unused
+        return self._contents_for("unused").unused
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays and files. Counts tied arrays once. Of states saved per process, counts one."""
         if self.contents is None or self.is_composite:
-            return sum([one.nbytes for one in self.checkpointables.values()])
+            return sum([metadata.nbytes for metadata in self.checkpointables.values()])
         if self.contents.is_files:
             return sum([record.size for record in self.contents.objects.values()])
         return self.contents.tree.nbytes
 
-    def _one(self, attribute: str) -> TreeContents:
+    def _contents_for(self, attribute: str) -> TreeContents:
         if self.contents is None:
             names = list(self.checkpointables)
             raise CompositeCheckpointError(
@@ -183,26 +185,26 @@ def describe_checkpoint(location: AnyLocation, context: Context) -> CheckpointMe
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
     return ConsistentRead(location, context, open_either).retry_if_replaced(
-        lambda found: describe_found(found, context, member_opener(found, location, context))
+        lambda checkpoint: describe_either(checkpoint, context, member_opener(checkpoint, location, context))
     )
 
 
-def describe_found(
-    found: Checkpoint | CompositeCheckpoint, context: Context, open_one: MemberOpener
+def describe_either(
+    checkpoint: Checkpoint | CompositeCheckpoint, context: Context, open_one: MemberOpener
 ) -> CheckpointMetadata:
     """Describe an open checkpoint of one tree or of several objects.
 
     Args:
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         context: options.
         open_one: opens one of several objects.
 
     Raises:
         Errors of `describe_checkpoint`.
     """
-    if isinstance(found, Checkpoint):
-        return describe_opened(found, context)
-    return _describe_composite(found, context, open_one)
+    if isinstance(checkpoint, Checkpoint):
+        return describe_opened(checkpoint, context)
+    return _describe_composite(checkpoint, context, open_one)
 
 
 def describe_tree(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
@@ -213,29 +215,31 @@ def describe_tree(location: AnyLocation, context: Context, transforms: Transform
         Errors of `describe_checkpoint`.
     """
     return tree_attempts(location, context).retry_if_replaced(
-        lambda opened: describe_opened(transformed(opened, transforms, context), context)
+        lambda checkpoint: describe_opened(transformed(checkpoint, transforms, context), context)
     )
 
 
-def describe_opened(opened: Checkpoint, context: Context) -> CheckpointMetadata:
+def describe_opened(checkpoint: Checkpoint, context: Context) -> CheckpointMetadata:
     """Describe an open tree. Reads nothing."""
-    root = opened.root
+    root = checkpoint.root
     contents = TreeContents(
-        abstract=None if opened.is_files else abstract_tree(opened.tree, runtime_of(context).registry),
-        tree=opened.tree,
-        layout="files" if opened.is_files else opened.layout.name,
-        objects=opened.objects,
+        abstract=None if checkpoint.is_files else abstract_tree(checkpoint.tree, runtime_of(context).registry),
+        tree=checkpoint.tree,
+        layout="files" if checkpoint.is_files else checkpoint.layout.name,
+        objects=checkpoint.objects,
         bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
-        unused=opened.origin.unused,
-        is_files=opened.is_files,
+        unused=checkpoint.origin.unused,
+        is_files=checkpoint.is_files,
     )
-    return _metadata(opened, contents, CheckpointablesMetadata())
+    return _metadata(checkpoint, contents, CheckpointablesMetadata())
 
 
 def _metadata(
-    found: Checkpoint | CompositeCheckpoint, contents: TreeContents | None, checkpointables: CheckpointablesMetadata
+    checkpoint: Checkpoint | CompositeCheckpoint,
+    contents: TreeContents | None,
+    checkpointables: CheckpointablesMetadata,
 ) -> CheckpointMetadata:
-    root, origin = found.root, found.origin
+    root, origin = checkpoint.root, checkpoint.origin
     timeline = None if root is None else root.timeline
     return CheckpointMetadata(
         created=origin.created,
@@ -243,42 +247,43 @@ def _metadata(
         custom=origin.custom,
         save_id=None if root is None else root.save_id,
         metrics=origin.metrics,
-        timeline=() if timeline is None else readable_events(timeline, location=found.location.display),
+        timeline=() if timeline is None else readable_events(timeline, location=checkpoint.location.display),
         contents=contents,
         checkpointables=checkpointables,
-        digest=_digest(found, checkpointables),
+        digest=_digest(checkpoint, checkpointables),
     )
 
 
-def _digest(found: Checkpoint | CompositeCheckpoint, checkpointables: CheckpointablesMetadata) -> str | None:
-    data = found.version.root
-    if found.root is None or not isinstance(data, bytes):
+def _digest(checkpoint: Checkpoint | CompositeCheckpoint, checkpointables: CheckpointablesMetadata) -> str | None:
+    data = checkpoint.version.root
+    if checkpoint.root is None or not isinstance(data, bytes):
         return None
     if b'"order":' in data:
         data = with_order(data, SaveOrder())
-    members = "".join([one.digest or "" for one in checkpointables.values()])
+    members = "".join([metadata.digest or "" for metadata in checkpointables.values()])
     return f"sha256:{hashlib.sha256(data + members.encode()).hexdigest()}"
 
 
 def _describe_composite(composite: CompositeCheckpoint, context: Context, open_one: MemberOpener) -> CheckpointMetadata:
     root, members = composite.root, composite.members
-    found: dict[str, CheckpointMetadata] = {}
+    described: dict[str, CheckpointMetadata] = {}
     unreadable: dict[str, str] = {}
     for name, directories in existing_members(composite):
-        try:
-            described = _describe_first(composite, name, directories, context, open_one)
-        except StorageError:
-            raise
-        except CheckpointError as error:
-            if root is not None:
-                raise
-            unreadable[name] = str(error)
-            continue
-        if described is not None:
-            found[name] = described
+        for directory, member in open_members({name: directories}, open_one):
+            if isinstance(member, CheckpointNotFoundError) and is_deleted(composite, directory):
+                continue  # deleted since it was reached
+            try:
+                if isinstance(member, CheckpointError):
+                    raise member
+                described[name] = describe_opened(member, context)
+            except CheckpointError as error:
+                if root is not None or isinstance(error, StorageError):
+                    raise
+                unreadable[name] = str(error)
+            break
     checkpointables = CheckpointablesMetadata(
-        members=found,
-        deleted=tuple([name for name in members if name not in found and name not in unreadable]),
+        members=described,
+        deleted=tuple([name for name in members if name not in described and name not in unreadable]),
         processes={name: member.processes for name, member in members.items() if member.processes is not None},
         unreadable=unreadable,
     )
@@ -289,24 +294,9 @@ def _describe_composite(composite: CompositeCheckpoint, context: Context, open_o
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
     """Return the tree that `ckptcore.load` loads from a composite without a name; None if it loads none."""
     try:
-        opened = open_tree(composite.location, composite.version, context)
+        checkpoint = open_tree(composite.location, composite.version, context)
     except UncommittedCheckpointError:
         raise
     except CheckpointError:
         return None
-    return describe_opened(opened, context).contents
-
-
-def _describe_first(
-    composite: CompositeCheckpoint, name: str, directories: Iterable[str], context: Context, open_one: MemberOpener
-) -> CheckpointMetadata | None:
-    """Describe the checkpoint in the first of the directories that still exists; None if all were deleted."""
-    for directory in directories:
-        try:
-            opened = open_one(name, directory)
-        except CheckpointNotFoundError:
-            if is_deleted(composite, directory):  # deleted since it was reached
-                continue
-            raise
-        return describe_opened(opened, context)
-    return None
+    return describe_opened(checkpoint, context).contents

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -22,11 +23,11 @@ from ckptcore.errors import (
     UnsupportedLeafError,
     UnsupportedVersionError,
 )
-from ckptcore.inspection.completeness import Problem, missing_members
+from ckptcore.inspection.completeness import Problem, members_by_name, missing_members, open_members
 from ckptcore.inspection.left_out import left_out_of
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
+from ckptcore.loading.reading import allocate_for, check_sizes, incomplete_read, read_leaf
 from ckptcore.model.adapters import adapter_gaps
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import BLOCK_BYTES, ArrayRecord, ObjectRecord, unreadable_error
@@ -39,7 +40,7 @@ from ckptcore.opening.checkpoint import (
     file_pieces,
     naming_arrays,
 )
-from ckptcore.opening.members import existing_members, open_directory
+from ckptcore.opening.members import open_directory
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree
 from ckptcore.planning import plan_read
 from ckptcore.progress import ByteProgress, ProgressCallback
@@ -108,13 +109,13 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
     """
     progress = ByteProgress(report)
 
-    def verify(found: Checkpoint | CompositeCheckpoint) -> VerifyReport:
-        if isinstance(found, Checkpoint):
-            progress.plan(_bytes_to_check(found))
-            checked = _Verification(found, context, progress).run()
+    def verify(checkpoint: Checkpoint | CompositeCheckpoint) -> VerifyReport:
+        if isinstance(checkpoint, Checkpoint):
+            progress.plan(_bytes_to_check(checkpoint))
+            checked = _Verification(checkpoint, context, progress).run()
         else:
-            checked = _verify_composite(found, location, context, progress)
-        return replace(checked, left_out=left_out_of(found, location, context)) if found.root is None else checked
+            checked = _verify_composite(checkpoint, location, context, progress)
+        return replace(checked, left_out=left_out_of(checkpoint, location, context))
 
     try:
         result = ConsistentRead(location, context, open_either).retry_if_replaced(verify)
@@ -128,34 +129,36 @@ def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
     """Verify every checkpointable that exists. Keys in the report begin with its directory."""
-    root = composite.root
+    root, existing = composite.root, members_by_name(composite)
     problems: list[Problem] = []
-    existing: dict[str, list[str]] = {}
     opened: list[tuple[str, Checkpoint]] = []
-    for name, directories in existing_members(composite):
-        for directory in directories:
-            existing.setdefault(name, []).append(directory)
-            try:
-                opened.append((directory, open_directory(composite, name, directory, location, context)))
-            except CorruptCheckpointError as error:
-                problems.append(_in_directory(directory, _problem(error)))
-            except CheckpointError as error:
-                _raise_unjudged(error)
-                key = directory if root is None else f"{directory}/{ROOT_KEY}"
-                problems.append(Problem(key, None, None, (), str(error)))
+
+    def open_one(name: str, directory: str) -> Checkpoint:
+        return open_directory(composite, name, directory, location, context)
+
+    for directory, member in open_members(existing, open_one):
+        if isinstance(member, Checkpoint):
+            opened.append((directory, member))
+        elif isinstance(member, CorruptCheckpointError):
+            problems.append(_in_directory(directory, _problem(member)))
+        else:
+            _raise_unjudged(member)
+            key = directory if root is None else f"{directory}/{ROOT_KEY}"
+            problems.append(Problem(key, None, None, (), str(member)))
     deleted, missing = missing_members(composite, existing)
     problems.extend(missing)
     objects, done = 0 if root is None else 1 + len(root.parts), 0
-    progress.plan(sum(_bytes_to_check(one) for _, one in opened))
+    progress.plan(sum(_bytes_to_check(member) for _, member in opened))
     unverified: list[str] = []
     unused: dict[str, Sequence[str]] = {}
     unsupported: list[str] = []
     unjudged: list[str] = []
-    for directory, one in opened:
-        if root is not None and (one.root is None or one.root.role != "member" or one.root.save_id != root.save_id):
+    for directory, checkpoint in opened:
+        own = checkpoint.root
+        if root is not None and (own is None or (own.role, own.save_id) != ("member", root.save_id)):
             message = f"{directory} was replaced by another save"
             problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), message))
-        report = _Verification(one, context, progress).run()
+        report = _Verification(checkpoint, context, progress).run()
         problems.extend(_in_directory(directory, problem) for problem in report.problems)
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         unused.update({f"{directory}/{key}": names for key, names in report.unused.items()})
@@ -173,17 +176,19 @@ _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA
 
 
 def _raise_unjudged(error: Exception) -> None:
-    """Raise an error that says nothing about the bytes, such as a missing permission or a newer version: no damage."""
+    """Raise an error that says nothing about the bytes, such as a missing permission or a newer version."""
     is_damage = isinstance(error, ObjectNotFoundError) or (isinstance(error, OSError) and error.errno in _DAMAGE)
-    if isinstance(error, UnsupportedVersionError) or (isinstance(error, StorageError) and not is_damage):
+    is_unknown = isinstance(error, UnsupportedVersionError | InsufficientMemoryError)
+    if is_unknown or (isinstance(error, StorageError) and not is_damage):
         raise error
 
 
-def _bytes_to_check(opened: Checkpoint) -> int:
+def _bytes_to_check(checkpoint: Checkpoint) -> int:
     """Return the bytes of all objects, and of arrays in bases. Without objects, those of all arrays."""
-    in_bases = [] if opened.root is None else [opened.tree.leaves[leaf] for leaf in opened.root.references.leaf]
-    nbytes = sum(record.size for record in opened.objects.values())
-    return nbytes + sum(one.spec.nbytes for one in in_bases if isinstance(one, ArrayRecord)) or opened.tree.nbytes
+    tree, root = checkpoint.tree, checkpoint.root
+    in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
+    nbytes = sum(record.size for record in checkpoint.objects.values())
+    return nbytes + sum(record.spec.nbytes for record in in_bases if isinstance(record, ArrayRecord)) or tree.nbytes
 
 
 def _in_directory(directory: str, problem: Problem) -> Problem:
@@ -192,19 +197,19 @@ def _in_directory(directory: str, problem: Problem) -> Problem:
     return replace(problem, key=key, arrays=arrays)
 
 
-def _problem(error: CorruptCheckpointError, opened: Checkpoint | None = None) -> Problem:
-    arrays = () if opened is None else tuple(arrays_at(opened, error.key, error.start, error.stop))
+def _problem(error: CorruptCheckpointError, checkpoint: Checkpoint | None = None) -> Problem:
+    arrays = () if checkpoint is None else tuple(arrays_at(checkpoint, error.key, error.start, error.stop))
     return Problem(error.key, error.start, error.stop, arrays, str(error))
 
 
 class _Verification:
     """Verification of one tree, or of the files of an object."""
 
-    def __init__(self, opened: Checkpoint, context: Context, progress: ByteProgress) -> None:
-        self._opened = opened
+    def __init__(self, checkpoint: Checkpoint, context: Context, progress: ByteProgress) -> None:
+        self._checkpoint = checkpoint
         self._context = context
         self._threads = runtime_of(context).io_threads
-        self._store = ObjectReader(opened.location.store, opened.objects, self._threads, verify=True)
+        self._store = ObjectReader(checkpoint.location.store, checkpoint.objects, self._threads, verify=True)
         self._progress = progress
         self._done = 0
         self._problems: list[Problem] = []
@@ -214,41 +219,50 @@ class _Verification:
 
     def run(self) -> VerifyReport:
         """Check everything."""
-        opened, root = self._opened, self._opened.root
+        checkpoint, root = self._checkpoint, self._checkpoint.root
         unjudged = self._check_adapter()
         if root is None:
-            unverified = self._read_files() if opened.is_files else self._read_arrays()
-            keys = {key for _, key, _, _ in extents_of(opened)}.union(unverified)
+            unverified = self._read_files() if checkpoint.is_files else self._read_arrays()
+            keys = {key for _, key, _, _ in extents_of(checkpoint)}.union(unverified)
             return VerifyReport(
                 tuple(self._problems), len(keys), self._done, unverified,
-                unused=opened.origin.unused, unsupported=tuple(self._unsupported), unjudged=unjudged,
+                unused=checkpoint.origin.unused, unsupported=tuple(self._unsupported), unjudged=unjudged,
             )  # fmt: skip
-        parallelism = requests_of(opened.location.store).concurrency  # small objects cost mostly latency
-        for_each(self._threads, opened.objects.values(), self._check_size, parallelism=parallelism)
+        parallelism = requests_of(checkpoint.location.store).concurrency  # small objects cost mostly latency
+        for_each(self._threads, checkpoint.objects.values(), self._check_size, parallelism=parallelism)
         for_each(self._threads, self._pieces(), self._check_piece, parallelism=parallelism)
-        if opened.is_files:
+        if checkpoint.is_files:
             self._check_table_of_files()
         elif not self._problems:
             self._find_unstored(root)
         self._read_from_bases(root)
-        unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
-        objects = len(opened.objects) + 1 + len(root.parts)
+        unverified = tuple(record.key for record in checkpoint.objects.values() if record.size and not record.checksums)
+        objects = len(checkpoint.objects) + 1 + len(root.parts)
         return VerifyReport(tuple(self._problems), objects, self._done, unverified, unjudged=unjudged)
 
     def _check_adapter(self) -> tuple[str, ...]:
         """Report parameters that the config of an adapter needs. Return what its config does not decide."""
-        config = self._opened.origin.custom.get("adapter_config")
+        config = self._checkpoint.origin.custom.get("adapter_config")
         if not isinstance(config, Mapping):
             return ()
-        gaps = adapter_gaps(config, [".".join(map(str, path)) for path in self._opened.tree.paths])
+        gaps = adapter_gaps(config, [".".join(map(str, path)) for path in self._checkpoint.tree.paths])
         if gaps.lacking:
-            found = "; ".join(gaps.lacking)
-            message = f"the adapter lacks {found}: save it again from the trained model, or use another copy"
+            lacking = "; ".join(gaps.lacking)
+            message = f"the adapter lacks {lacking}: save it again from the trained model, or use another copy"
             self._problems.append(Problem("adapter_config.json", None, None, (), message))
         return tuple([f"adapter_config.json: {statement}" for statement in gaps.unjudged])
 
+    @contextmanager
+    def _reporting(self, key: str | None, *arrays: str) -> Iterator[None]:
+        """Report damage that the body finds as a problem of an object, or of arrays."""
+        try:
+            yield
+        except CheckpointError as error:
+            _raise_unjudged(error)
+            self._problems.append(Problem(key, None, None, arrays, str(error)))
+
     def _add(self, error: CorruptCheckpointError) -> None:
-        problem = _problem(error, self._opened)
+        problem = _problem(error, self._checkpoint)
         with self._lock:
             self._problems.append(problem)
 
@@ -260,21 +274,21 @@ class _Verification:
     def _check_size(self, record: ObjectRecord) -> None:
         """Check the size of an object."""
         try:
-            found = self._opened.location.store.size(record.key)
+            size = self._checkpoint.location.store.size(record.key)
         except CheckpointError as error:
             _raise_unjudged(error)
             self._add(CorruptCheckpointError(str(error), key=record.key, start=0, stop=record.size))
             return
-        if found != record.size:
+        if size != record.size:
             self._add(
                 CorruptCheckpointError(
-                    f"{record.key} has {found} bytes instead of {record.size}",
-                    key=record.key, start=min(found, record.size), stop=max(found, record.size),
+                    f"{record.key} has {size} bytes instead of {record.size}",
+                    key=record.key, start=min(size, record.size), stop=max(size, record.size),
                 )
             )  # fmt: skip
         # Skip a truncated block, which is already reported. A hostile root may state any size.
-        whole = found >= record.size
-        self._readable[record.key] = record.size if whole else found // BLOCK_BYTES * BLOCK_BYTES
+        whole = size >= record.size
+        self._readable[record.key] = record.size if whole else size // BLOCK_BYTES * BLOCK_BYTES
 
     def _pieces(self) -> Sequence[tuple[str, int, int]]:
         """Return all objects in pieces of a few blocks: the key, start and stop of each."""
@@ -313,43 +327,33 @@ class _Verification:
 
     def _check_table_of_files(self) -> None:
         """Report directories that cannot be made."""
-        try:
-            for key in empty_directories(self._opened.state):
+        with self._reporting(ROOT_KEY):
+            for key in empty_directories(self._checkpoint.state):
                 parts = key.split("/")
                 for stop in range(1, len(parts) + 1):
-                    if (file := "/".join(parts[:stop])) in self._opened.objects:
+                    if (file := "/".join(parts[:stop])) in self._checkpoint.objects:
                         raise CorruptCheckpointError(
                             f"{file!r} is listed as a file, and also as a directory; load another checkpoint"
                         )
-        except CorruptCheckpointError as error:
-            self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
 
     def _find_unstored(self, root: Root) -> None:
         """Report arrays that are larger than their stored bytes."""
-        opened = self._opened
-        arrays = [leaf for leaf in stored_leaves(opened.tree, root.references) if leaf not in opened.tree.aliases]
-        try:
-            check_sizes(opened, arrays)
-        except CheckpointError as error:
-            _raise_unjudged(error)
-            self._problems.append(Problem(ROOT_KEY, None, None, (), str(error)))
+        tree = self._checkpoint.tree
+        arrays = [leaf for leaf in stored_leaves(tree, root.references) if leaf not in tree.aliases]
+        with self._reporting(ROOT_KEY):
+            check_sizes(self._checkpoint, arrays)
 
     def _read_from_bases(self, root: Root) -> None:
         """Read the arrays that bases store. Checks no other data of the bases."""
-        checked, tree = self._opened, self._opened.tree
+        checked, tree = self._checkpoint, self._checkpoint.tree
         if root.references.leaf and not self._context.io.verify:
             verifying = replace(self._context, io=replace(self._context.io, verify=True))
             checked = open_tree(checked.location, checked.version, verifying)
         for leaf in root.references.leaf:
             record = tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)  # references were checked
-            try:
+            with self._reporting(None, format_path(tree.paths[leaf])):
                 _read_in_pieces(checked, leaf, record.spec)
-            except InsufficientMemoryError:
-                raise  # nothing is known about the array
-            except CheckpointError as error:
-                _raise_unjudged(error)
-                self._problems.append(Problem(None, None, None, (format_path(tree.paths[leaf]),), str(error)))
             self._advance(record.spec.nbytes)
 
     def _read_arrays(self) -> tuple[str, ...]:
@@ -360,24 +364,23 @@ class _Verification:
         Raises:
             InsufficientMemoryError: not even a part of an array can be read. It may be sound or damaged.
         """
-        opened, unverified = self._opened, set[str]()
-        array, _ = default_handlers(runtime_of(self._context).registry)
-        for number, record in enumerate(opened.tree.leaves):
-            path = format_path(opened.tree.paths[number])
+        checkpoint, unverified = self._checkpoint, set[str]()
+        for number, record in enumerate(checkpoint.tree.leaves):
+            path = format_path(checkpoint.tree.paths[number])
             error = unreadable_error(record)
             if isinstance(error, CorruptCheckpointError):
                 self._problems.append(Problem(error.key, None, None, (path,), f"{path}: {error}"))
             elif error is not None:
                 self._unsupported.append(path)
-            if isinstance(record, ArrayRecord) and number not in opened.tree.aliases:
+            if isinstance(record, ArrayRecord) and number not in checkpoint.tree.aliases:
                 try:
-                    with naming_arrays(opened):
+                    with naming_arrays(checkpoint):
                         try:
-                            read_leaves(opened, [number], [array], [None], self._context)
-                            unverified.update(opened.index.unverified(number, opened.store))
+                            read_leaf(checkpoint, number, self._context)
+                            unverified.update(checkpoint.index.unverified(number, checkpoint.store))
                         except InsufficientMemoryError:
-                            _read_in_pieces(opened, number, record.spec)
-                            unverified.update([key for key, _, _ in opened.index.extents(number)])
+                            _read_in_pieces(checkpoint, number, record.spec)
+                            unverified.update([key for key, _, _ in checkpoint.index.extents(number)])
                 except CorruptCheckpointError as damage:
                     self._add(damage)
                 except UnsupportedLeafError:
@@ -387,39 +390,36 @@ class _Verification:
 
     def _read_files(self) -> tuple[str, ...]:
         """Read every file of an object that other software saved. Returns the keys."""
-        for key, record in self._opened.objects.items():
-            try:
-                for piece in file_pieces(self._opened, record):
+        for key, record in self._checkpoint.objects.items():
+            with self._reporting(key):
+                for piece in file_pieces(self._checkpoint, record):
                     self._advance(len(piece))
-            except CheckpointError as error:
-                _raise_unjudged(error)
-                self._problems.append(Problem(key, None, None, (), str(error)))
-        return tuple(self._opened.objects)
+        return tuple(self._checkpoint.objects)
 
 
-def _read_in_pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> None:
+def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
     """Read an array of a base, or one that is larger than memory, a small part at a time.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    check_sizes(opened, [leaf])
-    for box in _pieces(opened, leaf, spec) if spec.size else ():
-        plan = plan_read(opened.tree, [(leaf, (box,))])
-        buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
-        if not list(opened.read(plan, [buffer])):
-            raise incomplete_read(opened, leaf)
+    check_sizes(checkpoint, [leaf])
+    for box in _pieces(checkpoint, leaf, spec) if spec.size else ():
+        plan = plan_read(checkpoint.tree, [(leaf, (box,))])
+        buffer = allocate_for(checkpoint, leaf, ArraySpec(box.shape, spec.dtype))
+        if not list(checkpoint.read(plan, [buffer])):
+            raise incomplete_read(checkpoint, leaf)
 
 
-def _pieces(opened: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
+def _pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
     """Return boxes that together are an array. Each has whole chunks, or few bytes.
 
     The first element comes first: what is decoded for it may show that no chunk has the size that its metadata states.
     """
-    if opened.derived is not None:
-        return opened.derived.pieces(leaf, _READ_BYTES)
+    if checkpoint.derived is not None:
+        return checkpoint.derived.pieces(leaf, _READ_BYTES)
     whole = Box.whole(spec.shape)
-    rows = opened.index.chunk_rows(opened.tree.aliases.get(leaf, leaf)) or 1
+    rows = checkpoint.index.chunk_rows(checkpoint.tree.aliases.get(leaf, leaf)) or 1
     step = max(1, _READ_BYTES * spec.shape[0] // spec.nbytes // rows) * rows if spec.shape else 1
     # A few bytes may state any shape, so a limit is needed for elements that are not stored.
     bands = whole.bands(0, step) if spec.shape and spec.shape[0] <= step * _MAX_READS else [whole]

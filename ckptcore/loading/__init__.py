@@ -1,1 +1,1 @@
-"""Loads: open a checkpoint, match and plan, read, and build, in one process or collectively in a job."""
+"""Loads: match and plan, read, and build, in one process or together in a job; of one tree or of several objects."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
@@ -19,19 +19,19 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.events import Recording, logger_named
+from ckptcore.loading.in_place import Undo, check_target, load_into_target
 from ckptcore.loading.load import DEFAULT_REQUEST, LoadAs, LoadRequest, choose_strategy
 from ckptcore.loading.targets import (
-    check_target,
-    holds_objects,
     load_files_into,
-    load_into_target,
     load_nothing,
     load_value,
 )
-from ckptcore.loading.undo import Undo
+from ckptcore.model.tree import MAX_DEPTH
 from ckptcore.opening.checkpoint import CompositeCheckpoint, Source, format_names
 from ckptcore.opening.members import is_deleted, open_member, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_names
+from ckptcore.plugins import Plugins
+from ckptcore.protocols.values import FilesHandler
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER, PerProcess
 from ckptcore.tree.suggestions import NameSuggestions
@@ -105,15 +105,21 @@ class MemberRequest:
 
     Attributes:
         name: its name.
-        load: function that loads it, given a Context, a recording, and an `Undo` for objects that it restores.
-        changes: what it changes.
+        source: its location, or the open checkpoint.
+        like: its abstract tree, or the object to restore in place; None: the saved value.
+        options: the options of its load.
+        files: restores `like` from stored files; None for a tree, and for files that are loaded as bytes.
+        changes: what the load changes.
         nbytes: bytes of the arrays that are stored.
     """
 
     name: str
-    load: Callable[[Context, Recording, Undo], object]
+    source: Source
+    like: object
+    options: LoadRequest
+    files: FilesHandler | None
     changes: Changes
-    nbytes: int = 0
+    nbytes: int
 
 
 class CompositeLoad:
@@ -190,18 +196,66 @@ class CompositeLoad:
         """Find the requested objects, and check that they can be loaded. Reads no array, and changes nothing."""
         self._refused.clear()
         with self.recording.phase("open"):
-            requests = list(_plan_requests(composite, self.location, self._wanted, self.context, self._refused))
+            requests = list(self._requests(composite))
         if (progress := self.recording.progress) is not None:
             progress.later = sum([request.nbytes for request in requests])
             progress.plan(0)
         return requests
+
+    def _requests(self, composite: CompositeCheckpoint) -> Iterator[MemberRequest]:
+        """Yield the requests in the order of the save.
+
+        Checks that each member exists, and that the stored tree can be loaded into a target that is restored in place.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, TypeError: see `run`.
+        """
+        members, present, display = composite.members, present_members(composite), composite.location.display
+        likes = self._wanted.likes
+        if self._wanted.names is None:
+            likes = dict.fromkeys(_existing_names(composite, present, self._wanted.absent, self.context), (None, False))
+        order = {name: number for number, name in enumerate(members)}
+        # Every process of a job calls objects in this order, because `state_dict` may be collective.
+        for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
+            like, options = _unwrap(asked)
+            if like is PLACEHOLDER:
+                continue
+            if name not in members:
+                raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
+            if name not in present:
+                raise CheckpointNotFoundError(
+                    f"{display}: {name!r} was saved and deleted later, or lost. Existing names: "
+                    f"{', '.join(present) or 'none'}"
+                )
+            member = members[name]
+            try:
+                directory = _directory(composite, name, member, self.context)
+            except TreeMismatchError as error:
+                if not in_place:
+                    raise
+                self._refused[name] = error
+                continue
+            if directory not in present[name]:
+                raise CheckpointNotFoundError(
+                    f"{display}: {directory!r}, the state of one process, was saved and deleted later, or lost. "
+                    f"Existing directories: {format_names(present[name])}"
+                )
+            checkpoint = open_member(composite, name, directory, self.location, self.context)
+            # Do not retry without a root: there is no save id to compare.
+            source = checkpoint if checkpoint.root is None else SubPath(self.location, directory)
+            files = _files_handler(name, member, like, options, in_place, self.context)
+            changes = Changes.NOTHING if files is None else Changes.FILES
+            if in_place and member.kind == "tree":
+                is_filled = check_target(checkpoint, like, self.context, options)
+                changes = Changes.ARRAYS if is_filled else Changes.OBJECTS
+            yield MemberRequest(name, source, like, options, files, changes, checkpoint.tree.nbytes)
 
     def load(self, request: MemberRequest, context: Context) -> object:
         """Load one checkpointable."""
         if self.recording.progress is not None:
             self.recording.progress.later -= request.nbytes  # planned exactly by its load
         try:
-            loaded = request.load(context, self.recording, self._undo)
+            loaded = self._load_member(request, context)
         except Exception as error:
             # The undone objects are as they were, unless arrays of an object were filled.
             restored = list(self._changed)
@@ -218,10 +272,18 @@ class CompositeLoad:
             self._add_changed(request.name)
         return loaded
 
+    def _load_member(self, request: MemberRequest, context: Context) -> object:
+        source, like = request.source, request.like
+        if request.files is not None:
+            return load_files_into(source, request.name, like, request.files, context, self.recording)
+        if request.changes is Changes.NOTHING:
+            return load_value(source, like, context, self.recording, request.options)
+        return load_into_target(source, like, context, self.recording, request.options, self._undo)
+
     def take_part(self, composite: CompositeCheckpoint, name: str) -> None:
         """Take part in the collective load of a checkpointable that this process does not request."""
-        opened = open_member(composite, name, name, self.location, self.context)
-        source = opened if opened.root is None else SubPath(self.location, name)
+        checkpoint = open_member(composite, name, name, self.location, self.context)
+        source = checkpoint if checkpoint.root is None else SubPath(self.location, name)
         load_nothing(source, self.context, self.recording)
 
     def _add_changed(self, name: str) -> None:
@@ -232,69 +294,6 @@ class CompositeLoad:
         """Return loaded objects in the order of the request; in the order of the save if all were requested."""
         wanted = self._wanted.names
         return {name: loaded[name] for name in (composite.members if wanted is None else wanted) if name in loaded}
-
-
-def _plan_requests(
-    composite: CompositeCheckpoint,
-    location: AnyLocation,
-    wanted: CompositeRequest,
-    context: Context,
-    refused: dict[str, TreeMismatchError],
-) -> Iterator[MemberRequest]:
-    """Plan requests in the order of the save.
-
-    Checks that each member exists, and that the stored tree can be loaded into a target that is restored in place.
-
-    Args:
-        composite, location: the checkpoint.
-        wanted: the requests.
-        context: its plugins dispatch the objects.
-        refused: receives, by name, the errors of objects to restore of which other processes saved separate states.
-
-    Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, TypeError: see `CompositeLoad.run`.
-    """
-    members = composite.members
-    present = present_members(composite)
-    likes = wanted.likes
-    if wanted.names is None:
-        likes = CompositeRequest(_existing_names(composite, present, wanted.absent, context)).likes
-    order = {name: number for number, name in enumerate(members)}
-    # Every process of a job calls objects in this order, because `state_dict` may be collective.
-    for name, (asked, in_place) in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
-        like, how = _unwrap(asked)
-        if like is PLACEHOLDER:
-            continue
-        if name not in members:
-            raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
-        if name not in present:
-            raise CheckpointNotFoundError(
-                f"{composite.location.display}: {name!r} was saved and deleted later, or lost. Existing names: "
-                f"{', '.join(present) or 'none'}"
-            )
-        member = members[name]
-        try:
-            rank = _rank(composite, name, member, context)
-        except TreeMismatchError as error:
-            if not in_place:
-                raise
-            refused[name] = error
-            continue
-        directory = member.directory(name, rank)
-        if directory not in present[name]:
-            raise CheckpointNotFoundError(
-                f"{composite.location.display}: {directory!r}, the state of one process, was saved and deleted later, "
-                "or lost. "
-                f"Existing directories: {format_names(present[name])}"
-            )
-        opened = open_member(composite, name, directory, location, context)
-        # Do not retry without a root: there is no save id to compare.
-        source = opened if opened.root is None else SubPath(location, directory)
-        request = _request(name, source, member, like, how, in_place, context)
-        if in_place and member.kind == "tree":
-            changes = Changes.ARRAYS if check_target(opened, like, context, how) else Changes.OBJECTS
-            request = replace(request, changes=changes)
-        yield replace(request, nbytes=opened.tree.nbytes)
 
 
 def _existing_names(
@@ -309,7 +308,7 @@ def _existing_names(
     missing: dict[str, None] = {}
     for name, member in composite.members.items():
         directories = present.get(name, ())
-        directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
+        directory = _directory(composite, name, member, context) if directories else ""
         if directory not in directories or is_deleted(composite, directory):
             missing[name] = None
     if missing and composite.root is None and len(missing) == len(composite.members):
@@ -330,15 +329,15 @@ def _existing_names(
 
 def _unwrap(asked: object) -> tuple[object, LoadRequest]:
     """Return an abstract tree or object without its nested wrappers, and the options of the wrappers."""
-    how = DEFAULT_REQUEST
+    options = DEFAULT_REQUEST
     while True:
         if isinstance(asked, PerProcess):
             asked = asked.value
         elif isinstance(asked, LoadAs):
-            how = asked.request
+            options = asked.request
             asked = asked.like
         else:
-            return asked, how
+            return asked, options
 
 
 def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) -> str:
@@ -347,15 +346,15 @@ def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) 
     return f"{composite.location.display} has no {name!r}. Existing names: {', '.join(present) or 'none'}{hint}"
 
 
-def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> int:
-    """Return the rank of this process, whose state of a member is requested.
+def _directory(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> str:
+    """Return the directory of the state of a member that this process requests.
 
     Raises:
         TreeMismatchError: each process saved a separate state, and this job has another number of processes.
     """
     job = runtime_of(context).job()
     if member.processes is None or member.processes == job.size:
-        return job.rank
+        return member.directory(name, job.rank)
     raise TreeMismatchError(
         f"{name!r} in {composite.location.display} has a separate state for each of {member.processes} processes, but "
         f"this job has {job.size}. Load the state that each process needs by its own location, such as "
@@ -364,56 +363,57 @@ def _rank(composite: CompositeCheckpoint, name: str, member: Member, context: Co
     )
 
 
-def _request(
-    name: str, source: Source, member: Member, like: object, how: LoadRequest, in_place: bool, context: Context
-) -> MemberRequest:
-    """Return the request for an object that exists.
+def _files_handler(
+    name: str, member: Member, like: object, options: LoadRequest, in_place: bool, context: Context
+) -> FilesHandler | None:
+    """Check a request for an object that exists. Return the handler that restores it from files; None for others.
 
     Args:
         name, member: the object.
-        source: its location, or the open checkpoint.
-        like, how: the abstract tree or the object, and its options.
+        like, options: the abstract tree or the object, and its options.
         in_place: True for an object to restore in place.
         context: its plugins dispatch the object.
 
     Raises:
-        TreeMismatchError: the object is stored as files, and `how` has options for trees or `like` cannot be restored
-            from files.
+        TreeMismatchError: the object is stored as files, and `options` are for trees or `like` cannot be restored from
+            files.
         TypeError: `like` is an object that must be restored in place, and `in_place` is False. Also if `like` is None,
             and `in_place` is True.
     """
-    is_files = member.kind == "files"
-    if is_files and how != DEFAULT_REQUEST:
+    if member.kind == "files" and options != DEFAULT_REQUEST:
         raise TreeMismatchError(
             f"{name!r} is stored as files of an object, not as a tree: request it without LoadAs, which is only for "
             "trees",
             [f"{name}: files are stored"],
         )
-    if like is None and in_place:
-        raise TypeError(f"into={{{name!r}: None}}: pass the object to restore, or the name in abstract=[{name!r}]")
+    if like is None:
+        if in_place:
+            raise TypeError(f"into={{{name!r}: None}}: pass the object to restore, or the name in abstract=[{name!r}]")
+        return None
     registry = runtime_of(context).registry
-    files = None if like is None else registry.dispatch_named(like).files
-    if like is not None and not in_place and (files is not None or holds_objects(like, registry)):
+    files = registry.dispatch_named(like).files
+    if not in_place and (files is not None or _holds_objects(like, registry)):
         raise TypeError(
             f"abstract={{{name!r}: {type(like).__qualname__}(...)}} is or contains an object with a state: pass it as "
             f"into={{{name!r}: ...}} to restore it in place, or ckptcore.abstract(...) of it to load its state"
         )
-    if is_files and like is not None:
-        if files is None:
-            raise TreeMismatchError(
-                f"{name!r} is stored as files of an object, and a {type(like).__qualname__} cannot be restored from "
-                "files: pass an object like the one that was saved, or None to load the files as bytes",
-                [f"{name}: files are stored"],
-            )
+    if member.kind == "files" and files is None:
+        raise TreeMismatchError(
+            f"{name!r} is stored as files of an object, and a {type(like).__qualname__} cannot be restored from "
+            "files: pass an object like the one that was saved, or None to load the files as bytes",
+            [f"{name}: files are stored"],
+        )
+    return files if member.kind == "files" else None
 
-        def restore_files(context: Context, recording: Recording, undo: Undo) -> object:
-            return load_files_into(source, name, like, files, context, recording)
 
-        return MemberRequest(name, restore_files, Changes.FILES)
-
-    def load(context: Context, recording: Recording, undo: Undo) -> object:
-        if in_place:
-            return load_into_target(source, like, context, recording, how, undo)
-        return load_value(source, like, context, recording, how)
-
-    return MemberRequest(name, load, Changes.ARRAYS if in_place else Changes.NOTHING)
+def _holds_objects(node: object, registry: Plugins, depth: int = MAX_DEPTH) -> bool:
+    """Return True if a tree is, or contains, an object that must be restored in place."""
+    handlers = registry.dispatch(node)
+    if handlers.checkpointable is not None:
+        return handlers.checkpointable.is_object
+    container = handlers.container
+    if container is None or depth == 0:
+        return False  # flattening raises an error for such a tree
+    if container.is_object(node):
+        return True
+    return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)

@@ -57,7 +57,7 @@ def take_step(
     """
     own: Exception | None = None
     with agreement.stage(name) as stage:
-        found: JSON = None
+        damage: JSON = None
         payload: JSON = None
         again = False
         try:
@@ -69,20 +69,20 @@ def take_step(
         except (CorruptCheckpointError, CheckpointNotFoundError) as error:
             again = not is_current()
             own = error
-            found = [isinstance(error, CheckpointNotFoundError), str(error)]
+            damage = [isinstance(error, CheckpointNotFoundError), str(error)]
         except CheckpointError:
             again = not is_current()
             if not again:
                 raise
-        stage.payload = [again, found, payload]
+        stage.payload = [again, damage, payload]
     messages: list[Any] = list(stage.payloads)
     decided: Any = agreement.lead(f"{name}/outcome", lambda: _outcome(messages))
     if decided["again"]:
         return None
-    if decided["found"] is not None:
+    if decided["damage"] is not None:
         if own is not None and not isinstance(own, PeerFailure):
             raise own
-        rank, is_gone, reason = decided["found"]
+        rank, is_gone, reason = decided["damage"]
         kind = CheckpointNotFoundError if is_gone else CorruptCheckpointError
         raise kind(f"rank {rank}: {reason}")
     if own is not None:
@@ -91,8 +91,8 @@ def take_step(
 
 
 def _outcome(messages: Sequence[Any]) -> JSON:
-    found = next(([rank, *found] for rank, (_, found, _) in enumerate(messages) if found is not None), None)
-    return {"again": any(again for again, _, _ in messages), "found": found}
+    first = next(([rank, *damage] for rank, (_, damage, _) in enumerate(messages) if damage is not None), None)
+    return {"again": any(again for again, _, _ in messages), "damage": first}
 
 
 def exchange_name(location: object, recording: Recording) -> str:
@@ -154,17 +154,17 @@ class CollectiveAttempt(Generic[T]):
 
     def plan(self) -> TreeRead | None:
         """Open the checkpoint and plan; None if it was replaced meanwhile."""
-        opened: list[Checkpoint] = []
+        checkpoint: list[Checkpoint] = []
         planned: list[TreeRead] = []
 
         def open_it() -> JSON:
-            opened.append(self._load.open())
+            checkpoint.append(self._load.open())
             return None
 
         def plan_it() -> JSON:
-            with naming_arrays(opened[0]):
-                planned.append(self._load.plan(opened[0]))
-            return self._message(opened[0], planned[0])
+            with naming_arrays(checkpoint[0]):
+                planned.append(self._load.plan(checkpoint[0]))
+            return self._message(checkpoint[0], planned[0])
 
         if self._take_step("open", open_it) is None:
             return None
@@ -175,7 +175,7 @@ class CollectiveAttempt(Generic[T]):
         """Restore what a process may refuse, on all of them; False if the checkpoint was replaced meanwhile."""
 
         def begin() -> JSON:
-            with naming_arrays(reading.opened):
+            with naming_arrays(reading.checkpoint):
                 self._load.begin(reading)
             return None
 
@@ -185,7 +185,7 @@ class CollectiveAttempt(Generic[T]):
         """Read the planned data; False if the checkpoint was replaced meanwhile."""
 
         def read() -> JSON:
-            with naming_arrays(reading.opened):
+            with naming_arrays(reading.checkpoint):
                 self._load.read(reading)
             self._expect_unchanged()
             return None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
 from ckptcore.distributions import import_name
+from ckptcore.errors import TreeMismatchError
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
-from ckptcore.loading.stored_trees import transformed
 from ckptcore.matching.leaf_matching import Matched
 from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matching
 from ckptcore.model.tree import format_path, leaf_paths
@@ -160,7 +160,7 @@ class Load(Generic[T]):
         self.attempts = tree_attempts(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._report_builder = None if request.report is None else ReportBuilder(request.report)
+        self._report = None if request.report is None else ReportBuilder(request.report)
 
     def run(self) -> T:
         """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
@@ -169,8 +169,8 @@ class Load(Generic[T]):
             strategy = workers.read_strategy(strategy)
         with self.runtime.registry.thread_settings():
             result = self.run_here() if strategy is None else strategy.run(self)
-        if self._report_builder is not None:
-            self._report_builder.finish()
+        if self._report is not None:
+            self._report.finish()
         return result
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -199,13 +199,13 @@ class Load(Generic[T]):
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
-        if self._report_builder is not None:
-            self._report_builder.begin(checkpoint)
+        if self._report is not None:
+            self._report.begin(checkpoint)
         matched = self.target.match(self, checkpoint)
         for message in matched.sparse:
             logger.warning("%s: %s", checkpoint.location.display, message)
-        if self._report_builder is not None:
-            self._report_builder.add_plan(matched)
+        if self._report is not None:
+            self._report.add_plan(matched)
         if matched.changes:
             from ckptcore.matching.adjustments import adjusted  # only if arrays are adjusted
 
@@ -231,7 +231,7 @@ class Load(Generic[T]):
             read_planned: runs the plan; None: see `read_planned` of the load.
         """
         self.has_begun = True
-        if not reading.leaf_reads and reading.opened.is_files:
+        if not reading.leaf_reads and reading.checkpoint.is_files:
             return  # the target reads the files
         with self.recording.phase("read", nbytes := reading.nbytes):
             if reading.progress is not None:
@@ -240,9 +240,34 @@ class Load(Generic[T]):
 
     def build(self, reading: TreeRead) -> T:
         """Build the result, after checking that no base or other additional checkpoint was replaced."""
-        if reading.opened.derived is not None:
-            check_additional(reading.opened)
+        if reading.checkpoint.derived is not None:
+            check_additional(reading.checkpoint)
         return self.target.build(self, reading)
+
+
+def files_instead(checkpoint: Checkpoint) -> TreeMismatchError:
+    """Return the error for files where a tree is expected."""
+    return TreeMismatchError(
+        f"{checkpoint.location.display} has files of an object instead of a tree: use load_checkpointables with an "
+        "object like the one that was saved, or load() without other arguments to get the files as bytes",
+        ["files are stored, a tree is requested"],
+    )
+
+
+def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
+    """Apply transforms to a checkpoint. Returns the same checkpoint if there are none. Reads no array.
+
+    Raises:
+        TransformError: a transform does not match the stored tree.
+        TreeMismatchError: files are stored.
+    """
+    if not transforms:
+        return checkpoint
+    if checkpoint.is_files:
+        raise files_instead(checkpoint)
+    apply_transforms: Any = import_name("apply_transforms", purpose="a load with transforms")
+    changed: Checkpoint = apply_transforms(checkpoint, transforms, context)
+    return changed
 
 
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
@@ -286,16 +311,15 @@ def recorded_load(
 class ReportBuilder:
     """Collects the data of a `LoadReport`. `finish` fills the report."""
 
-    def __init__(self, report: LoadReport | None) -> None:
-        """Collect data for a report of the caller; None: do nothing."""
+    def __init__(self, report: LoadReport) -> None:
+        """Collect data for a report of the caller."""
         self._report = report
         self._opened: tuple[Checkpoint, int] | None = None
         self._matched: Matched | None = None
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Begin an attempt, before it reads. Discards the data of an earlier attempt."""
-        if self._report is not None:
-            self._opened = checkpoint, _bytes_read(checkpoint)
+        self._opened = checkpoint, _bytes_read(checkpoint)
 
     def add_plan(self, matched: Matched) -> None:
         """Add the leaves that the attempt loads."""
@@ -304,7 +328,7 @@ class ReportBuilder:
     def finish(self) -> None:
         """Fill the report."""
         report, matched = self._report, self._matched
-        if report is None or matched is None or self._opened is None:
+        if matched is None or self._opened is None:
             return
         checkpoint, bytes_before = self._opened
         stored = checkpoint.tree.paths

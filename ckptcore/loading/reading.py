@@ -12,13 +12,14 @@ from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, Plu
 from ckptcore.io.memory import allocate, free
 from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.model.transfer import ReadItem, ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint, naming_additional
 from ckptcore.plugins import Plugins
 from ckptcore.progress import ByteProgress
 from ckptcore.protocols import LeafHandler
+from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 
 _MAX_GROWTH: Final = 1 << 16
@@ -56,36 +57,24 @@ def default_handlers(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
     return array, value
 
 
-def read_leaves(
-    opened: Checkpoint,
-    numbers: Sequence[int | None],
-    handlers: Sequence[LeafHandler | None],
-    abstracts: Sequence[object],
-    context: Context,
-) -> list[object]:
-    """Read and build leaves.
-
-    Args:
-        opened: the checkpoint.
-        numbers: for each leaf, the number of the stored leaf. None: the abstract leaf is returned instead.
-        handlers, abstracts: for each leaf, the handler that builds it, and the abstract leaf.
-        context: limits memory.
-    """
-    matched = Matched(numbers, handlers, leaves=abstracts)
-    reading = plan_leaf_reads(opened, matched)
+def read_leaf(checkpoint: Checkpoint, leaf: int, context: Context) -> object:
+    """Read and build a leaf as if there were no abstract tree."""
+    array, value = default_handlers(runtime_of(context).registry)
+    handler = array if isinstance(checkpoint.tree.leaves[leaf], ArrayRecord) else value
+    reading = plan_leaf_reads(checkpoint, Matched([leaf], [handler], leaves=[None]))
     read_tree(reading, context)
-    return reading.leaves
+    return reading.leaves[0]
 
 
-def plan_leaf_reads(opened: Checkpoint, matched: Matched, progress: ByteProgress | None = None) -> TreeRead:
+def plan_leaf_reads(checkpoint: Checkpoint, matched: Matched, progress: ByteProgress | None = None) -> TreeRead:
     """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
 
     Args:
-        opened: the checkpoint.
+        checkpoint: the checkpoint.
         matched: the stored leaf for each leaf.
         progress: counts the arrays that are complete.
     """
-    tree, filled = opened.tree, matched.filled
+    tree, filled = checkpoint.tree, matched.filled
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)
     leaf_reads: list[LeafRead] = []
     tied: dict[tuple[object, ...], LeafRead] = {}
@@ -111,7 +100,7 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, progress: ByteProgress
                 boxes = handler.wanted(abstract, record)
                 nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
-            raise _naming_leaf(tree, number, error) from error
+            raise _naming_leaf(checkpoint, number, error) from error
         original = tree.aliases.get(number, number)
         leaf_read = LeafRead(original, record, handler, abstract, [position], boxes, nbytes, array)
         if tree.aliases:
@@ -126,12 +115,12 @@ def plan_leaf_reads(opened: Checkpoint, matched: Matched, progress: ByteProgress
                 continue
         leaf_reads.append(leaf_read)
     if matched.first is None:
-        return TreeRead(opened, leaf_reads, leaves, filled, progress)
+        return TreeRead(checkpoint, leaf_reads, leaves, filled, progress)
     parts: tuple[list[LeafRead], list[LeafRead]] = ([], [])
     for leaf_read in leaf_reads:
         parts[matched.first.isdisjoint(leaf_read.positions)].append(leaf_read)
-    first = TreeRead(opened, parts[0], leaves, filled, progress)
-    return TreeRead(opened, parts[1], leaves, filled, progress, first)
+    first = TreeRead(checkpoint, parts[0], leaves, filled, progress)
+    return TreeRead(checkpoint, parts[1], leaves, filled, progress, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +128,7 @@ class TreeRead:
     """The planned reads of a checkpoint, and their results.
 
     Attributes:
-        opened: the checkpoint.
+        checkpoint: the checkpoint.
         leaf_reads: the arrays to read.
         leaves: the leaves of the value; arrays are added as they are built.
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
@@ -148,7 +137,7 @@ class TreeRead:
         first: reads into the same results that are done before these: for objects that may refuse their state.
     """
 
-    opened: Checkpoint
+    checkpoint: Checkpoint
     leaf_reads: Sequence[LeafRead]
     leaves: list[object]
     filled: list[bool] | None = None
@@ -168,19 +157,16 @@ class TreeRead:
         """
         if leaf_read.array is not None:
             return [leaf_read.array for _ in leaf_read.boxes]  # a 0-dimensional array has one box at most
+        handler, abstract, record = leaf_read.handler, leaf_read.abstract, leaf_read.record
         buffers = []
         for box in leaf_read.boxes:
-            buffer = (
-                None
-                if self.filled is None
-                else leaf_read.handler.destination(leaf_read.abstract, leaf_read.record, box)
-            )
+            buffer = None if self.filled is None else handler.destination(abstract, record, box)
             if buffer is None:
-                buffer = allocate_for(self.opened, leaf_read.leaf, ArraySpec(box.shape, leaf_read.record.spec.dtype))
-            elif not _fits(buffer, box, leaf_read.record):
+                buffer = allocate_for(self.checkpoint, leaf_read.leaf, ArraySpec(box.shape, record.spec.dtype))
+            elif not _fits(buffer, box, record):
                 raise PluginError(
-                    f"{type(leaf_read.handler).__name__}.destination returned {buffer.dtype}{buffer.shape} for "
-                    f"{leaf_read.record.spec}: expected contiguous writable memory with the dtype and shape of the box"
+                    f"{type(handler).__name__}.destination returned {buffer.dtype}{buffer.shape} for {record.spec}: "
+                    "expected contiguous writable memory with the dtype and shape of the box"
                 )
             buffers.append(buffer)
         return buffers
@@ -196,7 +182,7 @@ class TreeRead:
             else:
                 built = leaf_read.handler.build(leaf_read.abstract, leaf_read.record, boxes)
         except UnsupportedLeafError as error:
-            raise _naming_leaf(self.opened.tree, leaf_read.leaf, error) from error
+            raise _naming_leaf(self.checkpoint, leaf_read.leaf, error) from error
         for position in leaf_read.positions:
             self.leaves[position] = built
         if self.progress is not None:
@@ -211,10 +197,10 @@ def read_tree(reading: TreeRead, context: Context) -> None:
 
 
 def _naming_leaf(
-    tree: TreeMetadata, leaf: int, error: CorruptCheckpointError | UnsupportedLeafError
+    checkpoint: Checkpoint, leaf: int, error: CorruptCheckpointError | UnsupportedLeafError
 ) -> CorruptCheckpointError | UnsupportedLeafError:
     """Add the path of the leaf to an error of its handler."""
-    return type(error)(f"{format_path(tree.paths[leaf])}: {error}")
+    return type(error)(f"{_name(checkpoint, leaf)}: {error}")
 
 
 def batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[LeafRead]]:
@@ -232,10 +218,10 @@ def batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[Lea
 
 def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     """Read arrays in this process, and build each once it is complete."""
-    opened = reading.opened
-    if reading.progress is not None and opened.derived is None:  # derived arrays have other bytes than stored ones
-        opened.store.progress = reading.progress.move
-    check_sizes(opened, {leaf_read.leaf for leaf_read in leaf_reads})
+    checkpoint = reading.checkpoint
+    if reading.progress is not None and checkpoint.derived is None:  # derived arrays have other bytes than stored ones
+        checkpoint.store.progress = reading.progress.move
+    check_sizes(checkpoint, {leaf_read.leaf for leaf_read in leaf_reads})
     read: list[LeafRead] = []
     held: list[list[HostArray]] = []
     owners: list[int] = []
@@ -249,9 +235,9 @@ def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
         held.append(buffers)
     missing = [len(buffers) for buffers in held]
     plan = ReadPlan(
-        opened.tree, tuple([ReadItem(leaf_read.leaf, box) for leaf_read in read for box in leaf_read.boxes])
+        checkpoint.tree, tuple([ReadItem(leaf_read.leaf, box) for leaf_read in read for box in leaf_read.boxes])
     )
-    for number in opened.read(plan, [buffer for buffers in held for buffer in buffers]):
+    for number in checkpoint.read(plan, [buffer for buffers in held for buffer in buffers]):
         owner = owners[number]
         missing[owner] -= 1
         if not missing[owner]:
@@ -262,17 +248,17 @@ def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
                     free(buffer)
     for leaf_read, count in zip(read, missing, strict=True):
         if count > 0:
-            raise incomplete_read(opened, leaf_read.leaf)
+            raise incomplete_read(checkpoint, leaf_read.leaf)
 
 
-def incomplete_read(opened: Checkpoint, leaf: int) -> CorruptCheckpointError:
+def incomplete_read(checkpoint: Checkpoint, leaf: int) -> CorruptCheckpointError:
     """Return the error for a layout that did not read an array completely."""
     return CorruptCheckpointError(
-        f"{format_path(opened.tree.paths[leaf])}: the layout {opened.layout.name} did not read all of its elements"
+        f"{_name(checkpoint, leaf)}: the layout {checkpoint.layout.name} did not read all of its elements"
     )
 
 
-def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
+def allocate_for(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
     """Allocate memory for an array of a checkpoint.
 
     Raises:
@@ -282,7 +268,7 @@ def allocate_for(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         return allocate(spec)
     except MemoryError as error:
         raise InsufficientMemoryError(
-            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display}: not enough memory for {spec}, "
+            f"{_name(checkpoint, leaf)} of {checkpoint.location.display}: not enough memory for {spec}, "
             f"{spec.nbytes} bytes. If the array is really this large, load a part of it, or use a machine with more "
             "memory; otherwise the checkpoint is damaged"
         ) from error
@@ -293,55 +279,60 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
     return whole and buffer.flags.c_contiguous and buffer.flags.writeable
 
 
-def check_sizes(opened: Checkpoint, wanted: Collection[int]) -> None:
+def check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
     """Check that arrays are stored completely, before memory is allocated: a hostile root may state any shape.
 
     Args:
-        opened: the checkpoint.
+        checkpoint: the checkpoint.
         wanted: numbers of leaves.
 
     Raises:
         CorruptCheckpointError: an array is not stored completely. Names the first such array.
     """
-    if opened.derived is not None:
-        for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
-            with naming_additional(opened.derived.sources[checkpoint]) if checkpoint else nullcontext():
-                check_sizes(opened.derived.sources[checkpoint], stored)
+    if checkpoint.derived is not None:
+        for number, stored in checkpoint.derived.stored(sorted(wanted)).items():
+            source = checkpoint.derived.sources[number]
+            with naming_additional(source) if number else nullcontext():
+                check_sizes(source, stored)
         return
-    tree, index = opened.tree, opened.index
+    tree, index = checkpoint.tree, checkpoint.index
     originals = sorted({tree.aliases.get(leaf, leaf) for leaf in wanted})
     arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
     index.check(arrays)
-    if opened.root is None:
+    if checkpoint.root is None:
         return  # its layout compared shapes with files
-    held = sum([record.size for record in opened.store.objects.values()])
+    held = sum([record.size for record in checkpoint.store.objects.values()])
     for leaf in sorted(wanted):
-        record = opened.tree.leaves[leaf]
+        record = checkpoint.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.spec.nbytes > _MAX_GROWTH * held:
             raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as {record.spec}, "
+                f"{_name(checkpoint, leaf)} of {checkpoint.location.display} is recorded as {record.spec}, "
                 f"{record.spec.nbytes} bytes, but all objects together have {held} bytes: the root is damaged. Load "
                 "another checkpoint"
             )
     extents: list[tuple[int, str, int, int]] = []
     for leaf in arrays:
         for key, start, stop in index.extents(leaf):
-            if stop and key not in opened.store.objects:  # at once: a hostile shape may state millions of objects
-                raise _truncated(opened, leaf, key, stop, 0)
+            if stop and key not in checkpoint.store.objects:  # at once: a hostile shape may state millions of objects
+                raise _truncated(checkpoint, leaf, key, stop, 0)
             extents.append((leaf, key, start, stop))
     # Use actual sizes, not those of the root: an object may be truncated, and a hostile root may state any size.
-    sizes = opened.store.size_limits(list(dict.fromkeys([key for _, key, _, stop in extents if stop])))
+    sizes = checkpoint.store.size_limits(list(dict.fromkeys([key for _, key, _, stop in extents if stop])))
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:
         # Arrays do not share bytes, so the sum of their sizes is limited by the object as well.
         taken[key] = taken.get(key, 0) + stop - start
         if max(stop, taken[key]) > sizes.get(key, 0):
-            raise _truncated(opened, leaf, key, stop, sizes.get(key, 0))
+            raise _truncated(checkpoint, leaf, key, stop, sizes.get(key, 0))
 
 
-def _truncated(opened: Checkpoint, leaf: int, key: str, stop: int, nbytes: int) -> CorruptCheckpointError:
+def _name(checkpoint: Checkpoint, leaf: int) -> str:
+    return format_path(checkpoint.tree.paths[leaf])
+
+
+def _truncated(checkpoint: Checkpoint, leaf: int, key: str, stop: int, nbytes: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {nbytes} bytes: the file "
+        f"{_name(checkpoint, leaf)} would end at byte {stop} of {key}, which has {nbytes} bytes: the file "
         "is truncated. Restore it, or load another checkpoint",
         key=key, start=min(nbytes, stop), stop=stop,
     )  # fmt: skip

@@ -178,8 +178,8 @@ class StoredArray(ShownInNotebooks):
             ValueError: the checkpoint was closed.
         """
 
-        def map_opened(opened: Checkpoint) -> HostArray:
-            return map_array(opened, self._leaf, self._spec, format_path(self.path))
+        def map_opened(checkpoint: Checkpoint) -> HostArray:
+            return map_array(checkpoint, self._leaf, self._spec, format_path(self.path))
 
         return self._state.guard(map_opened)
 
@@ -193,14 +193,14 @@ class StoredArray(ShownInNotebooks):
 
     def _read(self, indexed: AxisIndex) -> HostArray:
         """Read the requested elements."""
-        _ = self._state.opened  # raises if the checkpoint is closed
+        _ = self._state.checkpoint  # raises if the checkpoint is closed
         if 0 in indexed.counts:
             return np.empty(indexed.counts, self.dtype)
         near = self._read_near(indexed)
         if near is not None:
             return near
-        self._state.guard(lambda opened: check_sizes(opened, {self._leaf}))
-        array = allocate_for(self._state.opened, self._leaf, ArraySpec(indexed.counts, self._spec.dtype))
+        self._state.guard(lambda checkpoint: check_sizes(checkpoint, {self._leaf}))
+        array = allocate_for(self._state.checkpoint, self._leaf, ArraySpec(indexed.counts, self._spec.dtype))
         if indexed.is_box:
             self._state.read(self._leaf, (indexed.box,), (array,))
             return array
@@ -259,7 +259,7 @@ class StoredArray(ShownInNotebooks):
     def _find(self) -> BlockCache | Literal[False]:
         """Return the open object that contains the array; False if boxes must be read through the layout."""
         state = self._state
-        extent = state.attempt(lambda opened: find_plain_extent(opened, self._leaf))
+        extent = state.attempt(lambda checkpoint: find_plain_extent(checkpoint, self._leaf))
         held = None if extent is None else state.hold(extent.key)
         if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False

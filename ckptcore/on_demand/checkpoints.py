@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
+from ckptcore.distributions import import_name
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
-from ckptcore.loading.reading import default_handlers, read_leaves
+from ckptcore.loading.reading import read_leaf
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
 from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.on_demand.arrays import StoredArray
-from ckptcore.on_demand.boxes import LoadedBox, iter_boxes
 from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_tree
 from ckptcore.other_libraries import ExplainsAttributes
-from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
     from ckptcore.matching.options import LoadReport
@@ -54,10 +55,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
     def _refer(self, state: OpenState, path: TreePath) -> None:
         self.path = path
         self._state = state
-        self._numbers: Mapping[Key, int] | None = None
-        self._numbers_by_text: Mapping[Key, int] | None = None
-        self._firsts: Sequence[int] | None = None
-        self._found: dict[object, object] = {}
+        self._parts: dict[object, object] = {}  # containers and arrays that were looked up, by the path given
 
     def __getstate__(self) -> tuple[OpenState, TreePath]:
         """Pickle and copy the location, the options and the path. The copy opens the checkpoint at its first use."""
@@ -119,65 +117,58 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
             ValueError: the checkpoint was closed. A container or array that was looked up before is still returned.
         """
         try:
-            found = self._found.get(path)
+            part = self._parts.get(path)
         except TypeError:  # a list of keys
             path = tuple(path) if isinstance(path, Sequence) else path
-            found = None
-        if found is not None:
-            return found
-        _ = self._state.opened  # raises if the checkpoint is closed
+            part = None
+        if part is not None:
+            return part
+        _ = self._state.checkpoint  # raises if the checkpoint is closed
         keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
         entry = self._child(cast(PlainKey, path)) if isinstance(path, tuple) else None
         entry = _descend(self, keys) if entry is None else entry
         if entry is None:
             raise self._nothing_at(keys)
-        found = entry if isinstance(entry, StoredTree) else self._value(entry)
-        if isinstance(found, StoredTree | StoredArray):
-            self._found[path] = found
-        return found
+        part = entry if isinstance(entry, StoredTree) else self._value(entry)
+        if isinstance(part, StoredTree | StoredArray):
+            self._parts[path] = part
+        return part
 
     def _value(self, entry: _LeafAt) -> Any:
         """Return a `StoredArray`, or read a small value."""
         state, leaf = self._state, entry.leaf
-        record = state.opened.tree.leaves[leaf]
+        record = state.checkpoint.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
             return StoredArray(state, leaf, entry.path, record.spec)
-        array, value = default_handlers(runtime_of(state.context).registry)
-        handler = array if isinstance(record, ArrayRecord) else value
-        (found,) = state.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], state.context))
-        return found
+        return state.guard(lambda checkpoint: read_leaf(checkpoint, leaf, state.context))
 
     def _child(self, key: Key) -> StoredTree | _LeafAt | None:
         """Return the child with this key, or else a child whose key has the same text; None if there is none."""
         node = self._node
-        if self._numbers is None:
-            self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
         number = self._numbers.get(key)
         if number is None:
             # Text that is not a key matches an attribute or an index with the same text.
-            if self._numbers_by_text is None:
-                self._numbers_by_text = {
-                    **{str(name): number for name, number in self._numbers.items()},
-                    **self._numbers,
-                }
             number = self._numbers_by_text.get(key.name if isinstance(key, Attribute) else key)
         if number is None or (type(key) is bool and type(node.keys[number]) is not bool):
             return None
-        child, path, first = node.children[number], (*self.path, node.keys[number]), self._first_of(number)
+        child, path, first = node.children[number], (*self.path, node.keys[number]), self._firsts[number]
         return StoredTree(self._state, child, path, first) if isinstance(child, Node) else _LeafAt(path, first)
 
-    def _first_of(self, number: int) -> int:
-        if self._firsts is None:
-            children = self._node.children
-            if children.count(LEAF) < len(children):
-                position, counted = self._first, []
-                for child in children:
-                    counted.append(position)
-                    position += leaf_count(child)
-                self._firsts = counted
-            else:
-                self._firsts = range(self._first, self._first + len(children))
-        return self._firsts[number]
+    @cached_property
+    def _numbers(self) -> Mapping[Key, int]:
+        return dict(zip(self._node.keys, range(len(self)), strict=True))
+
+    @cached_property
+    def _numbers_by_text(self) -> Mapping[Key, int]:
+        return {**{str(key): number for key, number in self._numbers.items()}, **self._numbers}
+
+    @cached_property
+    def _firsts(self) -> Sequence[int]:
+        """The number of the first leaf in each child."""
+        children = self._node.children
+        if children.count(LEAF) == len(children):  # a large container of leaves
+            return range(self._first, self._first + len(children))
+        return list(itertools.accumulate(map(leaf_count, children[:-1]), initial=self._first))
 
     def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:
         from ckptcore.tree.suggestions import NameSuggestions  # only for errors
@@ -187,14 +178,14 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         first, _, inner = asked.partition("/")
         if first in names and inner:
             depth, count = len(self.path), asked.count("/") + 1
-            below = [path[depth:][:count] for path in self._state.opened.tree.paths if path[:depth] == self.path]
+            below = [path[depth:][:count] for path in self._state.checkpoint.tree.paths if path[:depth] == self.path]
             near = NameSuggestions(list(dict.fromkeys(["/".join(map(str, path)) for path in below]))).nearest(asked)
         else:
             near = NameSuggestions(names).nearest(first)
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
         hint = f"; did you mean {near!r}?" if near not in (None, asked, first) else ""
         return UnknownPathError(
-            f"{asked!r} is not in {format_path(self.path)} of {self._state.opened.location.display}, which has "
+            f"{asked!r} is not in {format_path(self.path)} of {self._state.checkpoint.location.display}, which has "
             f"{shown or 'nothing'}{hint}"
         )
 
@@ -214,8 +205,8 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
     key, rest = keys[0], keys[1:]
     child = tree._child(key)
     if isinstance(child, StoredTree):
-        if (found := _descend(child, rest)) is not None:
-            return found
+        if (entry := _descend(child, rest)) is not None:
+            return entry
     elif child is not None and not rest:
         return child
     if not isinstance(key, str):
@@ -224,17 +215,41 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
     while position > 0:
         head, tail = tree._child(key[:position]), key[position + 1 :]
         if isinstance(head, StoredTree):
-            found = _descend(head, ((tail,) if tail else ()) + tuple(rest))
-            if found is not None:
-                return found
+            entry = _descend(head, (*((tail,) if tail else ()), *rest))
+            if entry is not None:
+                return entry
         position = key.rfind("/", 0, position)
     return None
 
 
 def _root_of(state: OpenState) -> Node:
     """Return the outermost container; an empty one if the whole tree is one leaf."""
-    skeleton = state.opened.tree.skeleton
+    skeleton = state.checkpoint.tree.skeleton
     return skeleton if isinstance(skeleton, Node) else Node("dict", (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBox:
+    """A box of an array of a checkpoint, with its elements.
+
+    Attributes:
+        path: path of the array in the tree.
+        tied: other paths with the same array, which is yielded once.
+        spec: shape and dtype of the whole array.
+        box: the box, in elements.
+        elements: the elements of the box in new memory, which the caller may change and keep.
+    """
+
+    path: TreePath
+    tied: tuple[TreePath, ...]
+    spec: ArraySpec
+    box: Box
+    elements: HostArray
+
+    @property
+    def name(self) -> str:
+        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
+        return format_path(self.path)
 
 
 class OpenCheckpoint(StoredTree):
@@ -248,10 +263,10 @@ class OpenCheckpoint(StoredTree):
     def __init__(self, location: LocationLike, context: Context) -> None:
         """Open a checkpoint; see `ckptcore.open`."""
         state = OpenState(location, context)
-        opened = state.opened
-        if opened.is_files:
+        checkpoint = state.checkpoint
+        if checkpoint.is_files:
             raise TreeMismatchError(
-                f"{opened.location.display} has files of an object instead of a tree: load() returns them as bytes",
+                f"{checkpoint.location.display} has files of an object instead of a tree: load() returns them as bytes",
                 ["files are stored, a tree is opened"],
             )
         super().__init__(state, _root_of(state), (), 0)
@@ -278,7 +293,7 @@ class OpenCheckpoint(StoredTree):
     @cached_property
     def _leaf(self) -> _LeafAt | None:
         """The leaf, if the whole tree is one."""
-        return None if isinstance(self._state.opened.tree.skeleton, Node) else _LeafAt((), 0)
+        return None if isinstance(self._state.checkpoint.tree.skeleton, Node) else _LeafAt((), 0)
 
     def __getitem__(self, path: StoredPath) -> Any:
         """See `StoredTree`. If the whole tree is one leaf, ``()`` returns it."""
@@ -295,7 +310,7 @@ class OpenCheckpoint(StoredTree):
         Raises:
             ValueError: the checkpoint was closed.
         """
-        store = self._state.opened.store
+        store = self._state.checkpoint.store
         return store.bytes_read + store.bytes_got
 
     @cached_property
@@ -307,10 +322,13 @@ class OpenCheckpoint(StoredTree):
             ValueError: the checkpoint was closed.
         """
 
-        def describe(opened: Checkpoint) -> CheckpointMetadata:
+        context = self._state.context
+
+        def describe(checkpoint: Checkpoint) -> CheckpointMetadata:
             # The root of an open checkpoint is cached and shared, but callers may change the metadata that they get.
-            own = opened if opened.root is None else open_tree(opened.location, opened.version, self._state.context)
-            return describe_opened(own, self._state.context)
+            if checkpoint.root is not None:
+                checkpoint = open_tree(checkpoint.location, checkpoint.version, context)
+            return describe_opened(checkpoint, context)
 
         return self._state.attempt(describe)
 
@@ -340,9 +358,12 @@ class OpenCheckpoint(StoredTree):
             CorruptCheckpointError: bytes differ from those written. Earlier boxes are valid.
             CheckpointNotFoundError: the checkpoint was replaced or deleted. Without checksums, earlier boxes may be of
                 another save.
+            MissingDistributionError: ckptcore-tools, which reads the boxes, is not installed.
         """
+        iter_boxes: Any = import_name("iter_boxes", purpose="iter_boxes of an open checkpoint")
         request = LoadRequest(select=select, transforms=transforms, report=report)
-        return iter_boxes(self._state, request, first)
+        boxes: Generator[LoadedBox, None, None] = iter_boxes(self._state, request, first)
+        return boxes
 
     def close(self) -> None:
         """Close its files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""

@@ -48,13 +48,7 @@ class AxisIndex:
     def elements(self) -> Any:
         """The index of the array that returns a view of the requested elements, of shape `counts`."""
         # With an ellipsis an array without axes does not become a scalar.
-        return (
-            *[
-                slice(start, start + (count - 1) * step + 1 if count else start, step)
-                for start, step, count in zip(self.starts, self.steps, self.counts, strict=True)
-            ],
-            ...,
-        )
+        return (*map(slice, self.starts, self.box.stop, self.steps), ...)
 
     @property
     def is_box(self) -> bool:
@@ -110,17 +104,18 @@ def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
             continue
         axis = len(starts)
         if isinstance(entry, slice):
-            start, count, step = _slice_of(entry, shape[axis])
-            local.append(slice(None, None, -1) if step < 0 else slice(None))
-            result.append(count)
-            if step < 0:
-                start, step = start + (count - 1) * step, -step
+            chosen = range(shape[axis])[entry] or range(0)
+            local.append(slice(None, None, -1) if chosen.step < 0 else slice(None))
+            result.append(len(chosen))
+            if chosen.step < 0:
+                chosen = chosen[::-1]
         else:
-            start, count, step = _integer_of(entry, axis, shape[axis]), 1, 1
+            number = _integer_of(entry, axis, shape[axis])
+            chosen = range(number, number + 1)
             local.append(0)
-        starts.append(start)
-        steps.append(step)
-        counts.append(count)
+        starts.append(chosen.start)
+        steps.append(chosen.step)
+        counts.append(len(chosen))
     return AxisIndex(tuple(starts), tuple(steps), tuple(counts), tuple(local), tuple(result))
 
 
@@ -152,17 +147,6 @@ def rows_of(index: object, extent: int) -> tuple[int, int] | None:
         if -extent <= row < extent:
             return (row, row + 1) if row >= 0 else (row + extent, row + extent + 1)
     return None
-
-
-def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:
-    """Return the first index, the number of indices, and the step, which may be negative.
-
-    Raises:
-        TypeError, ValueError: a bound is not an integer, or the step is 0.
-    """
-    start, stop, step = entry.indices(extent)
-    count = len(range(start, stop, step))
-    return (start, count, step) if count else (0, 0, 1)
 
 
 def _integer_of(entry: object, axis: int, extent: int) -> int:

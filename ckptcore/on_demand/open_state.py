@@ -72,7 +72,7 @@ class OpenState:
         self._lock = threading.Lock()
 
     @property
-    def opened(self) -> Checkpoint:
+    def checkpoint(self) -> Checkpoint:
         """The checkpoint.
 
         Raises:
@@ -86,10 +86,10 @@ class OpenState:
             if self.is_closed:
                 raise ValueError("the checkpoint is closed: open it again, or read before the end of its with block")
             if self._now is None:
-                opened = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
-                if not self._version.still_exists(opened.version):
-                    raise _replaced(opened)
-                self._now = opened
+                checkpoint = tree_attempts(self._location, self.context, runtime_of(self.context).parsed_roots).open()
+                if not self._version.still_exists(checkpoint.version):
+                    raise _replaced(checkpoint)
+                self._now = checkpoint
             return self._now
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class OpenState:
             Errors of `read`. Errors about bytes name the arrays that contain them.
         """
         try:
-            return read(self.opened)
+            return read(self.checkpoint)
         except CheckpointError as error:
             self.explain(error)
 
@@ -119,10 +119,10 @@ class OpenState:
             CheckpointError: otherwise the error, with the names of the affected arrays.
             ValueError: the checkpoint was closed.
         """
-        opened = self.opened
-        if not opened.version.is_current(opened.location):
-            raise _replaced(opened) from error
-        with naming_arrays(opened):
+        checkpoint = self.checkpoint
+        if not checkpoint.version.is_current(checkpoint.location):
+            raise _replaced(checkpoint) from error
+        with naming_arrays(checkpoint):
             raise error
 
     def guard(self, read: Callable[[Checkpoint], T]) -> T:
@@ -132,10 +132,10 @@ class OpenState:
             CheckpointNotFoundError: the checkpoint was replaced or deleted, even if `read` succeeded.
             Errors of `read`. Errors about bytes name the arrays that contain them.
         """
-        opened = self.opened
+        checkpoint = self.checkpoint
         result = self.attempt(read)
-        if not opened.version.has_current_root(opened.location):
-            raise _replaced(opened)
+        if not checkpoint.version.has_current_root(checkpoint.location):
+            raise _replaced(checkpoint)
         return result
 
     def check_not_replaced(self) -> None:
@@ -144,9 +144,9 @@ class OpenState:
         Raises:
             CheckpointNotFoundError: it was replaced or deleted.
         """
-        opened = self.opened
-        if not opened.version.still_exists(opened.location):
-            raise _replaced(opened)
+        checkpoint = self.checkpoint
+        if not checkpoint.version.still_exists(checkpoint.location):
+            raise _replaced(checkpoint)
 
     def hold(self, key: str) -> BlockCache | None:
         """Open an object of the checkpoint. Returns None if the storage cannot keep objects open, or too many are open.
@@ -159,7 +159,7 @@ class OpenState:
                 return self._held[key]
             if len(self._held) >= _MAX_HELD:
                 return None
-        held = self.guard(lambda opened: opened.store.open_cached(key))
+        held = self.guard(lambda checkpoint: checkpoint.store.open_cached(key))
         with self._lock:
             return self._held.setdefault(key, held) if self._now is not None else held
 
@@ -171,10 +171,10 @@ class OpenState:
             CheckpointNotFoundError: see `guard`.
         """
 
-        def fill(opened: Checkpoint) -> None:
-            count = sum(1 for _ in opened.read(plan_read(opened.tree, [(leaf, boxes)]), buffers))
+        def fill(checkpoint: Checkpoint) -> None:
+            count = sum(1 for _ in checkpoint.read(plan_read(checkpoint.tree, [(leaf, boxes)]), buffers))
             if count != len(boxes):
-                raise incomplete_read(opened, leaf)
+                raise incomplete_read(checkpoint, leaf)
 
         self.guard(fill)
 
@@ -188,10 +188,10 @@ class _Reference(NamedTuple):
     is_closed: bool
 
 
-def _absolute(location: AnyLocation, opened: Checkpoint) -> AnyLocation:
+def _absolute(location: AnyLocation, checkpoint: Checkpoint) -> AnyLocation:
     """Return a location that another process can open, whatever its working directory is."""
-    if isinstance(location, str | os.PathLike) and opened.location.address.scheme == "file":
-        return opened.location.absolute
+    if isinstance(location, str | os.PathLike) and checkpoint.location.address.scheme == "file":
+        return checkpoint.location.absolute
     return location
 
 
@@ -214,13 +214,13 @@ class _Version(NamedTuple):
 
     def still_exists(self, now: LocationVersion) -> bool:
         """Return True if everything in this version still exists: see `LocationVersion.still_exists`."""
-        found = _Version.of(now)
-        return found.digest == self.digest and set(self.names) <= set(found.names)
+        current = _Version.of(now)
+        return current.digest == self.digest and set(self.names) <= set(current.names)
 
 
-def _replaced(opened: Checkpoint) -> CheckpointNotFoundError:
+def _replaced(checkpoint: Checkpoint) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"{opened.location.display} was replaced or deleted after it was opened: open it again"
+        f"{checkpoint.location.display} was replaced or deleted after it was opened: open it again"
     )
 
 
@@ -239,7 +239,7 @@ class PlainExtent:
     has_checksum: bool
 
 
-def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
+def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     """Return the location of an array; None if the array cannot be read directly from one object.
 
     Such arrays are compressed, computed, empty, in several chunks, or read by the layout's native reader.
@@ -247,12 +247,12 @@ def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
     Raises:
         CorruptCheckpointError: the metadata of its location is damaged.
     """
-    record = opened.tree.leaves[leaf]
-    if not isinstance(record, ArrayRecord) or not record.spec.size or opened.read_instead:
+    record = checkpoint.tree.leaves[leaf]
+    if not isinstance(record, ArrayRecord) or not record.spec.size or checkpoint.read_instead:
         return None
-    leaf = opened.tree.aliases.get(leaf, leaf)
+    leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
-    index = opened.index
+    index = checkpoint.index
     # The chunk of the first element, which is the only one if it is the whole array: there may be millions.
     chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
     chunk = next(chunks, None)
@@ -261,19 +261,19 @@ def find_plain_extent(opened: Checkpoint, leaf: int) -> PlainExtent | None:
     if chunk.is_exact:
         return PlainExtent(chunk.key, chunk.offset, False)
     native = native_reader(index)
-    if native is not None and native.reads(leaf, opened.store):
+    if native is not None and native.reads(leaf, checkpoint.store):
         return None
-    located = index.locate([chunk], opened.store)
+    located = index.locate([chunk], checkpoint.store)
     if located.encoded or located.inline or located.fills:
         return None
     return PlainExtent(located.keys[0], located.starts[0], bool(located.checksums))
 
 
-def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> HostArray:
+def map_array(checkpoint: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> HostArray:
     """Map an array into memory. The file stays mapped, and keeps its disk space, until the last view is released.
 
     Args:
-        opened: the checkpoint.
+        checkpoint: the checkpoint.
         leaf: the number of the array.
         spec: its shape and dtype.
         name: its name, for errors.
@@ -282,22 +282,17 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
         NotMappableError: the array cannot be mapped; gives the reason.
         CorruptCheckpointError: the file is too short, or the metadata of its location is damaged.
     """
-    address = opened.store.address
+    address = checkpoint.store.address
     if address is None or not address.url.startswith(_FILE):
-        raise _refusal(
-            opened, name, "is not on a local disk" if address is None else f"is at {address.url}, not on a local disk"
-        )
+        place = "is" if address is None else f"is at {address.url},"
+        raise _refusal(checkpoint, name, f"{place} not on a local disk")
     if not spec.size:
         return np.ndarray(spec.shape, spec.numpy_dtype, b"")
     if not is_little(spec.numpy_dtype):
-        raise _refusal(opened, name, "has another byte order in files than this machine has in memory")
-    extent = find_plain_extent(opened, leaf)
+        raise _refusal(checkpoint, name, "has another byte order in files than this machine has in memory")
+    extent = find_plain_extent(checkpoint, leaf)
     if extent is None:
-        raise _refusal(
-            opened,
-            name,
-            f"is compressed or in several pieces in the layout {opened.layout.name}",
-        )
+        raise _refusal(checkpoint, name, f"is compressed or in several pieces in the layout {checkpoint.layout.name}")
     root = unquote(address.url.removeprefix(_FILE), errors="surrogateescape").rstrip("/") or "/"
     file = LocalFile(extent.key, f"{root}/{extent.key}", os.path.dirname(root))
     stop = extent.offset + spec.nbytes
@@ -310,8 +305,8 @@ def map_array(opened: Checkpoint, leaf: int, spec: ArraySpec, name: str) -> Host
     return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), extent.offset)
 
 
-def _refusal(opened: Checkpoint, name: str, reason: str) -> NotMappableError:
+def _refusal(checkpoint: Checkpoint, name: str, reason: str) -> NotMappableError:
     return NotMappableError(
-        f"{name} of {opened.location.display} cannot be mapped into memory: it {reason}. Read it by indexing, such as "
-        "array[...], or convert the checkpoint to safetensors on a local disk"
+        f"{name} of {checkpoint.location.display} cannot be mapped into memory: it {reason}. Read it by indexing, "
+        "such as array[...], or convert the checkpoint to safetensors on a local disk"
     )

@@ -8,7 +8,7 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
-from ckptcore.loading.stored_trees import stored_at
+from ckptcore.loading.abstract_trees import stored_at
 from ckptcore.matching.leaf_matching import match_leaves
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout

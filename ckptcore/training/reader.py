@@ -18,8 +18,9 @@ from ckptcore.events import Recording
 from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.composites import Abstracts, CompositeLoad, CompositeRequest
+from ckptcore.loading.in_place import load_into_target
 from ckptcore.loading.load import LoadRequest
-from ckptcore.loading.targets import load_into_target, load_value
+from ckptcore.loading.targets import load_value
 from ckptcore.matching.options import EXACT, LoadReport, Matching
 from ckptcore.model.tree import JSON
 from ckptcore.other_libraries import ExplainsAttributes, explains_arguments, hint_of_step

@@ -115,7 +115,7 @@ def test_a_plain_load_imports_only_its_reader(tmp_path: Path) -> None:
     (tmp_path / "loads.py").write_text(f"import ckptcore\nckptcore.load({str(location)!r})\n", encoding="utf-8")
     loaded = {module for module in modules_loaded_by("loads", path=tmp_path) if module.startswith("ckptcore.loading.")}
     assert "ckptcore.loading.load" in loaded
-    others = ("joint", "derived", "host_copies", "transformed", "open_state", "stored_arrays")
+    others = ("joint", "in_place", "selections", "composites")
     assert not [module for module in loaded if module.split(".")[2] in others]
 
 

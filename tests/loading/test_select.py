@@ -12,6 +12,7 @@ import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
 from ckptcore_transforms import Default, Rename
 from ckptcore_transforms.derived_arrays import stack
+from ckptcore_transforms.transformed import apply_transforms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +21,7 @@ from ckptcore import PLACEHOLDER, AbstractArray, Context, select
 from ckptcore.context import IOOptions, JobOptions
 from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.stored_trees import chosen_leaves
-from ckptcore.loading.transformed import apply_transforms
+from ckptcore.loading.selections import chosen_leaves
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.opening.derived import derive
 from ckptcore.opening.open_checkpoints import open_checkpoint

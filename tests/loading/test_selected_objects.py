@@ -14,7 +14,7 @@ from torch import nn
 import ckptcore
 from ckptcore import PLACEHOLDER, LoadAs, select
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading import selected_objects
+from ckptcore.loading import selections
 from ckptcore.results import LoadReport
 from ckptcore.tree.flattening import Flat
 
@@ -160,7 +160,7 @@ def test_state_trees(tmp_path: Path) -> None:
 
 def test_paths_are_listed_once_for_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list for each object would take a time that is quadratic in their number."""
-    calls, paths, keeping_objects = 0, Flat.paths, selected_objects.keeping_objects
+    calls, paths, keeping_objects = 0, Flat.paths, selections.keeping_objects
 
     def counted(flat: Flat) -> Any:
         nonlocal calls
@@ -172,7 +172,7 @@ def test_paths_are_listed_once_for_all_objects(tmp_path: Path, monkeypatch: pyte
             patch.setattr(Flat, "paths", counted)
             return keeping_objects(*args)
 
-    monkeypatch.setattr(selected_objects, "keeping_objects", observed)
+    monkeypatch.setattr(selections, "keeping_objects", observed)
     modules = {name: nn.Linear(1, 1) for name in "abcde"}
     ckptcore.save(tmp_path / "c", modules)
     ckptcore.load_into(tmp_path / "c", modules, select=select.glob("*/weight"))

@@ -23,11 +23,11 @@ import zstandard
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_orbax.orbax.trees import tree_of_names
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
+from ckptcore_tools import loaded_boxes
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
-from ckptcore.on_demand import boxes as loaded_boxes
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

@@ -10,6 +10,7 @@ import pytest
 from ckptcore_testing.strategies import partitions
 from ckptcore_transforms import describe
 from ckptcore_transforms.patterns import path_text
+from ckptcore_transforms.transformed import apply_transforms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ import ckptcore
 import plugins.transforms.tests.chains
 from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.context import MemoryOptions
-from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import ArrayRecord, HostArray
 from ckptcore.planning import plan_read
 from plugins.transforms.tests.array_chains import open_counted

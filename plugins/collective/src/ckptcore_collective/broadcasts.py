@@ -70,7 +70,7 @@ class Broadcasts:
             Errors of reading and building, after everything was sent.
         """
         reading = self._reading
-        self._guard(lambda: check_sizes(reading.opened, {leaf_read.leaf for leaf_read in reading.leaf_reads}))
+        self._guard(lambda: check_sizes(reading.checkpoint, {leaf_read.leaf for leaf_read in reading.leaf_reads}))
         by_leaf: dict[int, list[LeafRead]] = {}
         for leaf_read in reading.leaf_reads:
             if leaf_read.array is None and any(box.size for box in leaf_read.boxes):
@@ -112,7 +112,7 @@ class Broadcasts:
         if self._failed or not part.direct:
             self._send_all(part.messages, destinations, None, readers)
         else:
-            direct = _DirectReads(self._reading.opened, part.direct, destinations)
+            direct = _DirectReads(self._reading.checkpoint, part.direct, destinations)
             reader = readers.submit(direct.read)
             try:
                 self._send_all(part.messages, destinations, direct, readers)
@@ -160,7 +160,7 @@ class Broadcasts:
     def _start_reading(self, message: Message, memory: HostArray, readers: BackgroundThreads) -> Future[None] | None:
         if self._failed:
             return None
-        opened, views = self._reading.opened, self._views(message, memory)
+        opened, views = self._reading.checkpoint, self._views(message, memory)
         return readers.submit(lambda: _read_all(opened, message.pieces, views))
 
     def _start_sending(self, message: Message, memory: HostArray) -> Pending[None]:
@@ -182,7 +182,7 @@ class Broadcasts:
 
     def _views(self, message: Message, memory: HostArray) -> Sequence[HostArray]:
         """Return the pieces of a message as arrays in its memory."""
-        leaves = self._reading.opened.tree.leaves
+        leaves = self._reading.checkpoint.tree.leaves
         records = [leaves[item.leaf] for item in message.pieces]
         dtypes = [record.spec.numpy_dtype for record in records if isinstance(record, ArrayRecord)]
         offsets, _ = message_offsets(message.pieces, [dtype.itemsize for dtype in dtypes])
@@ -262,7 +262,7 @@ class _RoundBuffers:
         """
         for leaf, destinations in self._destinations.items():
             if destinations:
-                raise incomplete_read(self._reading.opened, leaf)
+                raise incomplete_read(self._reading.checkpoint, leaf)
 
 
 class _DirectReads:

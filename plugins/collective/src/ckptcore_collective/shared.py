@@ -157,14 +157,14 @@ class SharedAttempt(CollectiveAttempt[T]):
     def _message(self, opened: Checkpoint, reading: TreeRead) -> JSON:
         """Return a digest of the boxes that this rank requests, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
-        self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
+        self._own = {leaf: SharedArray.of(reading.checkpoint, leaf) for leaf in wanted}
         self._own_request = [[self._own[leaf].to_json(), _boxes_to_json(boxes)] for leaf, boxes in wanted.items()]
         memory = self._load.context.memory
         options = [
             str(self._load.context.job.reads),
             memory.load_bytes,
             memory.exchange_bytes,
-            _transforms_of(reading.opened),
+            _transforms_of(reading.checkpoint),
         ]
         return [_digest(self._own_request), self._version(opened), options, socket.gethostname()]
 
@@ -179,7 +179,7 @@ class SharedAttempt(CollectiveAttempt[T]):
         if decided["again"]:
             return False
         self._decided = decided
-        self._requests = self._exchange_requests(self._own_request, stored_checkpoint(reading.opened))
+        self._requests = self._exchange_requests(self._own_request, stored_checkpoint(reading.checkpoint))
         return True
 
     def _version(self, opened: Checkpoint) -> str:
@@ -222,7 +222,7 @@ class SharedAttempt(CollectiveAttempt[T]):
                     raise RankFailedError(f"collective load of {self._load.location}: {error}") from error
 
             def read() -> JSON:
-                with naming_arrays(reading.opened):
+                with naming_arrays(reading.checkpoint):
                     self._load.read(reading, exchange)
                 self._expect_unchanged()
                 return None
@@ -231,7 +231,7 @@ class SharedAttempt(CollectiveAttempt[T]):
             return all(self._take_step(name, work) is not None for name, work in steps)
 
     def _shares(self, reading: TreeRead) -> SharedPlan:
-        opened, rank = reading.opened, self._agreement.rank
+        opened, rank = reading.checkpoint, self._agreement.rank
         group = _group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}

@@ -76,11 +76,11 @@ class WorkerLoad:
         there = [leaf_read for leaf_read in reading.leaf_reads if isinstance(leaf_read.handler, LeavesAtWorkers)]
         if not there:
             return
-        check_sizes(reading.opened, {leaf_read.leaf for leaf_read in there})
+        check_sizes(reading.checkpoint, {leaf_read.leaf for leaf_read in there})
         limit = context.memory.load_bytes
         for batch in [there] if limit is None else batches(there, limit):
             wanted = [WantedLeaf(leaf_read.leaf, leaf_read.abstract, leaf_read.record) for leaf_read in batch]
-            for leaf_read, leaf in zip(batch, self._read_leaves(reading.opened, wanted, context), strict=True):
+            for leaf_read, leaf in zip(batch, self._read_leaves(reading.checkpoint, wanted, context), strict=True):
                 for position in leaf_read.positions:
                     reading.leaves[position] = leaf
                 if reading.progress is not None:

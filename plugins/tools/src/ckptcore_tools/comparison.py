@@ -93,7 +93,7 @@ class Side:
     def __init__(self, state: OpenState) -> None:
         """Compare an open checkpoint. Reads no array."""
         self.reader = BoxReader(state)
-        self.tree = state.opened.tree
+        self.tree = state.checkpoint.tree
 
     @cached_property
     def leaves(self) -> Mapping[TreePath, int]:

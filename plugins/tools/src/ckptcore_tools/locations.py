@@ -10,7 +10,7 @@ from ckptcore.commit.location import AnyLocation, open_directory, resolve_locati
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.inspection.completeness import FileCheck, StoredFiles
-from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_found, describe_tree
+from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_either, describe_tree
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.members import is_deleted, member_opener, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
@@ -62,7 +62,7 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
 
     def describe(found: Checkpoint | CompositeCheckpoint) -> tuple[CheckpointMetadata, StoredFiles]:
         open_one = member_opener(found, location, context)
-        return describe_found(found, context, open_one), FileCheck(context).check(found, location, open_one)
+        return describe_either(found, context, open_one), FileCheck(context).check(found, location, open_one)
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
 

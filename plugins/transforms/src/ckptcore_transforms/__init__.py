@@ -16,7 +16,6 @@ transform that matches nothing or does not fit is an error.
 - `describe`: describes transforms in words; `inverse`: returns the reverse transforms
 """
 
-from ckptcore.loading.transformed import describe
 from ckptcore.protocols import Transform, Transforms
 from ckptcore_transforms import maps as maps
 from ckptcore_transforms.arrays import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
@@ -26,6 +25,7 @@ from ckptcore_transforms.merges import Average, MergeLora
 from ckptcore_transforms.paths import Default, Drop, Refuse, Rename, RenameTable
 from ckptcore_transforms.patterns import Pattern
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
+from ckptcore_transforms.transformed import describe
 from ckptcore_transforms.tree_rewriter import TreeRewriter
 
 __all__ = [

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptcore.errors import TransformError
-from ckptcore.loading.transformed import expect_transforms, is_transform
 from ckptcore.protocols import Transform, TransformedTree, Transforms
+from ckptcore_transforms.transformed import expect_transforms, is_transform
 from ckptcore_transforms.tree_rewriter import NothingMatches, TreeRewriter
 
 

@@ -10,7 +10,6 @@ import click
 
 import ckptcore
 from ckptcore.events import Event
-from ckptcore.inspection.left_out import in_directory_of
 from ckptcore.model import (
     ArrayRecord,
     LeafRecord,
@@ -36,6 +35,7 @@ from ckptcore_tools.cli.output import (
 )
 from ckptcore_tools.cli.treeview import format_lines, tree_lines
 from ckptcore_tools.cli.verify import print_unused, problem_documents
+from ckptcore_tools.copies.foreign_files import in_directory_of
 from ckptcore_tools.elements import are_numbers
 from ckptcore_tools.formatting import format_count, format_layout, format_metrics, format_problems, format_size
 from ckptcore_tools.locations import child_location, describe_and_check, first_directories

@@ -32,7 +32,6 @@ from ckptcore.errors import (
     converts_errors,
 )
 from ckptcore.events import Recording
-from ckptcore.inspection.left_out import check_left_out
 from ckptcore.io.snapshot import CountedSnapshot
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.reading import check_sizes
@@ -52,6 +51,7 @@ from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.foreign_files import check_left_out
 from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable

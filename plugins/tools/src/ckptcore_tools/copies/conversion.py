@@ -21,10 +21,9 @@ from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_r
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named
-from ckptcore.inspection.left_out import check_left_out
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.load import transformed
 from ckptcore.loading.reading import check_sizes
-from ckptcore.loading.stored_trees import transformed
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
@@ -42,6 +41,7 @@ from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.foreign_files import check_left_out
 from ckptcore_tools.copies.manifests import refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.optimizer_parts import find_optimizers

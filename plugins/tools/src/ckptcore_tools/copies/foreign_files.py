@@ -1,18 +1,32 @@
-"""Files of checkpoints of other software that their metadata list, and that a copy must not lack. No array is read."""
+"""Files of checkpoints of other software that a copy must not lack, or that it leaves out. No array is read."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import Final
 
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError, UnsupportedLeafError
+from ckptcore.commit.location import AnyLocation
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+)
+from ckptcore.inspection.left_out import MOST_NAMED, OTHER_FORMATS, files_read_by, left_out_of
 from ckptcore.model import ArrayRecord, Box
 from ckptcore.model.metadata import unreadable_error
-from ckptcore.opening.checkpoint import Checkpoint, missing_file
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, missing_file
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 
 _BATCH_CHUNKS: Final = 1024
+
+_OF_OTHERS: Final = (".gguf", ".onnx", ".tflite")
+"""Suffixes of models for other software, next to the weights that they were made of."""
 
 
 def expect_files(opened: Checkpoint, directory: str) -> None:
@@ -85,3 +99,67 @@ def _expect_chunks(opened: Checkpoint, leaf: int, box: Box, sizes: dict[str, int
                     )
         except ObjectNotFoundError as error:
             raise missing_file(opened, error) from error
+
+
+def _other_weights_of(
+    checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context, left_out: Collection[str]
+) -> tuple[str, ...]:
+    """Return the files next to a checkpoint of other software that have its weights in another format, by their names.
+
+    Copies leave them out without an error. Each can be loaded by its own location. `left_out` is `left_out_of` it.
+    """
+    if checkpoint.root is not None or checkpoint.version.is_object:
+        return ()
+    read, _ = files_read_by(checkpoint, source, context)
+    names = [name for name in checkpoint.location.store.list_names() if name not in read and name not in left_out]
+    return tuple([name for name in names if OTHER_FORMATS.fullmatch(name) or name.endswith(_OF_OTHERS)])
+
+
+def in_directory_of(source: AnyLocation, context: Context) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Open a checkpoint and return `left_out_of` and `_other_weights_of` it."""
+
+    def find(checkpoint: Checkpoint | CompositeCheckpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        left_out = left_out_of(checkpoint, source, context)
+        return left_out, _other_weights_of(checkpoint, source, context, left_out)
+
+    return ConsistentRead(source, context, open_either).retry_if_replaced(find)
+
+
+def check_left_out(
+    checkpoint: Checkpoint | CompositeCheckpoint,
+    source: AnyLocation,
+    leave_out: Collection[str],
+    context: Context,
+    *,
+    tensors: bool = True,
+) -> None:
+    """Check that a copy in another form loses no state.
+
+    Args:
+        checkpoint: the checkpoint.
+        source: its location.
+        leave_out: names or patterns of files that may be left out.
+        context: opens checkpointables.
+        tensors: False to allow that tensors are lost that an index omits.
+
+    Raises:
+        TreeMismatchError: names the files and tensors that it would lose.
+    """
+    lost = [
+        name
+        for name in left_out_of(checkpoint, source, context)
+        if (tensors or ": " not in name) and not matches_any(name.partition(": ")[0], leave_out)
+    ]
+    if lost:
+        more = f" and {len(lost) - MOST_NAMED} more" if len(lost) > MOST_NAMED else ""
+        raise TreeMismatchError(
+            f"{checkpoint.location.display}: {'; '.join(lost[:MOST_NAMED])}{more}: no part of the checkpoint in this "
+            "directory, so the copy would lose it. Copy the directory as it is, without layout and subtree; or, if it "
+            "is not needed, pass leave_out=[...] with the names of the files, or leave_out=['*']. Nothing was written",
+            [f"left out: {name}" for name in lost],
+        )
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return True if a name is one of these names, or matches one of these patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -24,7 +24,6 @@ from ckptcore.errors import (
 )
 from ckptcore.events import logger_named
 from ckptcore.inspection.completeness import FileCheck, lost_problem
-from ckptcore.inspection.left_out import matches_any
 from ckptcore.io.requests import for_each, requests_of
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, format_names
@@ -32,7 +31,7 @@ from ckptcore.opening.members import is_deleted, lost_members, member_opener, op
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore_tools.copies.foreign_files import expect_files
+from ckptcore_tools.copies.foreign_files import expect_files, matches_any
 
 logger = logger_named("ckptcore.copying")
 

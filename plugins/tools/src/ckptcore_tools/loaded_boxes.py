@@ -6,24 +6,26 @@ import heapq
 import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
+
+from ckptcore_collective.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.io.background import BackgroundThreads
-from ckptcore.loading.load import LoadRequest, ReportBuilder
+from ckptcore.loading.load import LoadRequest, ReportBuilder, transformed
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
-from ckptcore.loading.stored_trees import chosen_leaves, transformed
+from ckptcore.loading.selections import chosen_leaves
 from ckptcore.matching.leaf_matching import Matched
+from ckptcore.matching.options import LoadReport
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.on_demand.checkpoints import LoadedBox
 from ckptcore.on_demand.open_state import OpenState
-from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
@@ -42,84 +44,61 @@ _MAX_CUTS: Final = 1 << 20
 """Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBox:
-    """A box of an array of a checkpoint, with its elements.
-
-    Attributes:
-        path: path of the array in the tree.
-        tied: other paths with the same array, which is yielded once.
-        spec: shape and dtype of the whole array.
-        box: the box, in elements.
-        elements: the elements of the box in new memory, which the caller may change and keep.
-    """
-
-    path: TreePath
-    tied: tuple[TreePath, ...]
-    spec: ArraySpec
-    box: Box
-    elements: HostArray
-
-    @property
-    def name(self) -> str:
-        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
-        return format_path(self.path)
-
-
 def iter_boxes(
     state: OpenState, request: LoadRequest, first: Selection | Sequence[Selection]
 ) -> Generator[LoadedBox, None, None]:
     """Plan the reads of an open checkpoint. Returns a generator that reads. See `OpenCheckpoint.iter_boxes`."""
     context = state.context
-    recording = Recording("load", state.opened.location.display, context.observers, rank=runtime_of(context).job().rank)
+    rank, location = runtime_of(context).job().rank, state.checkpoint.location.display
+    recording = Recording("load", location, context.observers, rank=rank)
     try:
-        report_builder = ReportBuilder(request.report)
+        report_builder = ReportBuilder(request.report or LoadReport())
         selections = [first] if isinstance(first, Selection) else first
 
-        def plan(found: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
-            made = transformed(found, request.transforms, context)
-            classes = _leaf_groups(made, request.select, selections, context)
-            chosen = {leaf for leaves in classes for leaf in leaves}
-            check_sizes(made, chosen)
-            report_builder.begin(made)
-            report_builder.add_plan(_matched(made, chosen, context))
-            return made, classes
+        def plan(stored: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
+            checkpoint = transformed(stored, request.transforms, context)
+            groups = _leaf_groups(checkpoint, request.select, selections, context)
+            chosen = {leaf for leaves in groups for leaf in leaves}
+            check_sizes(checkpoint, chosen)
+            report_builder.begin(checkpoint)
+            report_builder.add_plan(_matched(checkpoint, chosen, context))
+            return checkpoint, groups
 
         with recording.phase("open"):
-            opened, classes = state.attempt(plan)
+            checkpoint, groups = state.attempt(plan)
         batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
-        batches = (batch for leaves in classes for batch in _batches(opened, leaves, batch_bytes))
+        batches = (batch for leaves in groups for batch in _batches(checkpoint, leaves, batch_bytes))
     except BaseException as error:
         recording.finish(error=error)
         raise
-    return _read_batches(state, opened, batches, recording, report_builder)
+    return _read_batches(state, checkpoint, batches, recording, report_builder)
 
 
-def _matched(opened: Checkpoint, chosen: Container[int], context: Context) -> Matched:
+def _matched(checkpoint: Checkpoint, chosen: Container[int], context: Context) -> Matched:
     """Return the leaves that are loaded, for the report."""
     array, _ = default_handlers(runtime_of(context).registry)
-    originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
+    originals = [checkpoint.tree.aliases.get(leaf, leaf) for leaf in range(len(checkpoint.tree.leaves))]
     handlers = [array if leaf in chosen else None for leaf in originals]
-    return Matched(range(len(originals)), handlers, skeleton=opened.tree.skeleton)
+    return Matched(range(len(originals)), handlers, skeleton=checkpoint.tree.skeleton)
 
 
 def _leaf_groups(
-    opened: Checkpoint, select: Selection | None, first: Sequence[Selection], context: Context
+    checkpoint: Checkpoint, select: Selection | None, first: Sequence[Selection], context: Context
 ) -> Sequence[Sequence[int]]:
     """Return the arrays to load, each once, in groups: the selections of `first` in order, then all others."""
-    tree = opened.tree
+    tree = checkpoint.tree
     arrays = {leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
-    left = arrays if select is None else arrays & chosen_leaves(opened, select, context)
+    left = arrays if select is None else arrays & chosen_leaves(checkpoint, select, context)
     left = {tree.aliases.get(leaf, leaf) for leaf in left}
-    classes: list[Sequence[int]] = []
+    groups: list[Sequence[int]] = []
     for selection in first:
-        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_leaves(opened, selection, context)}
-        classes.append(sorted(wanted & left))
+        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_leaves(checkpoint, selection, context)}
+        groups.append(sorted(wanted & left))
         left -= wanted
-    return [*classes, sorted(left)]
+    return [*groups, sorted(left)]
 
 
-def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
+def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
     """Return batches of pieces in storage order, so that no byte is read twice. A batch is read at once.
 
     Raises:
@@ -128,11 +107,11 @@ def _batches(opened: Checkpoint, leaves: Sequence[int], most_bytes: int) -> Iter
     pieces: list[StoredPiece] = []
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
-        for piece in _pieces(opened, leaf, most_bytes):
+        for piece in _pieces(checkpoint, leaf, most_bytes):
             if piece.chunk is None and piece.nbytes > most_bytes * _MAX_CUTS:
                 raise CorruptCheckpointError(
-                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is recorded as "
-                    f"{_spec_of(opened, leaf)}, more than {_MAX_CUTS} parts of {most_bytes} bytes: its metadata is "
+                    f"{format_path(checkpoint.tree.paths[leaf])} of {checkpoint.location.display} is recorded as "
+                    f"{_spec_of(checkpoint, leaf)}, more than {_MAX_CUTS} parts of {most_bytes} bytes: its metadata is "
                     "damaged. Load another checkpoint"
                 )
             is_whole = piece.chunk is not None and not piece.chunk.is_plain
@@ -149,16 +128,16 @@ def _order(batch: Sequence[StoredPiece]) -> Order:
     return batch[0].order
 
 
-def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
+def _pieces(checkpoint: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
     """Return the pieces of an array: its stored chunks, or the boxes in which a derived array is computed."""
-    spec = _spec_of(opened, leaf)
+    spec = _spec_of(checkpoint, leaf)
     itemsize = spec.numpy_dtype.itemsize
     if not spec.size:
         return (StoredPiece(leaf, Box.whole(spec.shape), itemsize),)
-    if opened.derived is not None:
-        return [StoredPiece(leaf, box, itemsize) for box in opened.derived.pieces(leaf, most_bytes)]
+    if checkpoint.derived is not None:
+        return [StoredPiece(leaf, box, itemsize) for box in checkpoint.derived.pieces(leaf, most_bytes)]
     whole = Box.whole(spec.shape)
-    chunks = list(itertools.islice(opened.index.boxes(leaf, whole), MAX_PLANNED_CHUNKS + 1))
+    chunks = list(itertools.islice(checkpoint.index.boxes(leaf, whole), MAX_PLANNED_CHUNKS + 1))
     if len(chunks) > MAX_PLANNED_CHUNKS:
         return (StoredPiece(leaf, whole, itemsize),)  # divided without its chunks: a few bytes may state millions
     return pieces_of(leaf, whole, itemsize, ChunkLookup(chunks))
@@ -166,18 +145,18 @@ def _pieces(opened: Checkpoint, leaf: int, most_bytes: int) -> Iterable[StoredPi
 
 def _read_batches(
     state: OpenState,
-    opened: Checkpoint,
+    checkpoint: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
     report_builder: ReportBuilder,
 ) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
-    for leaf, original in opened.tree.aliases.items():
-        tied.setdefault(original, []).append(opened.tree.paths[leaf])
+    for leaf, original in checkpoint.tree.aliases.items():
+        tied.setdefault(original, []).append(checkpoint.tree.paths[leaf])
 
     def read(batch: Sequence[StoredPiece]) -> list[LoadedBox]:
         with recording.phase("read", sum([piece.box.size * piece.itemsize for piece in batch])):
-            return state.guard(lambda _: _read(opened, batch, tied))
+            return state.guard(lambda _: _read(checkpoint, batch, tied))
 
     given = 0
     try:
@@ -185,7 +164,7 @@ def _read_batches(
             while parts:
                 given += parts[0].elements.nbytes
                 yield parts.pop(0)
-        state.attempt(lambda _: check_additional(opened))
+        state.attempt(lambda _: check_additional(checkpoint))
         state.check_not_replaced()
     except GeneratorExit:  # the caller closed the iterator
         recording.finish(given)
@@ -216,21 +195,23 @@ def _read_ahead(
         reader.join()
 
 
-def _read(opened: Checkpoint, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedBox]:
+def _read(
+    checkpoint: Checkpoint, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]
+) -> list[LoadedBox]:
     parts: list[LoadedBox] = []
     for piece in batch:
-        spec = _spec_of(opened, piece.leaf)
-        elements = allocate_for(opened, piece.leaf, ArraySpec(piece.box.shape, spec.dtype))
-        path, others = opened.tree.paths[piece.leaf], tuple(tied.get(piece.leaf, ()))
+        spec = _spec_of(checkpoint, piece.leaf)
+        elements = allocate_for(checkpoint, piece.leaf, ArraySpec(piece.box.shape, spec.dtype))
+        path, others = checkpoint.tree.paths[piece.leaf], tuple(tied.get(piece.leaf, ()))
         parts.append(LoadedBox(path, others, spec, piece.box, elements))
-    plan = plan_read(opened.tree, [(piece.leaf, (piece.box,)) for piece in batch])
-    left = set(range(len(batch))).difference(opened.read(plan, [part.elements for part in parts]))
+    plan = plan_read(checkpoint.tree, [(piece.leaf, (piece.box,)) for piece in batch])
+    left = set(range(len(batch))).difference(checkpoint.read(plan, [part.elements for part in parts]))
     if left:
-        raise incomplete_read(opened, batch[min(left)].leaf)
+        raise incomplete_read(checkpoint, batch[min(left)].leaf)
     return parts
 
 
-def _spec_of(opened: Checkpoint, leaf: int) -> ArraySpec:
-    record = opened.tree.leaves[leaf]
+def _spec_of(checkpoint: Checkpoint, leaf: int) -> ArraySpec:
+    record = checkpoint.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # only arrays are loaded
     return record.spec

@@ -28,11 +28,11 @@ _LONGEST: Final = 1200
 """Limit of a transform and of its error in a message, in characters: names may be hostile, and have any length."""
 
 
-def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
+def apply_transforms(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
     """Apply transforms to a checkpoint. Reads no array.
 
     Args:
-        opened: the stored checkpoint.
+        checkpoint: the stored checkpoint.
         transforms: the transforms, in order.
         context: its memory limit for loads also limits temporary memory of the computation.
 
@@ -42,8 +42,8 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
     """
     expect_transforms(transforms)
     if not transforms:
-        return opened
-    source = _TransformSource(opened, context)
+        return checkpoint
+    source = _TransformSource(checkpoint, context)
     tree: TransformedTree = source.tree
     for number, transform in enumerate(transforms):
         try:
@@ -52,16 +52,16 @@ def apply_transforms(opened: Checkpoint, transforms: Transforms, context: Contex
             if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
                 raise  # the error of an additional checkpoint, not of the transform
             raise TransformError(
-                f"{opened.location.display}, transform {number + 1} of {len(transforms)} "
+                f"{checkpoint.location.display}, transform {number + 1} of {len(transforms)} "
                 f"({_shorten(transform.describe())}): {_shorten(str(error))}. Transforms are applied in order, each to "
                 "the result of the ones before; IfPresent allows a transform to match nothing"
             ) from error
     try:
         finished = tree.finish()
     except TransformError as error:
-        raise TransformError(f"{opened.location.display}, after {len(transforms)} transforms: {error}") from error
+        raise TransformError(f"{checkpoint.location.display}, after {len(transforms)} transforms: {error}") from error
     return derive(
-        opened,
+        checkpoint,
         finished.tree,
         finished.arrays,
         values=finished.values,
@@ -102,12 +102,12 @@ def is_transform(found: object) -> bool:
 class _TransformSource:
     """The `TransformSource` of one load. Numbers the additional checkpoints that transforms open."""
 
-    def __init__(self, opened: Checkpoint, context: Context) -> None:
-        self._opened = opened
+    def __init__(self, checkpoint: Checkpoint, context: Context) -> None:
+        self._checkpoint = checkpoint
         self._context = context
         self.additional: list[Checkpoint] = []
-        values = [number for number, record in enumerate(opened.tree.leaves) if not isinstance(record, ArrayRecord)]
-        self.tree: Final = self._tree_of(opened.tree, 0, dict(zip(values, values, strict=True)))
+        values = [number for number, record in enumerate(checkpoint.tree.leaves) if not isinstance(record, ArrayRecord)]
+        self.tree: Final = self._tree_of(checkpoint.tree, 0, dict(zip(values, values, strict=True)))
 
     def _tree_of(self, tree: TreeMetadata, checkpoint: int, values: Mapping[int, int]) -> DerivedTree:
         arrays = {
@@ -124,10 +124,10 @@ class _TransformSource:
 
     def read_json(self, name: str) -> Mapping[str, JSON] | None:
         """See `TransformSource`."""
-        if self._opened.root is not None:
+        if self._checkpoint.root is not None:
             return None
         try:
-            return read_json_object(self._opened.store, name, constants="kept")
+            return read_json_object(self._checkpoint.store, name, constants="kept")
         except ObjectNotFoundError:
             return None
 

@@ -1,4 +1,4 @@
-"""Plain values whose form the checkpoint decides: numbers, text and None, and containers of nothing else.
+"""Abstract trees of stored trees, and requested ones that take the stored structure of plain values.
 
 The state of a program has counters, bests and histories that change their kind while it runs: None becomes 12, 0
 becomes 0.73, a list grows. The caller decides the form where nothing is lost by it, otherwise the checkpoint does.
@@ -6,24 +6,130 @@ becomes 0.73, a list grows. The caller decides the form where nothing is lost by
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
 
-from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS
-from ckptcore.errors import UnsupportedLeafError
-from ckptcore.loading.stored_trees import abstract_tree
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.tree import LEAF, Node, Skeleton, is_name, leaf_count
+from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, abstract_of_stored
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from ckptcore.loading.reading import default_handlers
+from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
+from ckptcore.model.tree import (
+    LEAF,
+    Attribute,
+    Node,
+    Skeleton,
+    TreePath,
+    empty_nodes,
+    format_path,
+    is_name,
+    leaf_count,
+)
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
-from ckptcore.tree.flattening import Flat, flatten, rebuild
+from ckptcore.tree.flattening import PLACEHOLDER, Flat, flatten, rebuild
 from ckptcore.tree.shapes import Container, NewContainer, Shape
 
 _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 
 
-def is_plain_value(record: LeafRecord) -> bool:
+def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
+    """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values.
+
+    It has `PLACEHOLDER` for leaves that cannot be loaded.
+    """
+    return rebuild(tree.skeleton, abstract_leaves_of(tree, registry))
+
+
+def abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
+    """Return the leaves of `abstract_tree`. Tied leaves share one abstract leaf."""
+    _, value_handler = default_handlers(registry)
+
+    def leaf_of(record: LeafRecord) -> object:
+        if isinstance(record, ArrayRecord):
+            return abstract_of_stored(record)
+        return PLACEHOLDER if record.kind == UNREADABLE else value_handler.build(None, record, ())
+
+    leaves = list(map(leaf_of, tree.leaves))
+    for number, original in tree.aliases.items():
+        if tree.leaves[number] == tree.leaves[original]:
+            leaves[number] = leaves[original]
+    return leaves
+
+
+def stored_in(tree: TreeMetadata, chosen: Collection[int] | None, registry: Plugins) -> Callable[[TreePath], object]:
+    """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
+
+    It returns `PLACEHOLDER` if nothing below the path is chosen. It raises UnsupportedLeafError, or
+    CorruptCheckpointError, if a chosen part of that tree cannot be loaded.
+
+    Args:
+        tree: the tree.
+        chosen: the numbers of the chosen leaves, as `chosen_leaves` returns them; None: all leaves.
+        registry: its plugins build values.
+    """
+    if chosen is None:
+        return stored_at(tree, registry, lambda: _unreadable_leaves(tree, range(len(tree.leaves))))
+    find = stored_at(tree, registry, lambda: _unreadable_leaves(tree, chosen))
+    paths = [*tree.paths, *[path for path, _ in empty_nodes(tree.skeleton)]]
+    chosen_paths = [plain_path(paths[number]) for number in chosen]
+    parents = {path[:length] for path in chosen_paths for length in range(len(path) + 1)}
+
+    def find_chosen(path: TreePath) -> object:
+        part = find(path)
+        return PLACEHOLDER if part is not None and plain_path(path) not in parents else part
+
+    return find_chosen
+
+
+def stored_at(
+    tree: TreeMetadata, registry: Plugins, unreadable: Callable[[], Mapping[TreePath, CheckpointError]] = dict
+) -> Callable[[TreePath], object]:
+    """Return a function that looks up the abstract tree at a path of a tree; see `stored_in`.
+
+    Args:
+        tree: the tree.
+        registry: its plugins build values.
+        unreadable: returns the errors of leaves that cannot be loaded, by their plain paths.
+    """
+    whole = functools.cache(lambda: rebuild(tree.skeleton, abstract_leaves_of(tree, registry), names_objects=True))
+    errors = functools.cache(unreadable)
+
+    def find(path: TreePath) -> object:
+        part, names = whole(), plain_path(path)
+        for name in names:
+            if isinstance(part, list | tuple):
+                part = dict(enumerate(part))
+            if not isinstance(part, dict):
+                return None
+            part = part.get(name)
+        for leaf, error in errors().items():
+            if leaf[: len(names)] == names:
+                raise type(error)(
+                    f"{format_path(leaf)} cannot be loaded, which is a part of the stored state at "
+                    f"{format_path(path)}: {error}"
+                ) from error
+        return part
+
+    return find
+
+
+def _unreadable_leaves(tree: TreeMetadata, numbers: Collection[int]) -> dict[TreePath, CheckpointError]:
+    """Return the errors of those of some leaves that cannot be loaded, by their plain paths."""
+    return {
+        plain_path(tree.paths[number]): error
+        for number, record in enumerate(tree.leaves)
+        if number in numbers and (error := unreadable_error(record))
+    }
+
+
+def plain_path(path: TreePath) -> TreePath:
+    """Return a path with names instead of attributes."""
+    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
+
+
+def _is_plain_value(record: LeafRecord) -> bool:
     """Return True for None, a number, text or bytes, and for an array without axes."""
     if isinstance(record, ArrayRecord):
         return record.kind in ("str", "bytes") or (record.kind in PLAIN_ARRAY_KINDS and record.spec.shape == ())
@@ -82,8 +188,8 @@ class _Walk:
         skeletons: list[Skeleton] = []
         shapes: list[Shape] = []
         for key, child, child_shape in zip(asked.keys, asked.children, shape.children, strict=True):
-            found, first = below.get(str(key), (None, 0))
-            skeleton, made = self.node(child, child_shape, position, found, first)
+            stored_child, first = below.get(str(key), (None, 0))
+            skeleton, made = self.node(child, child_shape, position, stored_child, first)
             skeletons.append(skeleton)
             shapes.append(made)
             position += leaf_count(child)
@@ -103,7 +209,7 @@ class _Walk:
         if _has_same_keys(asked, stored, self._keys_of_others(asked, stored, number)):
             return False
         of_tree = self._tree.leaves[number : number + leaf_count(stored)]
-        if not _is_plain(stored) or not all(map(is_plain_value, of_tree)):
+        if not _is_plain(stored) or not all(map(_is_plain_value, of_tree)):
             return False
         end = position + leaf_count(asked)
         leaves, handlers = self._flat.leaves[position:end], self._flat.handlers[position:end]
@@ -147,11 +253,10 @@ class _Walk:
             if str(key) in others:
                 number += leaf_count(child)
                 continue
-            one, one_shape, first = requested.get(str(key), (LEAF, None, None))
             skeleton, made = (
-                self._as_stored(LEAF, None, 0, child, number)
-                if first is None
-                else self.node(one, one_shape, first, child, number)
+                self.node(*requested[str(key)], child, number)
+                if str(key) in requested
+                else self._as_stored(LEAF, None, 0, child, number)
             )
             skeletons.append(skeleton)
             shapes.append(made)
@@ -183,12 +288,12 @@ def _containers(shape: Shape) -> Iterator[int]:
 
 def _children(stored: Skeleton, number: int) -> dict[str, tuple[Skeleton, int]]:
     """Return the children of a stored node by the text of their keys, each with the number of its first leaf."""
-    found: dict[str, tuple[Skeleton, int]] = {}
+    children: dict[str, tuple[Skeleton, int]] = {}
     if isinstance(stored, Node):
         for key, child in zip(stored.keys, stored.children, strict=True):
-            found[str(key)] = child, number
+            children[str(key)] = child, number
             number += leaf_count(child)
-    return found
+    return children
 
 
 def _is_plain(node: Skeleton) -> bool:
@@ -227,14 +332,14 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
         return handler is not None
     try:
         record = handler.describe(leaf)
-        return isinstance(record, ArrayRecord) and is_plain_value(record)
+        return isinstance(record, ArrayRecord) and _is_plain_value(record)
     except UnsupportedLeafError:
         return False  # the comparison of leaves reports it with its path
 
 
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
     """Return True if an array is stored for None, text or bytes: a requested number decides the form of an array."""
-    return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and is_plain_value(record)
+    return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and _is_plain_value(record)
 
 
 def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
