@@ -12,6 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ckptcore.commit.contents import (
+    FindForeign,
+    Overwrite,
+    expect_removable,
+    find_existing,
+    none_foreign,
+    warn_of_other_files,
+)
 from ckptcore.commit.fenced_store import FencedStore, save_lost
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.put_conditions import creates_missing, find_object, refuse_storage, try_conditional_puts
@@ -24,14 +32,8 @@ from ckptcore.commit.root_json import (
     is_partial,
     read_head,
 )
+from ckptcore.commit.stored_root import is_claimed_by
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import (
-    FindForeign,
-    Overwrite,
-    find_existing,
-    is_claimed_by,
-    none_foreign,
-)
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -362,8 +364,6 @@ class ConditionalPutMethod(CommitMethod):
         if replaces == "nothing":
             return ConditionalPutTransaction(location, claim, found)
         if overwrite == "with-other-files":
-            from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
-
             warn_of_other_files(location, find_foreign)
         if not resume:
             transaction = ConditionalPutTransaction(location, claim, found)
@@ -401,8 +401,6 @@ class ConditionalPutMethod(CommitMethod):
 
     def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
-        from ckptcore.commit.contents import expect_removable  # only deletions need it
-
         expect_removable(location, other_files=other_files)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
         claim = new_claim(save_id)
@@ -415,9 +413,7 @@ class ConditionalPutMethod(CommitMethod):
 
     def remove_unfinished(self, location: Location, save_id: str) -> None:
         """See `CommitMethod`."""
-        from ckptcore.commit.contents import expect_no_nested  # only deletions need it
-
-        expect_no_nested(location)
+        expect_removable(location, other_files=True)
         found = find_object(location.store, ROOT_KEY)
         if found is not None and is_claim(found[0]):
             ConditionalPutTransaction(location, new_claim(save_id), found).give_up()

@@ -1,19 +1,26 @@
-"""The contents of the directory of a checkpoint: other checkpoints inside it, and files that no checkpoint wrote."""
+"""The contents of the directory of a checkpoint, and whether a save or a deletion may remove them.
+
+A directory can contain other checkpoints, and files that no checkpoint wrote.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, split_rank
-from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, read_head, summarize_root
+from ckptcore.commit.names import is_hidden_name
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, SaveOrder, split_rank
+from ckptcore.commit.root_json import HEAD_BYTES, is_claim, is_partial, read_head, summarize_root
+from ckptcore.commit.stored_root import parse_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    InvalidLocationError,
     ObjectNotFoundError,
     ObjectUnavailableError,
+    StorageError,
     UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
@@ -21,43 +28,183 @@ from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
-    from ckptcore.commit.target import FindForeign
 
 logger = logger_named("ckptcore.commit")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
 """Returns which of all keys in a directory belong to the checkpoint of other software there."""
 
+Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
+"""True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
+
+OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
+
+FindForeign: TypeAlias = "Callable[[Location], OwnKeys | None]"
+"""Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
+
+ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
+"""The content of a location: nothing, the claim of a save, or a checkpoint or other files that are replaced."""
+
+_MAX_MEMBERS: Final = 1000
+"""Maximum number of subdirectories whose roots are read. Composites have few members."""
+
+_KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
+_WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
+_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or "
+
 _SHOWN: Final = 5
 
 _DELETE_FILES: Final = "move them elsewhere, or delete them too with ckptcore.delete({!r}, other_files=True)"
 """How to delete a checkpoint with files that no checkpoint wrote."""
 
-_RESERVED: Final = re.compile(
-    rf"{re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{{16}}\..*)",
-    re.DOTALL,
+_RESERVED: Final = (
+    rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"
+    r"|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{16}\..*)"
 )
 """The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
 
-_TEMPORARY: Final = re.compile(
-    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
+_TEMPORARY: Final = (
+    r"(?s)\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
     r"|\.AppleDouble|\.fseventsd|\.Spotlight-V100|\.Trash.*|\.snapshot|lost\+found|\.directory|\.~lock\..*#"
-    r"|\.ipynb_checkpoints",
-    re.DOTALL,
+    r"|\.ipynb_checkpoints"
 )
 """The names of temporary files of ckptcore, and of files that file systems, file managers and editors create."""
 
-_OBJECT: Final = re.compile(
-    r"[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
+_OBJECT: Final = (
+    r"(?s)[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
     r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
-    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)",
-    re.DOTALL,
+    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)"
 )
 """The keys of files that saves write. A checkpoint has others, too, which only its root names."""
 
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
 
-_UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError)
+
+def none_foreign(location: Location) -> OwnKeys | None:
+    """Return None: see `FindForeign`."""
+    return None
+
+
+def refuse_to_replace(
+    location: Location, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
+) -> ExistingTarget:
+    """Check that a save may write to a location. Return what it replaces.
+
+    Args:
+        location: the location of the save.
+        overwrite: whether a checkpoint is replaced.
+        find_foreign: finds checkpoints of other software; called if the location has files but no root.
+
+    Raises:
+        CheckpointExistsError: the save must not replace what exists.
+        InvalidLocationError: no checkpoint can have this name.
+        ValueError: `overwrite` is invalid.
+    """
+    if location.is_object:
+        raise CheckpointExistsError(
+            f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
+        )
+    return find_existing(location, root_bytes(location.store), overwrite, find_foreign)
+
+
+def find_existing(
+    location: Location, root: bytes | None, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
+) -> ExistingTarget:
+    """Return what a save to a location replaces.
+
+    Args:
+        location: the location of the save.
+        root: the bytes of the root; None if there is none.
+        overwrite, find_foreign: as for `refuse_to_replace`.
+
+    Raises:
+        CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
+    """
+    if is_hidden_name(location.name):
+        raise InvalidLocationError(
+            f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
+            "them. Save to a name that does not begin with a dot"
+        )
+    if overwrite not in OVERWRITES:
+        raise unknown_overwrite(overwrite)
+    owns: OwnKeys | None = None
+    if root is not None:
+        if is_partial(root):
+            raise partial_exists(location)
+        # An unreadable root counts as a checkpoint: it is replaced only with `overwrite`.
+        existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
+    elif not (names := location.store.list_names()):
+        return "nothing"
+    elif (
+        overwrite == "keep-other-files"
+        # A composite that lost its root has files of its layout, too: those by which other software finds it.
+        or (owns := find_foreign(location)) is not None
+        or has_members(location.store, names)
+    ):
+        existing = "checkpoint"  # or a composite that lost its root, or files of other software
+    else:
+        raise CheckpointExistsError(
+            f"{location.display} contains files that do not belong to a checkpoint ({', '.join(names[:5])}), and "
+            "a save does not replace them; save to another location, or remove them"
+        )
+    if existing == "checkpoint" and not overwrite:
+        raise CheckpointExistsError(
+            f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
+        )
+    keeps = overwrite in ("keep-other-files", "with-other-files")
+    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
+    expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
+    return existing
+
+
+def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
+    """Return the order of a save: above that of the checkpoint that it replaces.
+
+    Args:
+        location: the location of the save.
+        overwrite: whether a checkpoint is replaced.
+    """
+    data = root_bytes(location.store) if overwrite else None
+    if data is None:
+        return SaveOrder()
+    try:
+        return summarize_root(data).order.next
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return SaveOrder().next
+
+
+def unknown_overwrite(overwrite: object) -> ValueError:
+    """Return the error for an argument ``overwrite`` that is not one of `OVERWRITES`."""
+    return ValueError(
+        f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+        "'with-other-files'"
+    )
+
+
+def partial_exists(location: Location) -> CheckpointExistsError:
+    """Return the error for a save to the location of a partial save."""
+    return CheckpointExistsError(
+        f"{location.display} has a partial save that is not finalized: finalize it with "
+        "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
+    )
+
+
+def refuse_inside(location: Location) -> None:
+    """Refuse a location inside a checkpoint or claim. Checks only the parent directory, with one small request.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.parent.size(ROOT_KEY)
+    except ObjectNotFoundError:
+        return
+    above = location.display.rstrip("/").rpartition("/")[0]
+    raise InvalidLocationError(
+        f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
+        "checkpoint owns its directory: save outside it. Nothing was written"
+    )
 
 
 def expect_removable(
@@ -76,7 +223,12 @@ def expect_removable(
         StorageError
     """
     contents = _Contents(location.store)
-    _refuse_nested(location, contents)
+    if names := list(contents.nested()):
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
+        )
     if other_files:
         return
     if contents.others(owns):
@@ -110,34 +262,14 @@ def _shown(keys: Sequence[str]) -> str:
     return f"{', '.join(keys[:_SHOWN])}{more}"
 
 
-def expect_no_nested(location: Location) -> None:
-    """Refuse to remove a checkpoint whose directory contains another checkpoint. Lists the directory.
-
-    Raises:
-        CheckpointExistsError
-        StorageError
-    """
-    _refuse_nested(location, _Contents(location.store))
-
-
 def find_other_files(store: StorageBackend) -> Sequence[str]:
     """Return the files in the directory of a checkpoint of ckptcore that no checkpoint wrote, sorted."""
     return _Contents(store).others()
 
 
-def _refuse_nested(location: Location, contents: _Contents) -> None:
-    names = list(contents.nested())
-    if names:
-        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
-        raise CheckpointExistsError(
-            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
-            "move or delete that one first. Nothing was changed"
-        )
-
-
 def _is_known(key: str) -> bool:
     """Return True for the key of a temporary file, or in a hidden directory of a save."""
-    return any(map(_TEMPORARY.fullmatch, key.split("/")))
+    return any(re.fullmatch(_TEMPORARY, name) for name in key.split("/"))
 
 
 class _Contents:
@@ -159,7 +291,7 @@ class _Contents:
         Reads only the root of each, unless a member may store the nested checkpoint among its files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
-        heads = {name: self._head(name) for name in names}
+        heads = {name: read_head(self._read(name) or b"") for name in names}
         members = [name for name, head in heads.items() if head is not None and head.role == "member"]
         for name, head in heads.items():
             is_other = head is not None and head.state == "committed" and head.role == "checkpoint"
@@ -180,17 +312,16 @@ class _Contents:
         if owns is None:
             return sorted(self._others("", keys))
         # A composite that lost its root has members, and files of its layout by which other software finds it.
-        has_members = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
-        return sorted(set(self._others("", keys) if has_members else keys).difference(owns(self.keys)))
+        is_composite = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
+        return sorted(set(self._others("", keys) if is_composite else keys).difference(owns(self.keys)))
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""
         prefix = f"{directory}/" if directory else ""
         summary = self._summary(directory)
-        if summary is not None and (not summary.committed or summary.objects is None):
-            is_claim, summary = not summary.committed, None
-        else:
-            is_claim = False
+        is_claimed = summary is not None and not summary.committed
+        if is_claimed:
+            summary = None
         named: set[str] = set()
         if summary is not None:
             own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
@@ -210,10 +341,10 @@ class _Contents:
             owner = next((name for name in above if name in below), None)
             if owner is not None:
                 below[owner].append(key)
-            elif key in named or _RESERVED.fullmatch(top):
+            elif key in named or re.fullmatch(_RESERVED, top):
                 continue
             elif summary is None:
-                if not (_OBJECT.fullmatch(key) or above & arrays or (is_claim and rest)):
+                if not (re.fullmatch(_OBJECT, key) or above & arrays or (is_claimed and rest)):
                     yield key
             elif rest and _is_member(summary, top):
                 continue  # of a checkpointable without a root, so that nothing says what it had
@@ -226,20 +357,16 @@ class _Contents:
 
     def _summary(self, directory: str) -> RootSummary | None:
         """Return the summary of the root in a directory, with all objects; None if there is no readable one."""
-        data = self._read(directory)
+        if (data := self._read(directory)) is None:
+            return None
         try:
-            summary = None if data is None else summarize_root(data)
-            if summary is None or summary.objects is not None:
+            summary = summarize_root(data)
+            if summary.objects is not None:
                 return summary
-            root = decode_root(data or b"", self._reader(directory))
-        except _UNREADABLE:
+            root = parse_root(subdirectory(self._store, directory), data)
+        except (CorruptCheckpointError, UnsupportedVersionError):
             return None
         return summary._replace(objects=dict.fromkeys(root.objects, 0)) if isinstance(root, Root) else None
-
-    def _head(self, name: str) -> RootHead | None:
-        """Return the head of the root in a directory; None without a readable one."""
-        data = self._read(name)
-        return None if data is None else read_head(data[:HEAD_BYTES])
 
     def _stores(self, member: str, name: str) -> bool:
         """Return True if the root in a directory is a file of a member: an object may store a checkpoint."""
@@ -251,16 +378,24 @@ class _Contents:
     def _read(self, directory: str) -> bytes | None:
         if directory not in self._roots:
             try:
-                self._roots[directory] = self._at(directory).get(ROOT_KEY)
+                self._roots[directory] = subdirectory(self._store, directory).get(ROOT_KEY)
             except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in an archive
                 self._roots[directory] = None
         return self._roots[directory]
 
-    def _at(self, directory: str) -> StorageBackend:
-        return subdirectory(self._store, directory) if directory else self._store
 
-    def _reader(self, directory: str) -> Callable[[str, int], bytes]:
-        return lambda key, size: self._at(directory).get(key, 0, size)
+def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    """Return True if the names in a directory without a root include members of a composite."""
+    for entry in names[:_MAX_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            head = read_head(store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES))
+        except StorageError:
+            continue
+        if head is not None and head.role == "member":
+            return True
+    return False
 
 
 def _is_member(summary: RootSummary, directory: str) -> bool:

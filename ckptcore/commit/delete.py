@@ -16,18 +16,11 @@ from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
+from ckptcore.commit.names import INTERNAL_DIRECTORY, is_hidden_name, refuse_other_spelling
 from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
 from ckptcore.commit.root_json import bases_of_root
+from ckptcore.commit.stored_root import LocationVersion, deletion_mark, read_root, read_version, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import (
-    INTERNAL_DIRECTORY,
-    LocationVersion,
-    deletion_mark,
-    is_hidden_name,
-    read_root,
-    read_version,
-    root_bytes,
-)
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -190,8 +183,6 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         NameCollisionError: only the file system takes its name for the given one.
         StorageError: the parent directory cannot be listed or read.
     """
-    from ckptcore.commit.places import refuse_other_spelling  # loads do not need it
-
     try:
         refuse_other_spelling(location, "delete")
         bases = find_bases(location.parent, threads, without=location.name)

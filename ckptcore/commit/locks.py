@@ -49,9 +49,9 @@ from ckptcore.commit.leases import (
     read_lease,
     take_lease,
 )
+from ckptcore.commit.names import INTERNAL_DIRECTORY, save_of_hidden
 from ckptcore.commit.owners import OWNER, OWNER_LEASE, OWNER_RECORD, LockedOwner, is_absent, read_owner
 from ckptcore.commit.subdirectory import has_directories
-from ckptcore.commit.target import INTERNAL_DIRECTORY, save_of_hidden
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from ckptcore.commit.leases import Holder, absent_directory, decode_holder, new_holder, read_lease
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.subdirectory import has_directories
-from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.protocols import DirectoryLock, StorageBackend

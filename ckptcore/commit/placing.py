@@ -17,9 +17,10 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from ckptcore.commit.names import is_save_of
 from ckptcore.commit.root import ROOT_KEY, CompositeRoot, Root
+from ckptcore.commit.stored_root import read_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_save_of, read_root, root_bytes
 from ckptcore.errors import (
     CheckpointExistsError,
     ConditionFailedError,

@@ -12,26 +12,34 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from ckptcore.commit.method import CommitMethod
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
-from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.subdirectory import NewDirectory, subdirectory
-from ckptcore.commit.target import (
-    INTERNAL_DIRECTORY,
+from ckptcore.commit.contents import (
     FindForeign,
     Overwrite,
+    expect_removable,
+    none_foreign,
+    partial_exists,
+    refuse_to_replace,
+    warn_of_other_files,
+)
+from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.names import (
+    INTERNAL_DIRECTORY,
+    expect_distinct,
+    expect_place,
     is_save_of,
     name_of_partial,
     name_of_replaced,
     name_of_save,
-    none_foreign,
-    partial_exists,
-    read_root,
-    refuse_to_replace,
-    root_bytes,
+    naming_place,
+    no_exchange,
+    refuse_other_spelling,
     save_of_hidden,
     saved_to,
 )
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
+from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.stored_root import read_root, root_bytes
+from ckptcore.commit.subdirectory import NewDirectory, subdirectory
 from ckptcore.errors import (
     AtomicityError,
     CheckpointError,
@@ -154,8 +162,6 @@ class RenameTransaction:
         features = self._method.features(self._hidden, self._limits)
         if not exchange:
             return
-        from ckptcore.commit.places import no_exchange  # only saves that replace a checkpoint need it
-
         if not features.exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
@@ -168,8 +174,6 @@ class RenameTransaction:
 
     def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
         """See `Transaction`."""
-        from ckptcore.commit.places import expect_distinct  # loads do not need it
-
         features = self._method.features(self._hidden, self._limits)
         expect_distinct(self._location, self._limits.name_bytes, features, self._is_one, keys)
 
@@ -297,8 +301,6 @@ class RenameTransaction:
             return self._hidden
         except AtomicityError as error:
             if self._overwrite not in ("non-atomic", "best-effort", "with-other-files"):
-                from ckptcore.commit.places import no_exchange  # only errors need it
-
                 raise no_exchange(self._location) from error
         return self._method.aside(name).replace(self.store, self._hidden)
 
@@ -389,8 +391,6 @@ class RenameMethod(CommitMethod):
 
     def refuse_place(self, location: Location) -> PlaceLimits:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import expect_place  # loads do not need it
-
         limits = self.directories.limits(location.name)
         expect_place(location, limits)
         return limits
@@ -405,8 +405,6 @@ class RenameMethod(CommitMethod):
         resume: bool = False,
     ) -> Transaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import naming_place, refuse_other_spelling  # loads do not need it
-
         wait_for_saves_to(location.identity)
         limits = self.refuse_place(location)
         self.restore(location.name)
@@ -415,8 +413,6 @@ class RenameMethod(CommitMethod):
         if replaces:
             refuse_other_spelling(location, "save to")
             if overwrite == "with-other-files":
-                from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
-
                 warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
         with naming_place(location):
@@ -442,7 +438,6 @@ class RenameMethod(CommitMethod):
 
     def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import naming_place  # loads do not need it
         from ckptcore.commit.single_file import PlacedFile  # only files need it
 
         wait_for_saves_to(location.identity)
@@ -550,8 +545,6 @@ class RenameMethod(CommitMethod):
 
     def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
-        from ckptcore.commit.contents import expect_removable  # only deletions need it
-
         self.refuse_place(location)
         expect_removable(location, other_files=other_files)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():

@@ -12,9 +12,9 @@ import errno
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Final
 
+from ckptcore.commit.names import name_of_replaced, name_of_save
 from ckptcore.commit.root import ROOT_KEY, new_save_id
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import name_of_replaced, name_of_save
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, StorageError
 from ckptcore.events import logger_named
 from ckptcore.protocols import StorageBackend

@@ -7,6 +7,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
+from ckptcore.commit.names import existing_name
 from ckptcore.errors import ConditionFailedError, NameCollisionError
 from ckptcore.protocols import (
     IF_ABSENT,
@@ -203,8 +204,6 @@ class NewDirectory(AtomicSubdirectories):
             raise self._exists(key) from error
 
     def _exists(self, key: str) -> NameCollisionError:
-        from ckptcore.commit.names import existing_name  # only errors need it
-
         return existing_name(self._display, key, self.list())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final, cast
 
-from ckptcore.commit.target import INTERNAL_DIRECTORY
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.requests import reset_in_children

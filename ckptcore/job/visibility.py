@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from ckptcore.commit.location import Location
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend

@@ -10,7 +10,7 @@ import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import CompositeRoot, Member, Root
-from ckptcore.commit.target import LocationVersion
+from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError, converts_errors
 from ckptcore.io.chunk_reads import StoredFormat

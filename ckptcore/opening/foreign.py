@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from ckptcore.commit.contents import FindForeign, has_members
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
+from ckptcore.commit.stored_root import LocationVersion, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import DISTRIBUTIONS, import_name, install_hint
 from ckptcore.errors import (

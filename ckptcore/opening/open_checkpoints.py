@@ -7,10 +7,18 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root, split_rank
+from ckptcore.commit.names import is_hidden_name
+from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Member, PartialSave, Root, split_rank
 from ckptcore.commit.root_json import is_claim, summarize_root
+from ckptcore.commit.stored_root import (
+    LocationVersion,
+    ParsedRoots,
+    deletion_mark,
+    parse_root,
+    read_version,
+    root_bytes,
+)
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name, parse_root, read_version, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
+from ckptcore.commit.contents import FindForeign, Overwrite
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
-from ckptcore.commit.target import FindForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.io.snapshot import StateCopy

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import ClassVar, Protocol
 
 from ckptcore.commit.location import Location
+from ckptcore.commit.names import is_leftover_name
 from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, logger_named, timeline_to_json

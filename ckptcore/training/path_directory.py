@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ckptcore.commit.location import AnyLocation, LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.target import INTERNAL_DIRECTORY
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.inspection.completeness import has_expected_sizes

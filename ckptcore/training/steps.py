@@ -21,10 +21,11 @@ from ckptcore.commit.location import (
 )
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.names import is_leftover_name, replaced_by
 from ckptcore.commit.root import ROOT_KEY, RootSummary
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_leftover_name, replaced_by, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

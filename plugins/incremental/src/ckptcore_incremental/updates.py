@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Final
 from ckptcore.commit.delete import base_locks, note_bases, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
-from ckptcore.commit.places import refuse_other_spelling
-from ckptcore.commit.references import stored_tree
-from ckptcore.commit.root import Base, CompositeRoot, References, Root
+from ckptcore.commit.names import refuse_other_spelling
+from ckptcore.commit.root import Base, CompositeRoot, References, Root, stored_tree
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

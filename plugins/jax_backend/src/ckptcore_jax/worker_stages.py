@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Claim
+from ckptcore.commit.stored_root import read_version
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import read_version
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate

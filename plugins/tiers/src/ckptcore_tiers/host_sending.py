@@ -22,9 +22,10 @@ from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
 from ckptcore.commit.location import Location, SubPath, resolve_location
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claim, PartialSave, Root
+from ckptcore.commit.stored_root import LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import INTERNAL_DIRECTORY, LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
-from ckptcore.commit.file_names import expect_directory_name
-from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
+from ckptcore.commit.contents import refuse_to_replace
+from ckptcore.commit.location import (
+    AnyLocation,
+    Location,
+    LocationLike,
+    SubPath,
+    absolute_location,
+    expect_directory_name,
+    resolve_location,
+)
 from ckptcore.commit.root import ROOT_KEY, Claim, Member, Role, new_save_id
-from ckptcore.commit.target import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording

@@ -11,8 +11,8 @@ from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import root_version
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

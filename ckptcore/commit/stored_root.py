@@ -1,0 +1,268 @@
+"""The root that is stored at a location: read it, and find out whether it has changed since."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+from ckptcore.commit.names import is_hidden_name
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root
+from ckptcore.commit.root_json import decode_root, is_claim, read_head
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+    StoragePermissionError,
+    UnsupportedVersionError,
+)
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
+from ckptcore.protocols import StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.commit.location import Location
+
+T = TypeVar("T")
+
+
+def deletion_mark(save_id: str, directory: str) -> str:
+    """Return the key of the empty object in a composite that says that a directory of it was deleted on purpose.
+
+    A directory that is missing without it was lost, or never downloaded. The key has the save id, so that the mark of
+    an old checkpoint says nothing about its successor.
+    """
+    return f"checkpoint.{save_id}.deleted.{directory}"
+
+
+def read_root(store: StorageBackend) -> AnyRoot | None:
+    """Return the root of a checkpoint; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: the root or a part of it is damaged.
+        UnsupportedVersionError: a newer version wrote it.
+    """
+    data = root_bytes(store)
+    return None if data is None else parse_root(store, data)
+
+
+def root_bytes(store: StorageBackend) -> bytes | None:
+    """Return the bytes of the root, which differ between any two saves; None without a root."""
+    try:
+        return store.get(ROOT_KEY)
+    except ObjectNotFoundError:
+        return None
+
+
+def is_claimed_by(data: bytes | None, save_id: str) -> bool:
+    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
+    head = None if data is None or not is_claim(data) else read_head(data)
+    return head is not None and head.save_id == save_id
+
+
+def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot:
+    """Parse a root. Its parts are read from the storage.
+
+    Args:
+        store: the storage, opened at the checkpoint.
+        data: the bytes of the root.
+        display: the location, for errors; empty if the caller adds it to the errors.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError: see `read_root`.
+    """
+
+    def read_part(key: str, size: int) -> bytes:
+        try:
+            return store.get(key, 0, size)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
+
+    try:
+        return decode_root(data, read_part)
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{display}: {error}" if display else str(error)) from error
+    except CorruptCheckpointError as error:
+        if not display:
+            raise
+        raise type(error)(f"{display}: {error}", key=error.key, start=error.start, stop=error.stop) from error
+
+
+class LocationVersion(NamedTuple):
+    """Identifies the content of a location at one time. Changes if a checkpoint is committed, replaced or deleted.
+
+    Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
+
+    Attributes:
+        root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
+            be read: the reason.
+        composite_root: the root of the composite that the checkpoint is a member of, or its digest, see `digested`;
+            None if it is not a member.
+        names: the names in a directory without a root, except hidden directories of saves.
+        nbytes: the size of an object in bytes; None for a directory.
+    """
+
+    root: bytes | str | None
+    composite_root: bytes | str | None = None
+    names: tuple[str, ...] = ()
+    nbytes: int | None = None
+
+    @property
+    def is_object(self) -> bool:
+        """True if the location is one object (file), not a directory."""
+        return self.nbytes is not None
+
+    def digested(self) -> LocationVersion:
+        """Return the version with a digest of the composite's root, which may be large, and has many members."""
+        if not isinstance(self.composite_root, bytes):
+            return self
+        import hashlib  # only members of composites need it
+
+        return self._replace(composite_root=hashlib.sha256(self.composite_root).hexdigest())
+
+    def is_current(self, location: Location) -> bool:
+        """Return True if the location has not changed. Then a read error means damage, not a concurrent change.
+
+        Raises:
+            StorageError
+        """
+        return self._read_again(location) == self
+
+    def still_exists(self, location: Location) -> bool:
+        """Return True if everything in this version still exists, so that all data that was read is from one save.
+
+        New names are ignored, because the data does not depend on them.
+
+        Raises:
+            StorageError
+        """
+        now = self._read_again(location)
+        return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
+
+    def has_current_root(self, location: Location) -> bool:
+        """Return True if the root has not changed, so that all data that was read is from one save. One request.
+
+        For a member, the root of its composite is not read again. Names are not listed again, because a listing of a
+        checkpoint of other software can be long.
+
+        Raises:
+            StorageError
+        """
+        return root_version(location.store) == self.root
+
+    def _read_again(self, location: Location) -> LocationVersion:
+        now = read_version(location)
+        return now.digested() if isinstance(self.composite_root, str) else now
+
+
+def read_version(location: Location, composite_root: bytes | str | None = None) -> LocationVersion:
+    """Read the version of a location: the root first, and names only without a root.
+
+    Args:
+        location: the location.
+        composite_root: for a member, the root of its composite as the caller read it; None: read it.
+
+    Raises:
+        StorageError
+    """
+    try:
+        root = root_version(location.store)
+    except StoragePermissionError:
+        # Without the permission to list, Amazon S3 answers so also for a missing object, and a file has no root.
+        with contextlib.suppress(StorageError):
+            return LocationVersion(None, nbytes=location.parent.size(location.name))
+        raise
+    if isinstance(root, str):
+        return LocationVersion(root)
+    if root is not None:
+        head = read_head(root)
+        is_member = head is not None and head.role == "member"
+        if not is_member:
+            return LocationVersion(root)
+        return LocationVersion(root, composite_root=composite_root or root_version(location.parent))
+    try:
+        nbytes = location.parent.size(location.name)
+    except ObjectNotFoundError:
+        names = [name for name in location.store.list_names() if not is_hidden_name(name.removesuffix("/"))]
+        return LocationVersion(None, names=tuple(names))
+    return LocationVersion(None, nbytes=nbytes)
+
+
+def root_version(store: StorageBackend) -> bytes | str | None:
+    """Return the bytes of the root; None without a root; the reason as a str if it cannot be read.
+
+    If a directory is exchanged while its root is opened, the root looks like a link out of the directory.
+    """
+    try:
+        return root_bytes(store)
+    except InvalidLocationError as error:
+        return str(error)
+
+
+_MAX_CACHED: Final = 4
+"""Maximum number of roots in the cache."""
+
+_MAX_CACHED_BYTES: Final = 1 << 20
+"""Maximum size of a cached root in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedRoot(Generic[T]):
+    data: bytes
+    root: Root
+    kept: T
+
+
+class ParsedRoots(Generic[T]):
+    """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
+
+    The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
+    parts must be read and verified again. A root whose tree has mutable values is not cached, because callers could
+    change them.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty cache."""
+        self._known: tuple[_CachedRoot[T], ...] = ()
+        self._lock = threading.Lock()
+
+    def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
+        """Return the root with these bytes.
+
+        Args:
+            data: the bytes.
+            parse: parses the bytes; called if they are not in the cache.
+        """
+        known = self._find(data)
+        return parse() if known is None else known.root
+
+    def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
+        """Return the object that belongs to a root, and cache both.
+
+        Args:
+            data: the bytes of the root.
+            root: the root.
+            make: creates the object; called if the root is not in the cache.
+        """
+        known = self._find(data)
+        if known is not None and known.root is root:
+            return known.kept
+        kept = make()
+        if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
+            with self._lock:
+                others = [other for other in self._known if other.data != data]
+                self._known = (_CachedRoot(data, root, kept), *others[: _MAX_CACHED - 1])
+        return kept
+
+    def _find(self, data: bytes) -> _CachedRoot[T] | None:
+        return next((known for known in self._known if known.data == data), None)
+
+
+def _has_containers(root: Root) -> bool:
+    """Return True if a value of the tree is a list or dict, which its handler may return without a copy."""
+    leaves = root.tree.leaves
+    if {*map(type, leaves)} == {ArrayRecord}:  # fast path
+        return False
+    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)
