@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
-    from ckptcore.commit.placing import PlacedObjects
-    from ckptcore.commit.setting_aside import AsideCheckpoint
+    from ckptcore.commit.overwriting import AsideCheckpoint, PlacedObjects
     from ckptcore.commit.single_file import FileTransaction
     from ckptcore.commit.support import StorageSupport
 
@@ -86,12 +85,12 @@ class _HiddenLock(NamedTuple):
 
     Attributes:
         lock: releases the lock when it is left.
-        check: raises `SaveLostError` if another process has taken the directory. None for a lock of the kernel, which
-            releases it only with the process.
+        check: raises `SaveLostError` if another process has taken the directory. Does nothing for a lock of the kernel,
+            which releases it only with the process.
     """
 
     lock: AbstractContextManager[object]
-    check: Callable[[], None] | None
+    check: Callable[[], None] = lambda: None
 
 
 class RenameTransaction:
@@ -99,6 +98,7 @@ class RenameTransaction:
 
     Attributes:
         ended: True if it has committed, left or aborted.
+        check: see `_HiddenLock`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RenameTransaction:
         location: Location,
         method: RenameMethod,
         hidden: str,
-        lock: _HiddenLock | None,
+        lock: _HiddenLock,
         limits: PlaceLimits,
         overwrite: Overwrite = False,
         find_foreign: FindForeign = none_foreign,
@@ -120,15 +120,12 @@ class RenameTransaction:
             location: the location of the checkpoint.
             method: the commit method of the parent directory.
             hidden: the name of the hidden directory, which exists.
-            lock: its lock; None: another process has locked it.
+            lock: its lock.
             limits: the limits of the location.
             overwrite: whether the commit replaces a checkpoint.
             find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
             is_new: True if the directory is empty, so that no object may replace another one.
-
-        Raises:
-            SaveLostError: another process has locked the directory.
         """
         self._location = location
         self._method = method
@@ -139,30 +136,19 @@ class RenameTransaction:
         self._find_foreign = find_foreign
         self._claim = claim
         self.ended = False
-        if lock is None:
-            raise SaveLostError(
-                f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
-                "try again when it has ended"
-            )
+        self.check: Final = lock.check
         self._held = ExitStack()
         self._held.enter_context(lock.lock)
-        self._check = lock.check
         self._own = subdirectory(location.parent, hidden)
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
-    def probe(self, *, exchange: bool) -> None:
-        """Find out what the file system can do, before anything is written.
-
-        Args:
-            exchange: True if the commit exchanges directories.
+    def expect_exchange(self) -> None:
+        """Check that the commit can exchange the old checkpoint, before anything is written.
 
         Raises:
-            AtomicityError: it cannot exchange the old checkpoint.
+            AtomicityError
         """
-        features = self._method.features(self._hidden, self._limits)
-        if not exchange:
-            return
-        if not features.exchanges:
+        if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
         _make_directory(self._directories, inside)  # because a rename onto an empty directory would succeed
@@ -188,15 +174,6 @@ class RenameTransaction:
         finally:
             self._directories.delete_directory(f"{self._hidden}/{_PROBE}")
         return True
-
-    def expect_lock(self) -> None:
-        """Check that no other process has taken the hidden directory.
-
-        Raises:
-            SaveLostError
-        """
-        if self._check is not None:
-            self._check()
 
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
@@ -226,7 +203,7 @@ class RenameTransaction:
             ) from error
         try:
             if self._overwrite == "keep-other-files":
-                self._objects.complete()
+                self.objects.complete()
             self.leave()
             if replaced is not None:
                 self._directories.delete_directory(replaced)
@@ -253,8 +230,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            if self._check is not None:
-                self._check()  # another process may have removed files of the hidden directory after a lost lease
+            self.check()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
@@ -316,21 +292,18 @@ class RenameTransaction:
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
             foreign = owns(list(self._location.store.list()))  # its owner would still load the old values
         index = new.index if isinstance(new, Root) else ""
-        self._objects.commit(root, index, self._claim.save_id, display, foreign)
-
-    def settle(self) -> None:
-        """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""
-        self._objects.settle()
+        self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
     @property
-    def _objects(self) -> PlacedObjects:
+    def objects(self) -> PlacedObjects:
+        """The objects, to move them into the directory of the old checkpoint."""
         return self._method.placed_objects(self._location.name, self._hidden)
 
     def abort(self) -> None:
         """See `Transaction`."""
         if not self.ended:
             try:
-                self.settle()
+                self.objects.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()
@@ -415,18 +388,18 @@ class RenameMethod(CommitMethod):
             if overwrite == "with-other-files":
                 warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
-        with naming_place(location):
-            lock = self.lock_hidden(hidden, waits=resume)
+        lock = self._lock_for(location, hidden, waits=resume)
         transaction = RenameTransaction(
             location, self, hidden, lock, limits, overwrite, find_foreign, claim, is_new=not resume
         )
         try:
             if resume:
-                transaction.settle()
+                transaction.objects.settle()
             self.directories.hide_from_others(location.name, hidden)
-            transaction.probe(exchange=replaces and overwrite is True)
-            weaker = replaces and overwrite in ("best-effort", "with-other-files")
-            if weaker and not self.features(hidden, limits).exchanges:
+            features = self.features(hidden, limits)
+            if replaces and overwrite is True:
+                transaction.expect_exchange()
+            elif replaces and overwrite in ("best-effort", "with-other-files") and not features.exchanges:
                 self._support.say_once(self._directory, _TWO_RENAMES)
         except BaseException:
             if resume:
@@ -444,14 +417,28 @@ class RenameMethod(CommitMethod):
         limits = self.refuse_place(location)
         hidden = name_of_save(location.name, claim.save_id)
         self._sweep_except(location)
-        with naming_place(location):
-            lock = self.lock_hidden(hidden)
+        lock = self._lock_for(location, hidden)
         inner = RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
         try:
             return PlacedFile(location, self, hidden, inner, replaces=replaces)
         except BaseException:
             inner.abort()
             raise
+
+    def _lock_for(self, location: Location, hidden: str, *, waits: bool = False) -> _HiddenLock:
+        """Lock the hidden directory of a save to a location. See `lock_hidden`.
+
+        Raises:
+            SaveLostError: another process has locked it.
+        """
+        with naming_place(location):
+            lock = self.lock_hidden(hidden, waits=waits)
+        if lock is None:
+            raise SaveLostError(
+                f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
+                "try again when it has ended"
+            )
+        return lock
 
     def features(self, hidden: str, limits: PlaceLimits) -> DirectoryFeatures:
         """Return what the file system can do. `hidden` is a directory that this process has locked."""
@@ -480,7 +467,7 @@ class RenameMethod(CommitMethod):
                     entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
                     if any(entry.startswith(f"{save_of_hidden(name)}.") for entry in entries):
                         return self._with_lease(name, stack.pop_all(), waits=waits)
-                    return _HiddenLock(stack.pop_all(), check=None)
+                    return _HiddenLock(stack.pop_all())
         leased = leases.lock_directory(name, waits=waits)
         if leased is None:
             return None
@@ -512,14 +499,14 @@ class RenameMethod(CommitMethod):
             SaveLostError: another process has locked it.
         """
         hidden = name_of_partial(location.name)
-        try:
-            limits = self.directories.limits(location.name)
-            return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True), limits)
-        except SaveLostError as error:
+        limits = self.directories.limits(location.name)
+        lock = self.lock_hidden(hidden, waits=True)
+        if lock is None:
             raise SaveLostError(
                 f"{location.display}: another process is writing a session of this partial save, or finalizes or "
                 "deletes it. Only one session can run at a time: wait for it and call again. Nothing was changed"
-            ) from error
+            )
+        return RenameTransaction(location, self, hidden, lock, limits)
 
     def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
@@ -640,8 +627,7 @@ class RenameMethod(CommitMethod):
             stack.callback(self.directories.delete_directory, hidden)
             if locks.pinned(pin):
                 return None
-            check = held.check or (lambda: None)
-            return Lock(f"the deletion of {location.display}", check=check, release=stack.pop_all().close)
+            return Lock(f"the deletion of {location.display}", check=held.check, release=stack.pop_all().close)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
@@ -718,12 +704,12 @@ class RenameMethod(CommitMethod):
 
     def placed_objects(self, name: str, hidden: str) -> PlacedObjects:
         """Return the objects of a save that move into the directory of the checkpoint."""
-        from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
+        from ckptcore.commit.overwriting import PlacedObjects  # plain saves do not need it
 
         return PlacedObjects(self._directory, self.directories, name, hidden)
 
     def aside(self, name: str) -> AsideCheckpoint:
         """Return the checkpoint that a save with two renames sets aside."""
-        from ckptcore.commit.setting_aside import AsideCheckpoint  # plain saves do not need it
+        from ckptcore.commit.overwriting import AsideCheckpoint  # plain saves do not need it
 
         return AsideCheckpoint(self._directory, self, name)

@@ -76,7 +76,7 @@ class PlacedFile:
             CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this one
                 lost its lease. The other file stays.
         """
-        self._inner.expect_lock()
+        self._inner.check()
         directories, name = self._method.directories, self._location.name
         try:
             directories.replace(f"{self._hidden}/{key}", name, self._stamp)

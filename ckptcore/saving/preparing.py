@@ -158,7 +158,7 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
             root = read_root(location.store)
             taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
     if taken:
-        from ckptcore.commit.placing import fixed_names  # only errors need it
+        from ckptcore.commit.overwriting import fixed_names  # only errors need it
 
         raise fixed_names(location.display, taken)
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptcore
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.location import resolve_location
-from ckptcore.commit.placing import PlacedObjects
+from ckptcore.commit.overwriting import PlacedObjects
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.protocols import StorageOptions
 from ckptcore.runtime import runtime_of

@@ -12,7 +12,7 @@ import xxhash
 
 from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
-from ckptcore.commit.placing import fixed_names
+from ckptcore.commit.overwriting import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
