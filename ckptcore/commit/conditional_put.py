@@ -424,6 +424,6 @@ class ConditionalPutMethod(CommitMethod):
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.locks import LeasedLocks  # plain saves and loads do not need it
+        from ckptcore.commit.leased_locks import LeasedLocks  # plain saves and loads do not need it
 
         return LeasedLocks(self._directory, display, lease_seconds, clock)

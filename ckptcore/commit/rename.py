@@ -39,7 +39,7 @@ from ckptcore.commit.names import (
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.commit.stored_root import read_root, root_bytes
-from ckptcore.commit.subdirectory import NewDirectory, subdirectory
+from ckptcore.commit.subdirectory import NewDirectory, make_directory, subdirectory
 from ckptcore.errors import (
     AtomicityError,
     CheckpointError,
@@ -151,7 +151,7 @@ class RenameTransaction:
         if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        _make_directory(self._directories, inside)  # because a rename onto an empty directory would succeed
+        make_directory(self._location.parent, inside)  # because a rename onto an empty directory would succeed
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
                 raise no_exchange(self._location)
@@ -327,14 +327,6 @@ class RenameTransaction:
             self.leave()
 
 
-def _make_directory(directories: AtomicDirectories, name: str) -> None:
-    with suppress(AtomicityError):  # without locks, the directory exists nevertheless
-        lock = directories.lock_directory(name)
-        if lock is not None:
-            with lock:
-                pass
-
-
 def _has_other_root(location: Location, root: bytes | None) -> bool:
     """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
     try:
@@ -472,7 +464,7 @@ class RenameMethod(CommitMethod):
         if leased is None:
             return None
         try:
-            _make_directory(self.directories, name)  # after the lease, so that no sweep finds it without one
+            make_directory(self._directory, name)  # after the lease, so that no sweep finds it without one
         except BaseException:
             leased.close()
             raise
@@ -483,7 +475,7 @@ class RenameMethod(CommitMethod):
 
         None if the lease is valid.
         """
-        from ckptcore.commit.locks import LeasedLocks  # plain saves do not need it
+        from ckptcore.commit.leased_locks import LeasedLocks  # plain saves do not need it
 
         with locked as stack:
             leased = LeasedLocks(self._directory, name).lock_directory(name, waits=waits)
@@ -631,7 +623,9 @@ class RenameMethod(CommitMethod):
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.locks import DirectoryLocks, LeasedLocks  # plain saves and loads do not need it
+        # Plain saves and loads need neither.
+        from ckptcore.commit.directory_locks import DirectoryLocks
+        from ckptcore.commit.leased_locks import LeasedLocks
 
         has_locks = self._support.leases(self._directory) is None
         return (DirectoryLocks if has_locks else LeasedLocks)(self._directory, display, lease_seconds, clock)

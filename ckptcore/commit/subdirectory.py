@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import cast
 
 from ckptcore.commit.names import existing_name
-from ckptcore.errors import ConditionFailedError, NameCollisionError
+from ckptcore.errors import AtomicityError, ConditionFailedError, NameCollisionError
 from ckptcore.protocols import (
     IF_ABSENT,
     AtomicDirectories,
@@ -220,3 +221,12 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
 def has_directories(storage_type: type[StorageBackend]) -> bool:
     """Return True if a type of storage has real directories. Cached, because the check is slow and frequent."""
     return issubclass(storage_type, AtomicDirectories)
+
+
+def make_directory(parent: StorageBackend, name: str) -> None:
+    """Create a directory by a lock of it. Without locks, the directory exists nevertheless."""
+    with suppress(AtomicityError):
+        lock = cast(AtomicDirectories, parent).lock_directory(name)
+        if lock is not None:
+            with lock:
+                pass

@@ -12,8 +12,8 @@ from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend
 
 if TYPE_CHECKING:
+    from ckptcore.commit.leased_locks import LeasedLocks
     from ckptcore.commit.leases import Clock
-    from ckptcore.commit.locks import LeasedLocks
     from ckptcore.context import WithoutConditions
 
 logger = logger_named("ckptcore.commit")
@@ -119,7 +119,7 @@ class StorageSupport:
             return found
 
     def _new_leases(self, directory: StorageBackend) -> LeasedLocks:
-        from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
+        from ckptcore.commit.leased_locks import LeasedLocks  # only file systems without locks need it here
 
         display = _url(directory)
         logger.warning(
