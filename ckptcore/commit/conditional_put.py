@@ -377,10 +377,10 @@ class ConditionalPutMethod(CommitMethod):
 
     def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.single_file import ObjectTransaction  # only files need it
+        from ckptcore.commit.single_file import FileTransaction, OneObject  # only files need them
 
         wait_for_saves_to(location.identity)
-        return ObjectTransaction(location, replaces=replaces)
+        return FileTransaction(OneObject(location, replaces=replaces))
 
     def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
@@ -399,11 +399,11 @@ class ConditionalPutMethod(CommitMethod):
             return None
         return head is None or head.state == "committed"
 
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
         expect_removable(location, other_files=other_files)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
-        claim = new_claim(save_id)
+        claim = new_claim(new_save_id())
         try:
             found = find_object(location.store, ROOT_KEY)
         except ObjectUnavailableError:  # in an archive: it can be replaced nevertheless
@@ -411,12 +411,12 @@ class ConditionalPutMethod(CommitMethod):
             found = data, location.store.put(ROOT_KEY, data)
         ConditionalPutTransaction(location, claim, found).give_up()
 
-    def remove_unfinished(self, location: Location, save_id: str) -> None:
+    def remove_unfinished(self, location: Location) -> None:
         """See `CommitMethod`."""
         expect_removable(location, other_files=True)
         found = find_object(location.store, ROOT_KEY)
         if found is not None and is_claim(found[0]):
-            ConditionalPutTransaction(location, new_claim(save_id), found).give_up()
+            ConditionalPutTransaction(location, new_claim(new_save_id()), found).give_up()
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
         """See `CommitMethod`."""

@@ -17,7 +17,7 @@ from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
 from ckptcore.commit.names import INTERNAL_DIRECTORY, is_hidden_name, refuse_other_spelling
-from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.commit.stored_root import LocationVersion, deletion_mark, read_root, read_version, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
@@ -66,7 +66,10 @@ def concerns_one_entry(error: StorageError) -> bool:
 
 def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bool = False) -> None:
     """See `ckptcore.delete`."""
-    _refuse_place(location)
+    try:
+        location.commits.refuse_place(location)
+    except InvalidLocationError as error:
+        raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
     location.commits.restore(location.name)
     root: AnyRoot | None = None
     try:
@@ -78,7 +81,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
         if not _delete_sessions(location):
             return delete_checkpoint(location, threads, other_files=other_files)
     elif isinstance(root, Claim | PartialSave):
-        location.commits.remove(location, new_save_id(), other_files=other_files)
+        location.commits.remove(location, other_files=other_files)
     else:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
@@ -87,7 +90,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
             mark = _mark_in_composite(location) if may_be_member else None
             marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
             try:
-                location.commits.remove(location, new_save_id(), other_files=other_files)
+                location.commits.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
                     location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later
@@ -100,18 +103,6 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
     location.commits.sweep(location)
     if isinstance(root, Root) and root.references.bases:
         forget_bases(location)
-
-
-def _refuse_place(location: Location) -> None:
-    """Refuse a place that no rename can reach.
-
-    Raises:
-        InvalidLocationError
-    """
-    try:
-        location.commits.refuse_place(location)
-    except InvalidLocationError as error:
-        raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
 
 
 def _mark_in_composite(location: Location) -> str | None:
@@ -167,7 +158,7 @@ def _delete_sessions(location: Location) -> bool:
         if _mark_lost(location):
             return True
         raise CheckpointNotFoundError(f"there is nothing at {location.display} to delete")
-    return location.commits.remove_sessions(location, new_save_id())
+    return location.commits.remove_sessions(location)
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:

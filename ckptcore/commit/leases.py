@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, Literal, NamedTuple
 
@@ -46,6 +46,19 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """Block this thread for `seconds`."""
         time.sleep(seconds)
+
+    def attempts(self, seconds: float, *, first: float = 0.01, last: float = 2.0) -> Iterator[None]:
+        """Yield once for each attempt, with pauses between them that double from `first` to `last`, all in seconds.
+
+        Stops after the attempt that begins at the end of the time `seconds` or later.
+        """
+        deadline = self.now() + seconds
+        while True:
+            yield
+            if self.now() >= deadline:
+                return
+            self.sleep(first)
+            first = min(2 * first, last)
 
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
         """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.

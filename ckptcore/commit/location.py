@@ -40,22 +40,6 @@ _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubPath:
-    """A directory within a location.
-
-    Attributes:
-        location: a path or URL, or a directory within one.
-        directory: a relative key.
-    """
-
-    location: AnyLocation
-    directory: str
-
-    def __str__(self) -> str:
-        return f"{shown_location(self.location).rstrip('/')}/{self.directory}"
-
-
 class Storages(NamedTuple):
     """The options by which a Context opens storages.
 
@@ -119,7 +103,7 @@ class Storages(NamedTuple):
 
 
 class IndirectLocation(ABC):
-    """A location that resolves itself to a storage, such as a checkpoint that falls back to a copy."""
+    """A location that resolves itself: a directory within another, or a checkpoint that falls back to a copy."""
 
     @property
     @abstractmethod
@@ -134,8 +118,37 @@ class IndirectLocation(ABC):
         return str(self.path)
 
 
-AnyLocation: TypeAlias = LocationLike | SubPath | IndirectLocation
-"""A path or URL, a directory within one, or an object that resolves itself."""
+@dataclass(frozen=True, slots=True)
+class SubPath(IndirectLocation):
+    """A directory within a location.
+
+    Attributes:
+        location: a path or URL, or a directory within one.
+        directory: a relative key.
+    """
+
+    location: AnyLocation
+    directory: str
+
+    @property
+    def path(self) -> SubPath:
+        """See `IndirectLocation`."""
+        return self
+
+    def resolve(self, storages: Storages, *, to_write: bool) -> Location:
+        """See `IndirectLocation`."""
+        if isinstance(self.location, IndirectLocation):
+            outer = resolve_location(self.location, storages, to_write=to_write).within(self.directory)
+            return replace(outer, display=str(self))
+        scheme, address = _address(self.location)
+        return open_address(LocationAddress(str(self), scheme, address, self.directory), storages, to_write=to_write)
+
+    def __str__(self) -> str:
+        return f"{shown_location(self.location).rstrip('/')}/{self.directory}"
+
+
+AnyLocation: TypeAlias = LocationLike | IndirectLocation
+"""A path or URL, or an object that resolves itself, such as a directory within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +252,7 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     """Open the parent directory of a location.
 
     Args:
-        location: a path or URL, a directory within one, or an object that resolves itself.
+        location: a path or URL, or an object that resolves itself.
         storages: how to open storages.
         to_write: True to write or delete a checkpoint.
 
@@ -249,8 +262,6 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     """
     if isinstance(location, IndirectLocation):
         return location.resolve(storages, to_write=to_write)
-    if isinstance(location, SubPath):
-        return _resolve_within(location, storages, to_write)
     scheme, address = _address(location)
     if scheme == "file":
         # The address has no links: renaming must replace the target of a link, not the link.
@@ -264,14 +275,6 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
             "a directory"
         )
     return open_address(LocationAddress(shown_location(text), scheme, parent, name), storages, to_write=to_write)
-
-
-def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
-    if isinstance(path.location, IndirectLocation):
-        outer = resolve_location(path.location, storages, to_write=to_write).within(path.directory)
-        return replace(outer, display=str(path))
-    scheme, address = _address(path.location)
-    return open_address(LocationAddress(str(path), scheme, address, path.directory), storages, to_write=to_write)
 
 
 def open_address(address: LocationAddress, storages: Storages, *, to_write: bool = False) -> Location:
@@ -317,7 +320,7 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
 
 def shown_location(location: AnyLocation) -> str:
     """Return a location as users see it: without secrets or a slash at the end, with the home directory for ``~``."""
-    if isinstance(location, SubPath | IndirectLocation):
+    if isinstance(location, IndirectLocation):
         return str(location)
     text = redacted_location(os.path.expanduser(str(location)))
     return text if text.endswith(":///") or len(text) < 2 else text.removesuffix("/")
@@ -361,10 +364,8 @@ def _address(location: AnyLocation) -> tuple[str, str]:
         InvalidLocationError: it is neither a path nor a URL.
     """
     if isinstance(location, IndirectLocation):
-        return _address(location.path)
-    if isinstance(location, SubPath):
-        scheme, address = _address(location.location)
-        return scheme, f"{address.rstrip('/')}/{location.directory}"
+        scheme, address = _address(location.path.location)
+        return scheme, f"{address.rstrip('/')}/{location.path.directory}"
     try:
         text = os.fspath(location)
     except TypeError as error:
@@ -425,7 +426,7 @@ def file_suffix(location: AnyLocation) -> str:
 
     A location that ends in ``/`` is a directory, whatever its name.
     """
-    if isinstance(location, SubPath | IndirectLocation):
+    if isinstance(location, IndirectLocation):
         return ""  # a step of a run
     try:
         text = os.fspath(location)

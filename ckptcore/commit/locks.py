@@ -205,8 +205,6 @@ _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 
 READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
 
-_FIRST_POLL_SECONDS: Final = 0.01
-_LAST_POLL_SECONDS: Final = 2.0
 _LOOKS_PER_LEASE: Final = 8
 
 
@@ -441,16 +439,13 @@ class Locks(ABC):
         return pin
 
     def _await_deletion(self, name: str, wait_seconds: float) -> None:
-        deadline = self._clock.now() + wait_seconds
-        pause = _FIRST_POLL_SECONDS
-        while self._locked("deleting", name):
-            if self._clock.now() >= deadline:
-                raise CheckpointNotFoundError(
-                    f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); load "
-                    "another step"
-                )
-            self._clock.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_SECONDS)
+        for _ in self._clock.attempts(wait_seconds):
+            if not self._locked("deleting", name):
+                return
+        raise CheckpointNotFoundError(
+            f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); load another "
+            "step"
+        )
 
     def pinned(self, name: str | None = None) -> frozenset[str]:
         """Return the pinned steps, or only `name` if it is pinned. Pins of failed processes do not count.

@@ -109,12 +109,11 @@ class CommitMethod(ABC):
         """
 
     @abstractmethod
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """Remove a checkpoint of ckptcore. No process sees a partly removed checkpoint.
 
         Args:
             location: the location of the checkpoint.
-            save_id: a new save id, for a hidden name or a claim.
             other_files: True to remove also files that no checkpoint wrote.
 
         Raises:
@@ -123,10 +122,10 @@ class CommitMethod(ABC):
             SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """
 
-    def remove_unfinished(self, location: Location, save_id: str) -> None:
+    def remove_unfinished(self, location: Location) -> None:
         """Remove the claim of a failed save with its objects, unless it was committed. Only with `claims_by_root`."""
 
-    def remove_sessions(self, location: Location, save_id: str) -> bool:
+    def remove_sessions(self, location: Location) -> bool:
         """Remove the hidden directory of a partial save. Return whether it existed; False if `claims_by_root`.
 
         Raises:

@@ -157,18 +157,14 @@ def expect_place(location: Location, limits: PlaceLimits) -> None:
         InvalidLocationError
     """
     if limits.is_mount_point:
-        raise _is_mount_point(location)
+        raise InvalidLocationError(
+            f"{location.display} is a mount point, and a checkpoint is a directory that is renamed when it is saved, "
+            f"replaced or deleted: use a directory in it, such as {location.display.rstrip('/')}/checkpoint. Nothing "
+            "was changed"
+        )
     longest = name_of_save(location.name, _ANY_SAVE)
     if too_long([longest], limits.name_bytes) is not None:
         raise _too_long(location, limits.name_bytes)
-
-
-def _is_mount_point(location: Location) -> InvalidLocationError:
-    return InvalidLocationError(
-        f"{location.display} is a mount point, and a checkpoint is a directory that is renamed when it is saved, "
-        f"replaced or deleted: use a directory in it, such as {location.display.rstrip('/')}/checkpoint. Nothing was "
-        "changed"
-    )
 
 
 def _too_long(location: Location, name_bytes: int | None) -> InvalidLocationError:

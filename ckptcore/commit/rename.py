@@ -522,25 +522,25 @@ class RenameMethod(CommitMethod):
             return None
         return True
 
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
         self.refuse_place(location)
         expect_removable(location, other_files=other_files)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()
         try:
-            self.discard(location.name, location.name, save_id)
+            self.discard(location.name, location.name)
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"there is nothing at {location.display} to delete: another process deleted it at the same time"
             ) from error
 
-    def remove_sessions(self, location: Location, save_id: str) -> bool:
+    def remove_sessions(self, location: Location) -> bool:
         """See `CommitMethod`."""
         transaction = self.lock_partial(location)
         try:
             transaction.store.size(PARTIAL_KEY)
-            self.discard(location.name, name_of_partial(location.name), save_id)
+            self.discard(location.name, name_of_partial(location.name))
         except ObjectNotFoundError:
             transaction.leave_if_empty()
             return False
@@ -548,7 +548,7 @@ class RenameMethod(CommitMethod):
             transaction.leave()
         return True
 
-    def discard(self, name: str, directory: str, save_id: str = "") -> None:
+    def discard(self, name: str, directory: str) -> None:
         """Rename a directory to a name from which nothing is restored or committed, and delete it.
 
         The next save deletes what is left. A directory of a lower layer of overlayfs cannot be renamed. Its root is
@@ -557,12 +557,11 @@ class RenameMethod(CommitMethod):
         Args:
             name: the name of the checkpoint.
             directory: the name of the directory.
-            save_id: a unique number; empty: a new one.
 
         Raises:
             ObjectNotFoundError: it does not exist.
         """
-        hidden = name_of_save(name, save_id or new_save_id())
+        hidden = name_of_save(name, new_save_id())
         try:
             self.directories.rename(directory, hidden)
         except StorageError as error:

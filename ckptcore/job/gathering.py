@@ -39,7 +39,8 @@ class ExchangeCounts:
         """Start with zero counts."""
         self._lock = threading.Lock()
         self._of_found_jobs: dict[int, int] = {}
-        self._of_coordinators: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]] = {}
+        self._of_coordinators: dict[int, dict[int, int]] = {}
+        self._kept: list[Coordinator] = []
 
     def key(self, coordinator: Coordinator | None, name: str) -> str:
         """Return a key for the exchanges of an operation that begins now.
@@ -57,27 +58,15 @@ class ExchangeCounts:
         return f"{name}#{number}"
 
     def _counts_of(self, coordinator: Coordinator) -> dict[int, int]:
-        known = self._of_coordinators.get(id(coordinator))
-        if known is not None and known[0]() is coordinator:
-            return known[1]
-        counts: dict[int, int] = {}
-        self._of_coordinators[id(coordinator)] = (self._reference(coordinator), counts)
-        return counts
-
-    def _reference(self, coordinator: Coordinator) -> Callable[[], Coordinator | None]:
-        try:
-            # The callback does not take the lock: garbage collection may run while this thread has it.
-            return weakref.ref(coordinator, functools.partial(_drop, self._of_coordinators, id(coordinator)))
-        except TypeError:
-            return lambda: coordinator  # slots without `__weakref__`: keep it in memory
-
-
-def _drop(
-    counts: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]], address: int, reference: object
-) -> None:
-    known = counts.get(address)
-    if known is not None and known[0] is reference:  # else another object has this address now
-        del counts[address]
+        number = id(coordinator)
+        if number not in self._of_coordinators:
+            self._of_coordinators[number] = {}
+            try:
+                # The callback does not take the lock: garbage collection may run while this thread has it.
+                weakref.finalize(coordinator, self._of_coordinators.pop, number, None).atexit = False
+            except TypeError:
+                self._kept.append(coordinator)  # slots without `__weakref__`: its id stays its own
+        return self._of_coordinators[number]
 
 
 logger = logger_named("ckptcore.job")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -24,9 +23,6 @@ from ckptcore.protocols import StorageBackend
 
 _TIMEOUT_SECONDS: Final = 10.0
 """Time limit to find the object of the leader: network file systems cache missing names for seconds."""
-
-_FIRST_PAUSE_SECONDS: Final = 0.05
-_LONGEST_PAUSE_SECONDS: Final = 1.0
 
 _PROBES: Final = f"{INTERNAL_DIRECTORY}/probe-"
 
@@ -109,16 +105,12 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, directory:
 
 
 def _look_for(look: Callable[[], bool], directory: str, leader_directory: str) -> None:
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
+    from ckptcore.commit.leases import SYSTEM_CLOCK  # needed only in a job
+
+    for _ in SYSTEM_CLOCK.attempts(_TIMEOUT_SECONDS, first=0.05, last=1.0):
         with suppress(ObjectNotFoundError):
             if look():
                 return
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
         f"{directory}: {_host()} cannot see the files that rank 0 created in {leader_directory} (waited "
         f"{_TIMEOUT_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "

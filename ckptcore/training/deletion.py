@@ -15,7 +15,7 @@ from typing import Final
 from ckptcore.commit.delete import bases_in, find_bases, forget_bases, referring_to
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.root import Base, new_save_id
+from ckptcore.commit.root import Base
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -278,7 +278,7 @@ class StepDeleter:
                 self._owned.check_without_room()
                 try:
                     location = self._location(step)
-                    location.commits.remove_unfinished(location, new_save_id())
+                    location.commits.remove_unfinished(location)
                 except CheckpointExistsError as error:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
@@ -513,7 +513,7 @@ class StepDeleter:
                 intent.check()
                 location = self._location(step)
                 try:
-                    location.commits.remove(location, new_save_id(), other_files=self._other_files)
+                    location.commits.remove(location, other_files=self._other_files)
                 except CheckpointNotFoundError:
                     self._steps.expect_present()
                     if location.commits.is_committed(location.name):

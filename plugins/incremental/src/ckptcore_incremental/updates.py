@@ -37,9 +37,6 @@ __all__ = ["Update"]
 _CHANGE_SECONDS: Final = 180.0
 """Maximum seconds that an update waits for a save or a deletion that changes its base."""
 
-_FIRST_POLL_SECONDS: Final = 0.01
-_LAST_POLL_SECONDS: Final = 2.0
-
 
 @dataclass(frozen=True, slots=True)
 class _PlannedReferences:
@@ -176,16 +173,13 @@ def _wait_until_unchanging(base: Location) -> None:
     Raises:
         SaveLostError: if one still runs after `_CHANGE_SECONDS`.
     """
-    deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
-    pause = _FIRST_POLL_SECONDS
-    while base.commits.is_changing(base):
-        if SYSTEM_CLOCK.now() >= deadline:
-            raise SaveLostError(
-                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with "
-                "another base, or save all arrays. Nothing was written"
-            )
-        SYSTEM_CLOCK.sleep(pause)
-        pause = min(2 * pause, _LAST_POLL_SECONDS)
+    for _ in SYSTEM_CLOCK.attempts(_CHANGE_SECONDS):
+        if not base.commits.is_changing(base):
+            return
+    raise SaveLostError(
+        f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with another "
+        "base, or save all arrays. Nothing was written"
+    )
 
 
 def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReferences, TreeDescription]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
 from ckptcore.commit.names import INTERNAL_DIRECTORY
-from ckptcore.commit.root import Claim, PartialSave, Root, new_save_id
+from ckptcore.commit.root import Claim, PartialSave, Root
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.stored_root import read_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
@@ -195,7 +195,7 @@ class HostSteps:
                 path = SubPath(self._steps.directory, name)
                 location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
                 try:
-                    location.commits.remove(location, new_save_id())
+                    location.commits.remove(location)
                 except CheckpointNotFoundError:
                     pass  # another process deleted it
                 except CheckpointExistsError as error:

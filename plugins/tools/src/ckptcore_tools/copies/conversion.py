@@ -284,7 +284,7 @@ class _Conversion:
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
             with suppress(CheckpointNotFoundError):  # another process deleted it
-                self._destination.commits.remove(self._destination, new_save_id())
+                self._destination.commits.remove(self._destination)
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:
