@@ -190,12 +190,12 @@ class LockedOwner:
     def _check_again(self) -> None:
         if not self._lock.is_in_place():
             self._take_again()
-        found = read_record(self._store)
+        record = read_record(self._store)
         if not self._lock.is_in_place():  # unmounted meanwhile
             raise absent_directory(self._display)
-        if found != self._record:
-            if self._is_written or found != self._before:
-                raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(found))
+        if record != self._record:
+            if self._is_written or record != self._before:
+                raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(record))
             self._store.put(OWNER_RECORD, self._record)
         if not self._is_written:
             # A host that cannot see the lock writes its lease first, and looks for the record then.

@@ -343,8 +343,8 @@ def _found_after_put(store: StorageBackend, key: str, holder: Holder) -> SeenLea
 
     No two puts write equal records, except when a lease is broken and released at the same time.
     """
-    found = read_lease(store, key)
-    return found if found is not None and found.holder == holder else None
+    lease = read_lease(store, key)
+    return lease if lease is not None and lease.holder == holder else None
 
 
 _EXPIRY_FACTOR: Final = 1.25
@@ -557,10 +557,10 @@ def take_lease(
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
     except (ConditionFailedError, ObjectNotFoundError) as error:
-        found = _found_after_put(store, key, holder)
-        if found is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
+        stored = _found_after_put(store, key, holder)
+        if stored is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
             raise  # the directory disappeared
-        if found is None:
+        if stored is None:
             return None
-        seen = found
+        seen = stored
     return Lease(store, seen, subject, at_close, began, clock, is_absent)

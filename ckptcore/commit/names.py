@@ -169,10 +169,10 @@ def expect_place(location: Location, limits: PlaceLimits) -> None:
 
 def _too_long(location: Location, name_bytes: int | None) -> InvalidLocationError:
     further = len(name_of_save("", _ANY_SAVE))
-    found = len(location.name.encode("utf-8", "surrogateescape"))
+    nbytes = len(location.name.encode("utf-8", "surrogateescape"))
     limit = "fewer" if name_bytes is None else f"at most {name_bytes - further}"
     return InvalidLocationError(
-        f"{location.display}: the name has {found} bytes, and this file system allows {limit}, because the directory "
+        f"{location.display}: the name has {nbytes} bytes, and this file system allows {limit}, because the directory "
         f"has a name with {further} more bytes while it is saved or deleted. Choose a shorter name. Nothing was changed"
     )
 
@@ -241,13 +241,13 @@ def expect_distinct(
     """
     if not features.merges and (name_bytes is None or name_bytes >= 255):
         return  # layouts write no longer names
-    found = list(keys())
-    if (name := too_long(found, name_bytes)) is not None:
+    written = list(keys())
+    if (name := too_long(written, name_bytes)) is not None:
         raise InvalidLocationError(
             f"cannot save to {location.display}: {name!r} is the name of a file or directory in it and has "
             f"{len(name.encode('utf-8', 'surrogateescape'))} bytes, but this file system allows {name_bytes}. Choose a "
             "shorter name, or save elsewhere. Nothing was written"
         )
-    for first, second in merged_names(found, features.merges):
+    for first, second in merged_names(written, features.merges):
         if is_one(first, second):
             raise names_merged(location.display, first, second, "Nothing was written")

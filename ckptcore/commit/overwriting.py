@@ -87,17 +87,17 @@ class AsideCheckpoint:
         """
         name, aside = self._name, self._aside
         with ExitStack() as stack:
-            held = self._method.lock_hidden(aside)
-            if held is None:
+            lock = self._method.lock_hidden(aside)
+            if lock is None:
                 raise ConditionFailedError(f"cannot replace {name}: another process is replacing it")
-            stack.enter_context(held.lock)
+            stack.enter_context(lock.lock)
             if self._set_aside.list_names():  # of a killed save; the checkpoint that is there now is newer
                 self._method.discard(name, aside)
                 raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
             stack.enter_context(self._lock_of_kernel())
             if not self._in_place.list_names():  # then another save can replace the locked directory
                 raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
-            held.check()
+            lock.check()
             try:
                 self._directories.rename(name, aside)
             except StorageError as error:
@@ -152,9 +152,9 @@ class AsideCheckpoint:
 
     def discard(self) -> None:
         """Delete what a killed save has set aside: it is older than what is deleted now, and must not come back."""
-        held = self._method.lock_hidden(self._aside)
-        if held is not None:  # otherwise the process that has locked it removes it
-            with held.lock:
+        lock = self._method.lock_hidden(self._aside)
+        if lock is not None:  # otherwise the process that has locked it removes it
+            with lock.lock:
                 self._method.discard(self._name, self._aside)
 
     def restore(self) -> bool:
@@ -165,11 +165,11 @@ class AsideCheckpoint:
         Returns:
             True if what is set aside must stay; False if it can be deleted, because a newer checkpoint is in its place.
         """
-        found = self._set_aside.list_names()
-        if not found or self._method.is_committed(self._name):
+        names = self._set_aside.list_names()
+        if not names or self._method.is_committed(self._name):
             return False
         with suppress(ConditionFailedError, ObjectNotFoundError):  # a save has committed meanwhile
-            if _REPLACES in found:
+            if _REPLACES in names:
                 self._complete_deletion()
             elif not self._in_place.list_names():
                 logger.info("restoring %s, which a killed save was replacing", self._name)
@@ -354,8 +354,8 @@ class PlacedObjects:
             self._directories.delete_unchanged(unowned)
 
     def _stamps(self, directory: str, keys: Sequence[str]) -> dict[str, str]:
-        found = self._directories.stamps([f"{directory}/{key}" for key in keys])
-        return {key.removeprefix(f"{directory}/"): stamp for key, stamp in found.items()}
+        stamps = self._directories.stamps([f"{directory}/{key}" for key in keys])
+        return {key.removeprefix(f"{directory}/"): stamp for key, stamp in stamps.items()}
 
 
 def _decode(data: bytes) -> _Journal | None:

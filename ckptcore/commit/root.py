@@ -115,8 +115,8 @@ class PartialSave(NamedTuple):
         if not self.sessions:
             return "no complete session"
         shown = [
-            f"one at {one.created} with {one.arrays} array{'' if one.arrays == 1 else 's'}"
-            for one in self.sessions[-_SHOWN:]
+            f"one at {session.created} with {session.arrays} array{'' if session.arrays == 1 else 's'}"
+            for session in self.sessions[-_SHOWN:]
         ]
         if len(self.sessions) > _SHOWN:
             shown.insert(0, f"{len(self.sessions) - _SHOWN} earlier")

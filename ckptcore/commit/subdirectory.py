@@ -156,8 +156,8 @@ class AtomicSubdirectories(Subdirectory):
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
         """See `AtomicDirectories`."""
-        found = self._directories.stamps([self._prefix + key for key in keys])
-        return {key[len(self._prefix) :]: stamp for key, stamp in found.items()}
+        stamps = self._directories.stamps([self._prefix + key for key in keys])
+        return {key[len(self._prefix) :]: stamp for key, stamp in stamps.items()}
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
         """See `AtomicDirectories`."""

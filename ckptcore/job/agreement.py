@@ -185,9 +185,9 @@ class Agreement:
         """
 
         def message(block: range) -> bytes:
-            found = tokens[block.start : block.stop]
+            own = tokens[block.start : block.stop]
             return _encode({**asdict(verdict or _Verdict()), "leader": tokens[0] if tokens else None,
-                            "first": block.start, "tokens": list(found)})  # fmt: skip
+                            "first": block.start, "tokens": list(own)})  # fmt: skip
 
         leads = verdict is not None
         if token is not None:

@@ -159,11 +159,11 @@ class LateRanks:
 
 def _is_shown(logger: logging.Logger) -> bool:
     """Return True if the program has configured a handler for the records of a logger."""
-    found: logging.Logger | None = logger
-    while found is not None:
-        if any(not isinstance(handler, logging.NullHandler) for handler in found.handlers):
+    ancestor: logging.Logger | None = logger
+    while ancestor is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in ancestor.handlers):
             return True
-        found = found.parent if found.propagate else None
+        ancestor = ancestor.parent if ancestor.propagate else None
     return False
 
 
