@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.location import LocationLike
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON

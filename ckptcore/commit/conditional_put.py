@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from ckptcore.commit.contents import (
-    FindForeign,
-    Overwrite,
-    expect_removable,
-    find_existing,
-    none_foreign,
-    warn_of_other_files,
-)
+from ckptcore.commit.contents import expect_removable, warn_of_other_files
 from ckptcore.commit.fenced_store import FencedStore, save_lost
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.put_conditions import creates_missing, find_object, refuse_storage, try_conditional_puts
@@ -32,7 +25,7 @@ from ckptcore.commit.root_json import (
     is_partial,
     read_head,
 )
-from ckptcore.commit.stored_root import is_claimed_by
+from ckptcore.commit.stored_root import FindForeign, Overwrite, find_existing, is_claimed_by, none_foreign
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     AtomicityError,

@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
-from ckptcore.commit.contents import FindForeign, Overwrite, none_foreign
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
-from ckptcore.commit.stored_root import parse_root
+from ckptcore.commit.stored_root import FindForeign, Overwrite, none_foreign, parse_root
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import PlaceLimits, StorageBackend, Transaction
 

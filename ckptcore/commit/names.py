@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import errno
 import re
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, NameCollisionError, StorageError, converts_errors
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
@@ -87,12 +86,18 @@ def folded(name: str, merges: Collection[NameForm]) -> str:
     File systems differ in rare characters, so names with equal texts may be different names nevertheless.
     """
     if "accents" in merges:
-        name = unicodedata.normalize("NFKD", name)
+        name = _normalized("NFKD", name)
     if "case" in merges:
         name = name.casefold()
         if "accents" in merges:
-            name = unicodedata.normalize("NFKD", name)
+            name = _normalized("NFKD", name)
     return (name.rstrip(". ") or name) if "trailing dots" in merges else name
+
+
+def _normalized(form: Literal["NFC", "NFKD"], name: str) -> str:
+    import unicodedata  # plain saves and loads do not need it
+
+    return unicodedata.normalize(form, name)
 
 
 def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[tuple[str, str]]:
@@ -126,7 +131,7 @@ def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
 
 def names_merged(display: str, first: str, second: str, end: str) -> NameCollisionError:
     """Return the error for two names that the file system treats as equal. Look-alikes are shown by code points."""
-    look_alike = unicodedata.normalize("NFC", first) == unicodedata.normalize("NFC", second)
+    look_alike = _normalized("NFC", first) == _normalized("NFC", second)
     names = " and ".join(map(ascii if look_alike else repr, (first, second)))
     return NameCollisionError(
         f"cannot save to {display}: this file system treats the names {names} as equal, so one would "
@@ -206,9 +211,9 @@ def refuse_other_spelling(location: Location, action: str) -> None:
     names = [entry.removesuffix("/") for entry in location.parent.list_names()]
     if location.name in names:
         return
-    wanted = unicodedata.normalize("NFC", location.name)
+    wanted = _normalized("NFC", location.name)
     for name in names:
-        if unicodedata.normalize("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
+        if _normalized("NFC", name) != wanted and folded(name, ALL_FORMS) == folded(location.name, ALL_FORMS):
             raise NameCollisionError(
                 f"cannot {action} {location.display}: this file system treats the name as {name!r}, which exists. Use "
                 f"another name, or {name!r} if you mean that. Nothing was changed"

@@ -12,15 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from ckptcore.commit.contents import (
-    FindForeign,
-    Overwrite,
-    expect_removable,
-    none_foreign,
-    partial_exists,
-    refuse_to_replace,
-    warn_of_other_files,
-)
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.names import (
     INTERNAL_DIRECTORY,
@@ -38,7 +29,15 @@ from ckptcore.commit.names import (
 )
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.stored_root import read_root, root_bytes
+from ckptcore.commit.stored_root import (
+    FindForeign,
+    Overwrite,
+    none_foreign,
+    partial_exists,
+    read_root,
+    refuse_to_replace,
+    root_bytes,
+)
 from ckptcore.commit.subdirectory import NewDirectory, make_directory, subdirectory
 from ckptcore.errors import (
     AtomicityError,
@@ -378,6 +377,8 @@ class RenameMethod(CommitMethod):
         if replaces:
             refuse_other_spelling(location, "save to")
             if overwrite == "with-other-files":
+                from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
+
                 warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
         lock = self._lock_for(location, hidden, waits=resume)
@@ -524,6 +525,8 @@ class RenameMethod(CommitMethod):
 
     def remove(self, location: Location, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
+        from ckptcore.commit.contents import expect_removable  # only deletions need it
+
         self.refuse_place(location)
         expect_removable(location, other_files=other_files)
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():

@@ -6,7 +6,6 @@ the errors of a `ReadPart` function.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 import math
@@ -201,7 +200,7 @@ def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
         "block_bytes": BLOCK_BYTES,
         "key": [record.key for record in records],
         "size": [record.size for record in records],
-        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in records],
+        "checksums": [binascii.b2a_base64(record.checksums, newline=False).decode("ascii") for record in records],
     }
 
 

@@ -1,17 +1,18 @@
-"""The root that is stored at a location: read it, and find out whether it has changed since."""
+"""What is stored at a location: its root, whether a save may replace it, and whether it has changed."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ckptcore.commit.names import is_hidden_name
-from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root
-from ckptcore.commit.root_json import decode_root, is_claim, read_head
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root, SaveOrder
+from ckptcore.commit.root_json import HEAD_BYTES, decode_root, is_claim, is_partial, read_head, summarize_root
 from ckptcore.errors import (
+    CheckpointExistsError,
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
@@ -26,6 +27,27 @@ if TYPE_CHECKING:
     from ckptcore.commit.location import Location
 
 T = TypeVar("T")
+
+OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
+"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
+
+Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
+"""True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
+
+OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
+
+FindForeign: TypeAlias = "Callable[[Location], OwnKeys | None]"
+"""Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
+
+ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
+"""The content of a location: nothing, the claim of a save, or a checkpoint or other files that are replaced."""
+
+_MAX_MEMBERS: Final = 1000
+"""Maximum number of subdirectories whose roots are read. Composites have few members."""
+
+_KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
+_WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
+_DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or "
 
 
 def deletion_mark(save_id: str, directory: str) -> str:
@@ -88,6 +110,149 @@ def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot
         if not display:
             raise
         raise type(error)(f"{display}: {error}", key=error.key, start=error.start, stop=error.stop) from error
+
+
+def none_foreign(location: Location) -> OwnKeys | None:
+    """Return None: see `FindForeign`."""
+    return None
+
+
+def refuse_to_replace(
+    location: Location, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
+) -> ExistingTarget:
+    """Check that a save may write to a location. Return what it replaces.
+
+    Args:
+        location: the location of the save.
+        overwrite: whether a checkpoint is replaced.
+        find_foreign: finds checkpoints of other software; called if the location has files but no root.
+
+    Raises:
+        CheckpointExistsError: the save must not replace what exists.
+        InvalidLocationError: no checkpoint can have this name.
+        ValueError: `overwrite` is invalid.
+    """
+    if location.is_object:
+        raise CheckpointExistsError(
+            f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
+        )
+    return find_existing(location, root_bytes(location.store), overwrite, find_foreign)
+
+
+def find_existing(
+    location: Location, root: bytes | None, overwrite: Overwrite, find_foreign: FindForeign = none_foreign
+) -> ExistingTarget:
+    """Return what a save to a location replaces.
+
+    Args:
+        location: the location of the save.
+        root: the bytes of the root; None if there is none.
+        overwrite, find_foreign: as for `refuse_to_replace`.
+
+    Raises:
+        CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
+    """
+    if is_hidden_name(location.name):
+        raise InvalidLocationError(
+            f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
+            "them. Save to a name that does not begin with a dot"
+        )
+    if overwrite not in OVERWRITES:
+        raise unknown_overwrite(overwrite)
+    owns: OwnKeys | None = None
+    if root is not None:
+        if is_partial(root):
+            raise partial_exists(location)
+        # An unreadable root counts as a checkpoint: it is replaced only with `overwrite`.
+        existing: ExistingTarget = "claim" if is_claim(root) else "checkpoint"
+    elif not (names := location.store.list_names()):
+        return "nothing"
+    elif (
+        overwrite == "keep-other-files"
+        # A composite that lost its root has files of its layout, too: those by which other software finds it.
+        or (owns := find_foreign(location)) is not None
+        or has_members(location.store, names)
+    ):
+        existing = "checkpoint"  # or a composite that lost its root, or files of other software
+    else:
+        raise CheckpointExistsError(
+            f"{location.display} contains files that do not belong to a checkpoint ({', '.join(names[:5])}), and "
+            "a save does not replace them; save to another location, or remove them"
+        )
+    if existing == "checkpoint" and not overwrite:
+        raise CheckpointExistsError(
+            f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
+        )
+    from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
+
+    keeps = overwrite in ("keep-other-files", "with-other-files")
+    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
+    expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
+    return existing
+
+
+def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
+    """Return the order of a save: above that of the checkpoint that it replaces.
+
+    Args:
+        location: the location of the save.
+        overwrite: whether a checkpoint is replaced.
+    """
+    data = root_bytes(location.store) if overwrite else None
+    if data is None:
+        return SaveOrder()
+    try:
+        return summarize_root(data).order.next
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return SaveOrder().next
+
+
+def unknown_overwrite(overwrite: object) -> ValueError:
+    """Return the error for an argument ``overwrite`` that is not one of `OVERWRITES`."""
+    return ValueError(
+        f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+        "'with-other-files'"
+    )
+
+
+def partial_exists(location: Location) -> CheckpointExistsError:
+    """Return the error for a save to the location of a partial save."""
+    return CheckpointExistsError(
+        f"{location.display} has a partial save that is not finalized: finalize it with "
+        "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
+    )
+
+
+def refuse_inside(location: Location) -> None:
+    """Refuse a location inside a checkpoint or claim. Checks only the parent directory, with one small request.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.parent.size(ROOT_KEY)
+    except ObjectNotFoundError:
+        return
+    above = location.display.rstrip("/").rpartition("/")[0]
+    raise InvalidLocationError(
+        f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
+        "checkpoint owns its directory: save outside it. Nothing was written"
+    )
+
+
+def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    """Return True if the names in a directory without a root include members of a composite."""
+    for entry in names[:_MAX_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            head = read_head(store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES))
+        except StorageError:
+            continue
+        if head is not None and head.role == "member":
+            return True
+    return False
 
 
 class LocationVersion(NamedTuple):

@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
@@ -325,11 +324,15 @@ class Gathering:
 
 
 def _pack(payloads: Sequence[bytes], missing: Sequence[int]) -> bytes:
+    import zlib  # only large jobs need it
+
     head = json.dumps({"sizes": list(map(len, payloads)), "missing": list(missing)}, separators=(",", ":"))
     return b"".join((head.encode("ascii"), b"\n", zlib.compress(b"".join(payloads), _COMPRESSION)))
 
 
 def _unpack(data: bytes) -> tuple[list[bytes], list[int]]:
+    import zlib  # only large jobs need it
+
     line, _, rest = data.partition(b"\n")
     head: dict[str, Any] = json.loads(line)
     joined = zlib.decompress(rest)

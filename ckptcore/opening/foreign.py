@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptcore.commit.contents import FindForeign, has_members
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member, PartialSave
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.stored_root import LocationVersion, read_version
+from ckptcore.commit.stored_root import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import DISTRIBUTIONS, import_name, install_hint
 from ckptcore.errors import (
@@ -33,7 +32,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnKeys
+    from ckptcore.commit.stored_root import OwnKeys
 
 _FILES_TRIED: Final = 20
 """Limit of files that are inspected for the message about a directory that is not a checkpoint."""

@@ -10,10 +10,9 @@ from typing import Any, Final, TypeAlias
 
 import xxhash
 
-from ckptcore.commit.contents import next_order, refuse_inside, refuse_to_replace
 from ckptcore.commit.location import Location, resolve_location
 from ckptcore.commit.root import Member, Root, SaveOrder, check_name, new_save_id
-from ckptcore.commit.stored_root import read_root
+from ckptcore.commit.stored_root import next_order, read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, UnsupportedVersionError
 from ckptcore.events import Recording

@@ -8,9 +8,9 @@ from typing import ClassVar, Final, cast
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.safetensors_writing import DTYPES
-from ckptcore.commit.contents import OVERWRITES, unknown_overwrite
 from ckptcore.commit.location import AnyLocation, Location, refuse_file_name
 from ckptcore.commit.single_file import FileTransaction, file_exists
+from ckptcore.commit.stored_root import OVERWRITES, unknown_overwrite
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path

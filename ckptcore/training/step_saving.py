@@ -10,8 +10,8 @@ from functools import partial
 from threading import Lock
 from typing import Literal
 
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.root import SaveOrder
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import logger_named

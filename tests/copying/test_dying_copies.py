@@ -11,9 +11,9 @@ from ckptcore_testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation
 from ckptcore_tools.copies import CopyReport
 
 import ckptcore
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.root import ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import with_order
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through

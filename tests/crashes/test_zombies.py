@@ -10,7 +10,7 @@ import pytest
 from ckptcore_testing.faults import FaultPlan, Operation
 
 import ckptcore
-from ckptcore.commit.contents import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_state, version_at, version_of

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ckptcore.commit.conditional_put import ConditionalPutTransaction
-from ckptcore.commit.contents import find_existing, refuse_to_replace
 from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import find_partial
@@ -22,7 +21,7 @@ from ckptcore.commit.put_conditions import find_object
 from ckptcore.commit.rename import RenameMethod, RenameTransaction
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, PartialSave, Session
 from ckptcore.commit.root_json import encode_partial, is_partial
-from ckptcore.commit.stored_root import parse_root
+from ckptcore.commit.stored_root import find_existing, parse_root, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
-from ckptcore.commit.contents import refuse_to_replace
 from ckptcore.commit.location import (
     AnyLocation,
     Location,
@@ -18,6 +17,7 @@ from ckptcore.commit.location import (
     resolve_location,
 )
 from ckptcore.commit.root import ROOT_KEY, Claim, Member, Role, new_save_id
+from ckptcore.commit.stored_root import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording

@@ -15,10 +15,9 @@ import numpy as np
 
 from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import empty_directories, state_of_files
-from ckptcore.commit.contents import Overwrite, next_order, refuse_to_replace
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
-from ckptcore.commit.stored_root import read_root
+from ckptcore.commit.stored_root import Overwrite, next_order, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named

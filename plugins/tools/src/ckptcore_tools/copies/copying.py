@@ -10,7 +10,6 @@ from typing import Final, Literal, TypeAlias
 
 import xxhash
 
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.overwriting import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
@@ -24,7 +23,7 @@ from ckptcore.commit.root_json import (
     summarize_root,
     with_order,
 )
-from ckptcore.commit.stored_root import is_claimed_by, read_root, root_bytes, root_version
+from ckptcore.commit.stored_root import Overwrite, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

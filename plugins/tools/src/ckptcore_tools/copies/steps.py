@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (

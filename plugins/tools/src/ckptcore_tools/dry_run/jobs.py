@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn, TypeVar
 
-from ckptcore.commit.contents import Overwrite
 from ckptcore.commit.location import AnyLocation
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
 from ckptcore.events import Recording

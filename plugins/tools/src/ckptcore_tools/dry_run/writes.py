@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from ckptcore.commit.contents import refuse_inside, refuse_to_replace
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
+from ckptcore.commit.stored_root import refuse_inside, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
