@@ -276,7 +276,7 @@ class ConditionalPutTransaction:
             self.give_up()
 
     def leave(self) -> None:
-        """See `Transaction`."""
+        """See `Transaction`. The claim stays in the storage, for a save that resumes."""
         self.ended = True
 
     def give_up(self) -> None:

@@ -50,9 +50,10 @@ _NOTES: Final = f"{INTERNAL_DIRECTORY}/bases"
 _OF_ONE_ENTRY: Final = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ELOOP,
 })  # fmt: skip
-"""Error numbers of a directory that is closed, a loop of links, or the mount point of a file system that is gone.
+"""Error numbers of a directory without permission, a loop of links, and a mount point whose file system is gone.
 
-Not of one that may be there in a moment, or is damaged (``ESTALE``, ``EIO``): then an older step would be taken."""
+``ESTALE`` and ``EIO`` are not among them: the entry may be readable in a moment, and without it a run would resume from
+an older step."""
 
 
 def concerns_one_entry(error: StorageError) -> bool:
@@ -88,7 +89,8 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
             announced.check()  # the lease is lost if the process was suspended for long: an update may refer to it now
             may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
             mark = _mark_in_composite(location) if may_be_member else None
-            marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
+            # Before the removal, so that no reader takes the directory for one that was lost.
+            marked = mark is not None and _put_mark(location, mark)
             try:
                 location.commits.remove(location, other_files=other_files)
             except BaseException:
@@ -230,7 +232,7 @@ def pin_name(base: Location) -> str:
 
 
 def bases_in(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """Return the bases of a checkpoint in a directory, of any format version. Empty without a readable root.
+    """Return the bases of a checkpoint in a directory, written in any format version. Empty without a readable root.
 
     Links out of the directory are not followed: the bases of a linked checkpoint are in another directory.
     """

@@ -100,6 +100,7 @@ class DirectoryLocks(Locks):
         if lock is None:
             by = f"{described_owner(read_owner(self._store))} owns it and is alive, because its lock exists"
             raise self._in_use(by, READ_MEANWHILE)
+        # The lock comes first: it excludes other hosts with locks while this one looks for leases of hosts without.
         owner = LockedOwner(self._store, self._display, lock, self._lock_owner)
         with ExitStack() as taking:
             taking.callback(owner.release)

@@ -1,6 +1,6 @@
-"""Names in a directory of checkpoints: those of ckptcore, and those that a file system cannot keep apart.
+"""Names in a directory of checkpoints: those of ckptcore, and those that a file system refuses.
 
-File systems take some names for one, limit their length, and do not rename mount points.
+File systems treat some different names as equal, limit their length, and do not rename mount points.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ ALL_FORMS: Final[frozenset[NameForm]] = frozenset(("case", "accents", "trailing 
 
 
 def folded(name: str, merges: Collection[NameForm]) -> str:
-    """Return a text that is equal for two names if the file system may take them for one.
+    """Return a text that is equal for two names if the file system may treat them as equal.
 
-    File systems differ in rare characters, so names with equal texts may be different names nevertheless.
+    File systems differ in rare characters, so a file system may tell two names with equal texts apart.
     """
     if "accents" in merges:
         name = _normalized("NFKD", name)
@@ -101,7 +101,7 @@ def _normalized(form: Literal["NFC", "NFKD"], name: str) -> str:
 
 
 def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of keys, or of directories on their paths, that the file system may take for one."""
+    """Yield pairs of keys, or of directories on their paths, that the file system may treat as equal."""
     if not merges:
         return
     known: dict[str, str] = {}
@@ -184,7 +184,7 @@ def _too_long(location: Location, name_bytes: int | None) -> InvalidLocationErro
 
 @converts_errors
 def naming_place(location: Location) -> Iterator[None]:
-    """Raise an error that names the location if a file system refuses a long name that it had not told to refuse."""
+    """Raise an error that names the location if a file system refuses a name that is within its stated limit."""
     try:
         yield
     except StorageError as error:
@@ -194,9 +194,9 @@ def naming_place(location: Location) -> Iterator[None]:
 
 
 def refuse_other_spelling(location: Location, action: str) -> None:
-    """Refuse a checkpoint whose name only the file system takes for the name of the location.
+    """Refuse an existing checkpoint with another name, which the file system finds by the name of the location.
 
-    Forms of Unicode are ignored: some file systems store another form than the one that they are given.
+    Unicode forms (NFC, NFD) do not count as other names, because some file systems store another form than was given.
 
     Args:
         location: the location of a checkpoint that exists.
@@ -235,7 +235,7 @@ def expect_distinct(
     is_one: Callable[[str, str], bool],
     keys: Callable[[], Iterable[str]],
 ) -> None:
-    """Refuse keys that the file system takes for one, or that are too long for it. See `Transaction.expect_distinct`.
+    """Refuse keys that the file system treats as equal, or that are too long for it. See `Transaction.expect_distinct`.
 
     Args:
         location: the location of the checkpoint.

@@ -185,6 +185,8 @@ class RenameTransaction:
             self.store.put(key, data)
         if root is not None:
             self._own.put(ROOT_KEY, root)
+        # A rename is not ordered after the entries of the directory: without this, a power loss could leave an empty
+        # checkpoint.
         self._directories.sync_directory(self._hidden)
         try:
             replaced = self._publish(root)
@@ -371,7 +373,7 @@ class RenameMethod(CommitMethod):
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
         limits = self.refuse_place(location)
-        self.restore(location.name)
+        self.restore(location.name)  # first, because the check below must see the old checkpoint
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
@@ -388,6 +390,7 @@ class RenameMethod(CommitMethod):
         try:
             if resume:
                 transaction.objects.settle()
+            # The new files must not be readable by users who may not read the old ones.
             self.directories.hide_from_others(location.name, hidden)
             features = self.features(hidden, limits)
             if replaces and overwrite is True:
@@ -457,6 +460,7 @@ class RenameMethod(CommitMethod):
                     return None
                 with ExitStack() as stack:
                     stack.enter_context(locked)
+                    # A host to which this file system shows no locks may have a lease of the same directory.
                     entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
                     if any(entry.startswith(f"{save_of_hidden(name)}.") for entry in entries):
                         return self._with_lease(name, stack.pop_all(), waits=waits)

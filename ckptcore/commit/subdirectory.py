@@ -224,7 +224,7 @@ def has_directories(storage_type: type[StorageBackend]) -> bool:
 
 
 def make_directory(parent: StorageBackend, name: str) -> None:
-    """Create a directory by a lock of it. Without locks, the directory exists nevertheless."""
+    """Create a directory. `AtomicDirectories` creates one only to lock it, also where there are no locks."""
     with suppress(AtomicityError):
         lock = cast(AtomicDirectories, parent).lock_directory(name)
         if lock is not None:
