@@ -78,7 +78,7 @@ def expect_removable(
     if other_files:
         return
     if contents.others(owns):
-        location.commits.sweep(location)  # a killed save may have moved objects into the directory
+        location.commit_method.sweep(location)  # a killed save may have moved objects into the directory
         contents = _Contents(location.store)
     if others := contents.others(owns):
         raise CheckpointExistsError(

@@ -68,10 +68,10 @@ def concerns_one_entry(error: StorageError) -> bool:
 def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bool = False) -> None:
     """See `ckptcore.delete`."""
     try:
-        location.commits.refuse_place(location)
+        location.commit_method.refuse_place(location)
     except InvalidLocationError as error:
         raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
-    location.commits.restore(location.name)
+    location.commit_method.restore(location.name)
     root: AnyRoot | None = None
     try:
         root = read_root(location.store)
@@ -82,7 +82,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
         if not _delete_sessions(location):
             return delete_checkpoint(location, threads, other_files=other_files)
     elif isinstance(root, Claim | PartialSave):
-        location.commits.remove(location, other_files=other_files)
+        location.commit_method.remove(location, other_files=other_files)
     else:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
@@ -92,7 +92,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
             # Before the removal, so that no reader takes the directory for one that was lost.
             marked = mark is not None and _put_mark(location, mark)
             try:
-                location.commits.remove(location, other_files=other_files)
+                location.commit_method.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
                     location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later
@@ -102,7 +102,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
                     "%s is deleted, but the disk is too full to record that: verify will report it as missing",
                     location.display,
                 )
-    location.commits.sweep(location)
+    location.commit_method.sweep(location)
     if isinstance(root, Root) and root.references.bases:
         forget_bases(location)
 
@@ -160,7 +160,7 @@ def _delete_sessions(location: Location) -> bool:
         if _mark_lost(location):
             return True
         raise CheckpointNotFoundError(f"there is nothing at {location.display} to delete")
-    return location.commits.remove_sessions(location)
+    return location.commit_method.remove_sessions(location)
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:
@@ -210,7 +210,7 @@ def _announced_deletion(location: Location) -> Iterator[Lock]:
     locks = base_locks(location)
     pin = pin_name(location)
     deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
-    while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
+    while (announced := location.commit_method.announce_deletion(location, locks, pin)) is None:
         if SYSTEM_CLOCK.now() >= deadline or not locks.may_expire(pin):
             raise CheckpointReferredError(
                 f"an update that refers to {location.display} is being saved: wait until it is committed, and delete "
@@ -223,7 +223,7 @@ def _announced_deletion(location: Location) -> Iterator[Lock]:
 
 def base_locks(location: Location) -> Locks:
     """Return the locks of the directory that contains a base. Updates pin the base there."""
-    return location.commits.locks(location.display)
+    return location.commit_method.locks(location.display)
 
 
 def pin_name(base: Location) -> str:

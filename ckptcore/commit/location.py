@@ -200,7 +200,7 @@ class Location:
         return replace(self, display=display, parent=self.store, name=directory, identity=identity)
 
     @property
-    def commits(self) -> CommitMethod:
+    def commit_method(self) -> CommitMethod:
         """The commit method of the parent directory."""
         return commit_method(self.parent, self.support)
 

@@ -184,7 +184,7 @@ def find_partial(location: Location) -> PartialSave | None:
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: it cannot be read.
     """
-    data = location.commits.read_table(location)
+    data = location.commit_method.read_table(location)
     if data is None:
         return None
     partial = parse_root(location.store, data, location.display)

@@ -206,7 +206,7 @@ def refuse_other_spelling(location: Location, action: str) -> None:
         NameCollisionError
         StorageError
     """
-    if location.commits.claims_by_root:
+    if location.commit_method.claims_by_root:
         return  # the keys of objects are exact
     names = [entry.removesuffix("/") for entry in location.parent.list_names()]
     if location.name in names:

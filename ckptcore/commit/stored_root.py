@@ -1,4 +1,4 @@
-"""What is stored at a location: its root, whether a save may replace it, and whether it has changed."""
+"""The root that is stored at a location, whether a save may replace it, and whether it has changed."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def find_existing(
     from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
 
     keeps = overwrite in ("keep-other-files", "with-other-files")
-    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy = _KEEP_FILES if location.commit_method.replaces_atomically else ""
     remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
     expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
     return existing

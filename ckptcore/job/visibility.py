@@ -65,7 +65,7 @@ def sees_claim(claimed: Claim, location: Location) -> bool:
         ObjectNotFoundError: this process sees no root at all.
     """
     expected = encode_claim(claimed)
-    store = location.commits.store_of(location, claimed.save_id)
+    store = location.commit_method.store_of(location, claimed.save_id)
     return store.get(ROOT_KEY, 0, len(expected) + 1) == expected
 
 

@@ -157,7 +157,7 @@ def _restores(location: Location, error: CheckpointError) -> bool:
     if not isinstance(error, CheckpointNotFoundError | CorruptCheckpointError):
         return False
     try:
-        return location.commits.restore(location.name)
+        return location.commit_method.restore(location.name)
     except StorageError as failure:
         error.add_note(f"A save that was killed has hidden the old checkpoint, which cannot be restored: {failure}")
         return False

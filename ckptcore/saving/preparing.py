@@ -135,7 +135,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
-    target.location.commits.refuse_place(target.location)
+    target.location.commit_method.refuse_place(target.location)
     if not request.strategy.checks_target:
         refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
     if keeps_others(target):
@@ -244,7 +244,9 @@ def keeps_others(target: CommitTarget) -> bool:
     """Return True if a save moves its objects into an existing directory with other files. On the leader."""
     location, overwrite = target.location, target.overwrite
     return (
-        overwrite == "keep-other-files" and location.commits.replaces_atomically and bool(location.store.list_names())
+        overwrite == "keep-other-files"
+        and location.commit_method.replaces_atomically
+        and bool(location.store.list_names())
     )
 
 

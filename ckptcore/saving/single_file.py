@@ -103,7 +103,7 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
             f"{location.display} is a directory, and a file does not replace it: delete it with ckptcore.delete, or "
             "save elsewhere. Nothing was changed"
         )
-    elif location.commits.replaces_atomically and f"{location.name}/" in location.parent.list_names():
+    elif location.commit_method.replaces_atomically and f"{location.name}/" in location.parent.list_names():
         raise CheckpointExistsError(
             f"{location.display} is an empty directory, and a file does not replace it: remove it, or save elsewhere. "
             "Nothing was changed"
@@ -149,7 +149,7 @@ class _FileCommit:
         target = self._save.target
         with self._save.recording.phase("claim"):
             _refuse_target(target.location, replaces=bool(target.overwrite))
-            self._file = target.location.commits.begin_file(
+            self._file = target.location.commit_method.begin_file(
                 target.location, self._save.info.claimed, replaces=bool(target.overwrite)
             )
 

@@ -378,7 +378,7 @@ def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path)
     def sweep(save: _Suspended, plan: FaultPlan) -> None:
         context = faulty_context(save.place.location, plan)
         location = resolve_location(through(save.place.location), runtime_of(context).storages)
-        location.commits.sweep(location)
+        location.commit_method.sweep(location)
 
     number = _number(_operations(tmp_path, _OWN), "replace", "step/checkpoint.json")
     plan = FaultPlan()

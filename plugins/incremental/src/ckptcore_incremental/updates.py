@@ -174,7 +174,7 @@ def _wait_until_unchanging(base: Location) -> None:
         SaveLostError: if one still runs after `_CHANGE_SECONDS`.
     """
     for _ in SYSTEM_CLOCK.attempts(_CHANGE_SECONDS):
-        if not base.commits.is_changing(base):
+        if not base.commit_method.is_changing(base):
             return
     raise SaveLostError(
         f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with another "

@@ -140,7 +140,7 @@ class WriteParts:
         runtime = runtime_of(self.options.context)
         location = self.options.open(self.address, to_write=True)
         expect_claim(self.claimed, location)
-        store = location.commits.store_of(location, self.claimed.save_id, is_new=True)
+        store = location.commit_method.store_of(location, self.claimed.save_id, is_new=True)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)

@@ -195,7 +195,7 @@ class HostSteps:
                 path = SubPath(self._steps.directory, name)
                 location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
                 try:
-                    location.commits.remove(location)
+                    location.commit_method.remove(location)
                 except CheckpointNotFoundError:
                     pass  # another process deleted it
                 except CheckpointExistsError as error:

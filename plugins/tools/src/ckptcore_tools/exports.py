@@ -414,13 +414,13 @@ def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget
     for export in exports:
         # The directory of the save does not exist yet.
         location = target.location if export.location.is_within(target.location) else export.location
-        if location.commits.claims_by_root:
+        if location.commit_method.claims_by_root:
             continue  # object stores compare the bytes of keys
         parent = location.identity.rpartition("/")[0]
         names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
         # A name of its own: another save to the location may be running.
         place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
-        trial = place.commits.begin(place, Claim(save_id, save_created()), overwrite=False)
+        trial = place.commit_method.begin(place, Claim(save_id, save_created()), overwrite=False)
         try:
             trial.expect_distinct(export.keys)
             trial.expect_distinct(names.copy)

@@ -165,7 +165,7 @@ def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None
 def find_pinned(steps: StepDirectory) -> frozenset[str] | None:
     """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
     try:
-        return steps.commits().locks(steps.display).pinned()
+        return steps.commit_method().locks(steps.display).pinned()
     except StorageError:
         # Reading the pins also removes the pins of processes that have exited, which needs write permission.
         return None
@@ -261,7 +261,7 @@ def _durations(timeline: JSON) -> tuple[float | None, float | None]:
 def find_owner(steps: StepDirectory) -> RunOwner | None:
     """Return the job that owns a directory of steps. None if there is none."""
     try:
-        owner = steps.commits().locks().owner()
+        owner = steps.commit_method().locks().owner()
     except StorageError as error:
         return RunOwner(None, None, None, None, f"unknown: {error}")
     if owner is None:

@@ -278,12 +278,12 @@ class _Conversion:
     def _remove_previous_attempt(self) -> None:
         """Remove the checkpoint of a previous attempt if the next one cannot replace it. Keep other saves."""
         written, self._written = self._written, None
-        if written is None or (self._overwrite and self._destination.commits.replaces_atomically):
+        if written is None or (self._overwrite and self._destination.commit_method.replaces_atomically):
             return
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
             with suppress(CheckpointNotFoundError):  # another process deleted it
-                self._destination.commits.remove(self._destination)
+                self._destination.commit_method.remove(self._destination)
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:

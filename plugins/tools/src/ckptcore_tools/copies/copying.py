@@ -126,7 +126,7 @@ def copy_checkpoint(
         counted.plan(manifest.nbytes)
         copy = _CopyAttempt(manifest, to, verify, counted, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
-            to.commits.sweep(to)
+            to.commit_method.sweep(to)
             report = copy.report_of_complete()
             counted.end()
             return report
@@ -203,7 +203,7 @@ def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
     if manifest.root is not None:
         names.discard(_index_of(manifest.root))  # the commit replaces it
     taken = sorted(names.intersection(destination.store.list()))
-    if taken and destination.commits.replaces_atomically:
+    if taken and destination.commit_method.replaces_atomically:
         raise fixed_names(destination.display, taken)
 
 
@@ -285,7 +285,7 @@ class _CopyAttempt:
         Raises:
             CheckpointError: see `copy_checkpoint`.
         """
-        claim = self._destination.commits.begin(
+        claim = self._destination.commit_method.begin(
             self._destination,
             Claim(self._manifest.copy_id, save_created()),
             overwrite,
