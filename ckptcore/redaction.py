@@ -78,19 +78,19 @@ def chainable(error: BaseException) -> BaseException | None:
 
     Errors of other libraries may contain URLs, which a traceback prints. `CheckpointError` redacts its own text.
     """
-    found: list[BaseException] = [error]
+    errors: list[BaseException] = [error]
     seen: set[int] = set()  # a chain may have cycles
-    while found:
-        one = found.pop()
-        if id(one) in seen:
+    while errors:
+        current = errors.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        for text in (str(one), repr(one), *getattr(one, "__notes__", ())):
+        seen.add(id(current))
+        for text in (str(current), repr(current), *getattr(current, "__notes__", ())):
             if redacted(text) != text:
                 return None
-        linked = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        found += [] if linked is None else [linked]
-        found += one.exceptions if isinstance(one, BaseExceptionGroup) else []
+        linked = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        errors += [] if linked is None else [linked]
+        errors += current.exceptions if isinstance(current, BaseExceptionGroup) else []
     return error
 
 
@@ -108,14 +108,9 @@ class _Decoded(NamedTuple):
 
 
 def _redacted_word(word: str) -> str:
-    if word.isascii() and "%" not in word and "\\" not in word:
-        positions = list(range(len(word) + 1))
-        decoded = _Decoded(word, positions, positions[1:])
-    else:
-        found = _decoded(word)
-        if found is None:
-            return _HIDDEN
-        decoded = found
+    decoded = _decoded(word)
+    if decoded is None:
+        return _HIDDEN
     parts, shown = [], 0
     for first, stop in sorted(_secrets(decoded)):
         start, end = decoded.starts[first], decoded.stops[stop - 1]
@@ -127,17 +122,19 @@ def _redacted_word(word: str) -> str:
 
 def _decoded(word: str) -> _Decoded | None:
     """Decode a word until it no longer changes; None if it still changes after many rounds."""
-    found = _Decoded(word, list(range(len(word))), list(range(1, len(word) + 1)))
+    decoded = _Decoded(word, list(range(len(word))), list(range(1, len(word) + 1)))
+    if word.isascii() and "%" not in word and "\\" not in word:
+        return decoded
     for _ in range(_ROUNDS):
-        following = _decoded_once(found)
-        if following.text == found.text:
-            return found
-        found = following
+        following = _decoded_once(decoded)
+        if following.text == decoded.text:
+            return decoded
+        decoded = following
     return None
 
 
-def _decoded_once(found: _Decoded) -> _Decoded:
-    text, starts, stops = found
+def _decoded_once(decoded: _Decoded) -> _Decoded:
+    text, starts, stops = decoded
     characters: list[str] = []
     origins: list[tuple[int, int]] = []
 
@@ -212,7 +209,7 @@ def _range(first: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _parts(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges behind each of the characters that begin a parameter."""
-    begins = [found.start() for found in re.compile(r"[?&#;]").finditer(text, start, stop)]
+    begins = [mark.start() for mark in re.compile(r"[?&#;]").finditer(text, start, stop)]
     for begin, end in itertools.pairwise([*begins, stop]):
         yield begin + 1, end
 
@@ -227,9 +224,9 @@ def _named_secrets(text: str, parts: Iterable[tuple[int, int]]) -> Iterator[tupl
 
 def _value_stop(decoded: _Decoded, first: int, stop: int) -> int:
     """Return the end of a value in the name of an object: a slash or quote. An encoded slash belongs to the value."""
-    for found in re.compile(r"[/']").finditer(decoded.text, first, stop):
-        if decoded.stops[found.start()] - decoded.starts[found.start()] == 1:
-            return found.start()
+    for end in re.compile(r"[/']").finditer(decoded.text, first, stop):
+        if decoded.stops[end.start()] - decoded.starts[end.start()] == 1:
+            return end.start()
     return stop
 
 
@@ -256,15 +253,15 @@ def _first_address(text: str, stop: int) -> tuple[int, str] | None:
 
 def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
     """Yield where addresses begin, and their schemes. `pathlib` may have removed one of the slashes."""
-    for found in re.compile(r"(:?)//?").finditer(text, start, stop):
-        if not found[1]:
-            if len(found[0]) == 2 and (found.start() == 0 or not text[found.start() - 1].isalnum()):
-                yield found.end(), ""  # a URL without its scheme
+    for slashes in re.compile(r"(:?)//?").finditer(text, start, stop):
+        if not slashes[1]:
+            if len(slashes[0]) == 2 and (slashes.start() == 0 or not text[slashes.start() - 1].isalnum()):
+                yield slashes.end(), ""  # a URL without its scheme
             continue
-        before = text[max(0, found.start() - _SCHEME_CHARACTERS) : found.start()]
+        before = text[max(0, slashes.start() - _SCHEME_CHARACTERS) : slashes.start()]
         name = before[len(before.rstrip(_SCHEME)) :].lstrip("0123456789+.-").lower()
         if len(name) > 1 and name not in _LOCAL:  # not the drive of a path
-            yield found.end(), name
+            yield slashes.end(), name
 
 
 def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int, int]]:

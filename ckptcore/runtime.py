@@ -23,7 +23,7 @@ from ckptcore.progress import ProgressCallback, show_progress
 from ckptcore.protocols import Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
-    from ckptcore.commit.root import ParsedRoots
+    from ckptcore.commit.stored_root import ParsedRoots
     from ckptcore.io.chunk_reads import StoredFormat
 
 _ATTRIBUTE = "_runtime"
@@ -84,7 +84,7 @@ class Runtime:
     @cached_property
     def parsed_roots(self) -> ParsedRoots[StoredFormat]:
         """The parsed roots of the checkpoints that were opened last, with their layouts and caches of their indexes."""
-        from ckptcore.commit.root import ParsedRoots  # only `ckptcore.open` needs it
+        from ckptcore.commit.stored_root import ParsedRoots  # only `ckptcore.open` needs it
 
         return ParsedRoots()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptcore.commit.location import LocationLike
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
@@ -161,7 +161,7 @@ def _request(
     )
     if "." not in str(location).rpartition("/")[2]:
         return request  # fast path: no suffix
-    from ckptcore.commit.file_names import expect_directory_name, is_safetensors_file  # few locations need it
+    from ckptcore.commit.location import expect_directory_name, is_safetensors_file  # few locations need it
 
     if not is_safetensors_file(location):
         expect_directory_name(location)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ckptcore.commit.contents import expect_removable, warn_of_other_files
 from ckptcore.commit.fenced_store import FencedStore, save_lost
 from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.put_conditions import creates_missing, find_object, refuse_storage, try_conditional_puts
@@ -24,14 +25,8 @@ from ckptcore.commit.root_json import (
     is_partial,
     read_head,
 )
+from ckptcore.commit.stored_root import FindForeign, Overwrite, find_existing, is_claimed_by, none_foreign
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import (
-    FindForeign,
-    Overwrite,
-    find_existing,
-    is_claimed_by,
-    none_foreign,
-)
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -69,14 +64,14 @@ class ConditionalPutTransaction:
         self,
         location: Location,
         claim: Claim | PartialSave,
-        found: tuple[bytes, str] | None,
+        current: tuple[bytes, str] | None,
     ) -> None:
         """Put the claim under the key of the root.
 
         Args:
             location: the location of the checkpoint.
             claim: the claim; for a partial save, the session table with this process as its owner.
-            found: the bytes and the tag of the current root; None if there is none.
+            current: the bytes and the tag of the current root; None if there is none.
 
         Raises:
             SaveLostError: the root has changed.
@@ -90,8 +85,8 @@ class ConditionalPutTransaction:
         self._roots = location.store
         owner = claim.owner if isinstance(claim, PartialSave) else None
         self.store = FencedStore(location, claim.save_id, owner=owner)
-        if found is not None:
-            self._tag = self._put_claim(IfTag(try_conditional_puts(location, *found)))
+        if current is not None:
+            self._tag = self._put_claim(IfTag(try_conditional_puts(location, *current)))
             return
         self._tag = self._put_claim(IF_ABSENT)
         try:
@@ -119,10 +114,10 @@ class ConditionalPutTransaction:
     def _own_tag(self) -> str | None:
         """Return the tag of the root if it is this claim; None if it is not, or cannot be read."""
         try:
-            found = find_object(self._roots, ROOT_KEY)
+            current = find_object(self._roots, ROOT_KEY)
         except StorageError:
             return None
-        return found[1] if found is not None and found[0] == self._claim_bytes else None
+        return current[1] if current is not None and current[0] == self._claim_bytes else None
 
     @property
     def root(self) -> tuple[bytes, str]:
@@ -210,8 +205,8 @@ class ConditionalPutTransaction:
             )  # fmt: skip
             return
         if gone:
-            found = find_object(self._roots, ROOT_KEY)
-            if found is not None and found[0] == root:
+            current = find_object(self._roots, ROOT_KEY)
+            if current is not None and current[0] == root:
                 self._roots.delete([ROOT_KEY])
             raise SaveLostError(
                 f"{self._location.display}: another process deleted it during the save, with {len(gone)} objects that "
@@ -234,13 +229,13 @@ class ConditionalPutTransaction:
             StorageError: the error of the put. The root was not stored, and a delayed put cannot store it later.
         """
         try:
-            found = find_object(self._roots, ROOT_KEY)
-            if found is not None and found[0] == root:
+            current = find_object(self._roots, ROOT_KEY)
+            if current is not None and current[0] == root:
                 return True
-            if found is None or found[0] != self._claim_bytes:
+            if current is None or current[0] != self._claim_bytes:
                 self.ended = True  # the objects belong to the other save now
                 raise save_lost(self._location) from error
-            self._tag = found[1]
+            self._tag = current[1]
             if isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 return False
             refused = isinstance(error, StorageFullError | PermissionError)
@@ -263,12 +258,12 @@ class ConditionalPutTransaction:
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
         except StorageError:
-            found = find_object(self._roots, ROOT_KEY)
-            if found is not None and found[0] == root:
+            current = find_object(self._roots, ROOT_KEY)
+            if current is not None and current[0] == root:
                 return True
-            if found is None or found[0] != claim:
+            if current is None or current[0] != claim:
                 raise
-            self._tag = found[1]
+            self._tag = current[1]
         self._claim_bytes = claim
         return False
 
@@ -281,7 +276,7 @@ class ConditionalPutTransaction:
             self.give_up()
 
     def leave(self) -> None:
-        """See `Transaction`."""
+        """See `Transaction`. The claim stays in the storage, for a save that resumes."""
         self.ended = True
 
     def give_up(self) -> None:
@@ -347,40 +342,38 @@ class ConditionalPutMethod(CommitMethod):
         """See `CommitMethod`."""
         wait_for_saves_to(location.identity)
         # Read the tag too: the claim must fail if the root changes after the checks.
-        found = find_object(location.store, ROOT_KEY)
+        current = find_object(location.store, ROOT_KEY)
         if overwrite == "keep-other-files":
             overwrite = True  # other files are refused, because a failed save removes all objects of its directory
-        if resume and found is not None and is_claimed_by(found[0], claim.save_id):
-            find_existing(location, found[0], "with-other-files")  # the files are those of the killed copy
-            return ConditionalPutTransaction(location, claim, found)
-        replaces = find_existing(location, None if found is None else found[0], overwrite, find_foreign)
+        if resume and current is not None and is_claimed_by(current[0], claim.save_id):
+            find_existing(location, current[0], "with-other-files")  # the files are those of the killed copy
+            return ConditionalPutTransaction(location, claim, current)
+        replaces = find_existing(location, None if current is None else current[0], overwrite, find_foreign)
         if replaces == "checkpoint" and overwrite not in ("non-atomic", "with-other-files"):
             raise AtomicityError(
                 f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
             )
         if replaces == "nothing":
-            return ConditionalPutTransaction(location, claim, found)
+            return ConditionalPutTransaction(location, claim, current)
         if overwrite == "with-other-files":
-            from ckptcore.commit.contents import warn_of_other_files  # other saves do not need it
-
             warn_of_other_files(location, find_foreign)
         if not resume:
-            transaction = ConditionalPutTransaction(location, claim, found)
+            transaction = ConditionalPutTransaction(location, claim, current)
             transaction.clear()
             return transaction
         # Remove the objects of other saves under a temporary claim with a new save id. So none of them exists once this
         # save id has the claim.
-        other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), found)
+        other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), current)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)
 
     def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.single_file import ObjectTransaction  # only files need it
+        from ckptcore.commit.single_file import FileTransaction, OneObject  # only files need them
 
         wait_for_saves_to(location.identity)
-        return ObjectTransaction(location, replaces=replaces)
+        return FileTransaction(OneObject(location, replaces=replaces))
 
     def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
@@ -388,8 +381,8 @@ class ConditionalPutMethod(CommitMethod):
 
     def read_table(self, location: Location) -> bytes | None:
         """See `CommitMethod`."""
-        found = find_object(location.store, ROOT_KEY)
-        return None if found is None or not is_partial(found[0]) else found[0]
+        current = find_object(location.store, ROOT_KEY)
+        return None if current is None or not is_partial(current[0]) else current[0]
 
     def is_committed(self, name: str) -> bool | None:
         """See `CommitMethod`."""
@@ -399,28 +392,24 @@ class ConditionalPutMethod(CommitMethod):
             return None
         return head is None or head.state == "committed"
 
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
-        from ckptcore.commit.contents import expect_removable  # only deletions need it
-
         expect_removable(location, other_files=other_files)
         # The root is replaced by a claim first: objects without a root may look like a checkpoint of other software.
-        claim = new_claim(save_id)
+        claim = new_claim(new_save_id())
         try:
-            found = find_object(location.store, ROOT_KEY)
+            current = find_object(location.store, ROOT_KEY)
         except ObjectUnavailableError:  # in an archive: it can be replaced nevertheless
             data = encode_claim(claim)
-            found = data, location.store.put(ROOT_KEY, data)
-        ConditionalPutTransaction(location, claim, found).give_up()
+            current = data, location.store.put(ROOT_KEY, data)
+        ConditionalPutTransaction(location, claim, current).give_up()
 
-    def remove_unfinished(self, location: Location, save_id: str) -> None:
+    def remove_unfinished(self, location: Location) -> None:
         """See `CommitMethod`."""
-        from ckptcore.commit.contents import expect_no_nested  # only deletions need it
-
-        expect_no_nested(location)
-        found = find_object(location.store, ROOT_KEY)
-        if found is not None and is_claim(found[0]):
-            ConditionalPutTransaction(location, new_claim(save_id), found).give_up()
+        expect_removable(location, other_files=True)
+        current = find_object(location.store, ROOT_KEY)
+        if current is not None and is_claim(current[0]):
+            ConditionalPutTransaction(location, new_claim(new_save_id()), current).give_up()
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
         """See `CommitMethod`."""
@@ -428,6 +417,6 @@ class ConditionalPutMethod(CommitMethod):
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.locks import LeasedLocks  # plain saves and loads do not need it
+        from ckptcore.commit.leased_locks import LeasedLocks  # plain saves and loads do not need it
 
         return LeasedLocks(self._directory, display, lease_seconds, clock)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Root, RootSummary, split_rank
-from ckptcore.commit.root_json import HEAD_BYTES, RootHead, decode_root, read_head, summarize_root
+from ckptcore.commit.root_json import decode_root, read_head, summarize_root
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -21,43 +21,36 @@ from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
-    from ckptcore.commit.target import FindForeign
+    from ckptcore.commit.stored_root import FindForeign, OwnKeys
 
 logger = logger_named("ckptcore.commit")
-
-OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
-"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
 
 _SHOWN: Final = 5
 
 _DELETE_FILES: Final = "move them elsewhere, or delete them too with ckptcore.delete({!r}, other_files=True)"
 """How to delete a checkpoint with files that no checkpoint wrote."""
 
-_RESERVED: Final = re.compile(
-    rf"{re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{{16}}\..*)",
-    re.DOTALL,
+_RESERVED: Final = (
+    rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"
+    r"|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{16}\..*)"
 )
 """The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
 
-_TEMPORARY: Final = re.compile(
-    r"\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
+_TEMPORARY: Final = (
+    r"(?s)\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
     r"|\.AppleDouble|\.fseventsd|\.Spotlight-V100|\.Trash.*|\.snapshot|lost\+found|\.directory|\.~lock\..*#"
-    r"|\.ipynb_checkpoints",
-    re.DOTALL,
+    r"|\.ipynb_checkpoints"
 )
 """The names of temporary files of ckptcore, and of files that file systems, file managers and editors create."""
 
-_OBJECT: Final = re.compile(
-    r"[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
+_OBJECT: Final = (
+    r"(?s)[^/]*\.safetensors(\.index\.json)?|\.metadata|__[0-9]+[^/]*\.(metadata|distcp)"
     r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
-    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)",
-    re.DOTALL,
+    r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)"
 )
 """The keys of files that saves write. A checkpoint has others, too, which only its root names."""
 
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
-
-_UNREADABLE: Final = (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError)
 
 
 def expect_removable(
@@ -76,11 +69,16 @@ def expect_removable(
         StorageError
     """
     contents = _Contents(location.store)
-    _refuse_nested(location, contents)
+    if names := list(contents.nested()):
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
+        )
     if other_files:
         return
     if contents.others(owns):
-        location.commits.sweep(location)  # a killed save may have moved objects into the directory
+        location.commit_method.sweep(location)  # a killed save may have moved objects into the directory
         contents = _Contents(location.store)
     if others := contents.others(owns):
         raise CheckpointExistsError(
@@ -110,34 +108,14 @@ def _shown(keys: Sequence[str]) -> str:
     return f"{', '.join(keys[:_SHOWN])}{more}"
 
 
-def expect_no_nested(location: Location) -> None:
-    """Refuse to remove a checkpoint whose directory contains another checkpoint. Lists the directory.
-
-    Raises:
-        CheckpointExistsError
-        StorageError
-    """
-    _refuse_nested(location, _Contents(location.store))
-
-
 def find_other_files(store: StorageBackend) -> Sequence[str]:
     """Return the files in the directory of a checkpoint of ckptcore that no checkpoint wrote, sorted."""
     return _Contents(store).others()
 
 
-def _refuse_nested(location: Location, contents: _Contents) -> None:
-    names = list(contents.nested())
-    if names:
-        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
-        raise CheckpointExistsError(
-            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
-            "move or delete that one first. Nothing was changed"
-        )
-
-
 def _is_known(key: str) -> bool:
     """Return True for the key of a temporary file, or in a hidden directory of a save."""
-    return any(map(_TEMPORARY.fullmatch, key.split("/")))
+    return any(re.fullmatch(_TEMPORARY, name) for name in key.split("/"))
 
 
 class _Contents:
@@ -159,7 +137,7 @@ class _Contents:
         Reads only the root of each, unless a member may store the nested checkpoint among its files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
-        heads = {name: self._head(name) for name in names}
+        heads = {name: read_head(self._read(name) or b"") for name in names}
         members = [name for name, head in heads.items() if head is not None and head.role == "member"]
         for name, head in heads.items():
             is_other = head is not None and head.state == "committed" and head.role == "checkpoint"
@@ -180,17 +158,16 @@ class _Contents:
         if owns is None:
             return sorted(self._others("", keys))
         # A composite that lost its root has members, and files of its layout by which other software finds it.
-        has_members = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
-        return sorted(set(self._others("", keys) if has_members else keys).difference(owns(self.keys)))
+        is_composite = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
+        return sorted(set(self._others("", keys) if is_composite else keys).difference(owns(self.keys)))
 
     def _others(self, directory: str, keys: Sequence[str]) -> Iterator[str]:
         """Yield the keys below a directory that its root does not name."""
         prefix = f"{directory}/" if directory else ""
         summary = self._summary(directory)
-        if summary is not None and (not summary.committed or summary.objects is None):
-            is_claim, summary = not summary.committed, None
-        else:
-            is_claim = False
+        is_claimed = summary is not None and not summary.committed
+        if is_claimed:
+            summary = None
         named: set[str] = set()
         if summary is not None:
             own = (*(summary.objects or ()), *summary.parts, *(summary.files or ()), summary.index_key)
@@ -210,10 +187,10 @@ class _Contents:
             owner = next((name for name in above if name in below), None)
             if owner is not None:
                 below[owner].append(key)
-            elif key in named or _RESERVED.fullmatch(top):
+            elif key in named or re.fullmatch(_RESERVED, top):
                 continue
             elif summary is None:
-                if not (_OBJECT.fullmatch(key) or above & arrays or (is_claim and rest)):
+                if not (re.fullmatch(_OBJECT, key) or above & arrays or (is_claimed and rest)):
                     yield key
             elif rest and _is_member(summary, top):
                 continue  # of a checkpointable without a root, so that nothing says what it had
@@ -226,20 +203,17 @@ class _Contents:
 
     def _summary(self, directory: str) -> RootSummary | None:
         """Return the summary of the root in a directory, with all objects; None if there is no readable one."""
-        data = self._read(directory)
+        if (data := self._read(directory)) is None:
+            return None
         try:
-            summary = None if data is None else summarize_root(data)
-            if summary is None or summary.objects is not None:
+            summary = summarize_root(data)
+            if summary.objects is not None:
                 return summary
-            root = decode_root(data or b"", self._reader(directory))
-        except _UNREADABLE:
+            store = subdirectory(self._store, directory)
+            root = decode_root(data, lambda key, size: store.get(key, 0, size))
+        except (CorruptCheckpointError, UnsupportedVersionError, ObjectNotFoundError):
             return None
         return summary._replace(objects=dict.fromkeys(root.objects, 0)) if isinstance(root, Root) else None
-
-    def _head(self, name: str) -> RootHead | None:
-        """Return the head of the root in a directory; None without a readable one."""
-        data = self._read(name)
-        return None if data is None else read_head(data[:HEAD_BYTES])
 
     def _stores(self, member: str, name: str) -> bool:
         """Return True if the root in a directory is a file of a member: an object may store a checkpoint."""
@@ -251,16 +225,10 @@ class _Contents:
     def _read(self, directory: str) -> bytes | None:
         if directory not in self._roots:
             try:
-                self._roots[directory] = self._at(directory).get(ROOT_KEY)
+                self._roots[directory] = subdirectory(self._store, directory).get(ROOT_KEY)
             except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in an archive
                 self._roots[directory] = None
         return self._roots[directory]
-
-    def _at(self, directory: str) -> StorageBackend:
-        return subdirectory(self._store, directory) if directory else self._store
-
-    def _reader(self, directory: str) -> Callable[[str, int], bytes]:
-        return lambda key, size: self._at(directory).get(key, 0, size)
 
 
 def _is_member(summary: RootSummary, directory: str) -> bool:

@@ -16,18 +16,11 @@ from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import find_partial
-from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root, new_save_id
+from ckptcore.commit.names import INTERNAL_DIRECTORY, is_hidden_name, refuse_other_spelling
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Base, Claim, CompositeRoot, PartialSave, Root
 from ckptcore.commit.root_json import bases_of_root
+from ckptcore.commit.stored_root import LocationVersion, deletion_mark, read_root, read_version, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import (
-    INTERNAL_DIRECTORY,
-    LocationVersion,
-    deletion_mark,
-    is_hidden_name,
-    read_root,
-    read_version,
-    root_bytes,
-)
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -57,9 +50,10 @@ _NOTES: Final = f"{INTERNAL_DIRECTORY}/bases"
 _OF_ONE_ENTRY: Final = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ELOOP,
 })  # fmt: skip
-"""Error numbers of a directory that is closed, a loop of links, or the mount point of a file system that is gone.
+"""Error numbers of a directory without permission, a loop of links, and a mount point whose file system is gone.
 
-Not of one that may be there in a moment, or is damaged (``ESTALE``, ``EIO``): then an older step would be taken."""
+``ESTALE`` and ``EIO`` are not among them: the entry may be readable in a moment, and without it a run would resume from
+an older step."""
 
 
 def concerns_one_entry(error: StorageError) -> bool:
@@ -73,8 +67,11 @@ def concerns_one_entry(error: StorageError) -> bool:
 
 def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bool = False) -> None:
     """See `ckptcore.delete`."""
-    _refuse_place(location)
-    location.commits.restore(location.name)
+    try:
+        location.commit_method.refuse_place(location)
+    except InvalidLocationError as error:
+        raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
+    location.commit_method.restore(location.name)
     root: AnyRoot | None = None
     try:
         root = read_root(location.store)
@@ -86,16 +83,17 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
             delete_checkpoint(location, threads, other_files=other_files)
             return
     elif isinstance(root, Claim | PartialSave):
-        location.commits.remove(location, new_save_id(), other_files=other_files)
+        location.commit_method.remove(location, other_files=other_files)
     else:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
             announced.check()  # the lease is lost if the process was suspended for long: an update may refer to it now
             may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
             mark = _mark_in_composite(location) if may_be_member else None
-            marked = mark is not None and _put_mark(location, mark)  # before, so that no reader takes it for lost
+            # Before the removal, so that no reader takes the directory for one that was lost.
+            marked = mark is not None and _put_mark(location, mark)
             try:
-                location.commits.remove(location, new_save_id(), other_files=other_files)
+                location.commit_method.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
                     location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later
@@ -105,21 +103,9 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
                     "%s is deleted, but the disk is too full to record that: verify will report it as missing",
                     location.display,
                 )
-    location.commits.sweep(location)
+    location.commit_method.sweep(location)
     if isinstance(root, Root) and root.references.bases:
         forget_bases(location)
-
-
-def _refuse_place(location: Location) -> None:
-    """Refuse a place that no rename can reach.
-
-    Raises:
-        InvalidLocationError
-    """
-    try:
-        location.commits.refuse_place(location)
-    except InvalidLocationError as error:
-        raise InvalidLocationError(f"{error}. To delete it, rename or remove it with your own tools") from error
 
 
 def _mark_in_composite(location: Location) -> str | None:
@@ -175,7 +161,7 @@ def _delete_sessions(location: Location) -> bool:
         if _mark_lost(location):
             return True
         raise CheckpointNotFoundError(f"there is nothing at {location.display} to delete")
-    return location.commits.remove_sessions(location, new_save_id())
+    return location.commit_method.remove_sessions(location)
 
 
 def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads) -> None:
@@ -191,8 +177,6 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
         NameCollisionError: only the file system takes its name for the given one.
         StorageError: the parent directory cannot be listed or read.
     """
-    from ckptcore.commit.places import refuse_other_spelling  # loads do not need it
-
     try:
         refuse_other_spelling(location, "delete")
         bases = find_bases(location.parent, threads, without=location.name)
@@ -227,7 +211,7 @@ def _announced_deletion(location: Location) -> Iterator[Lock]:
     locks = base_locks(location)
     pin = pin_name(location)
     deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
-    while (announced := location.commits.announce_deletion(location, locks, pin)) is None:
+    while (announced := location.commit_method.announce_deletion(location, locks, pin)) is None:
         if SYSTEM_CLOCK.now() >= deadline or not locks.may_expire(pin):
             raise CheckpointReferredError(
                 f"an update that refers to {location.display} is being saved: wait until it is committed, and delete "
@@ -240,7 +224,7 @@ def _announced_deletion(location: Location) -> Iterator[Lock]:
 
 def base_locks(location: Location) -> Locks:
     """Return the locks of the directory that contains a base. Updates pin the base there."""
-    return location.commits.locks(location.display)
+    return location.commit_method.locks(location.display)
 
 
 def pin_name(base: Location) -> str:
@@ -249,7 +233,7 @@ def pin_name(base: Location) -> str:
 
 
 def bases_in(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """Return the bases of a checkpoint in a directory, of any format version. Empty without a readable root.
+    """Return the bases of a checkpoint in a directory, written in any format version. Empty without a readable root.
 
     Links out of the directory are not followed: the bases of a linked checkpoint are in another directory.
     """

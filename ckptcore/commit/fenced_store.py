@@ -120,14 +120,14 @@ class FencedStore(Subdirectory):
                 return super().put(key, data, condition=condition)
             except StorageError as error:
                 # The put may have succeeded although its response was lost.
-                found = self._find_after(error, key)
-                if found is not None and found[0] == data:
-                    return found[1]
+                existing = self._find_after(error, key)
+                if existing is not None and existing[0] == data:
+                    return existing[1]
                 if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
                     raise
             # Check after reading the object: if another save wrote it, that save had already claimed the location.
             self.expect_claim()
-            condition = IF_ABSENT if found is None else IfTag(found[1])
+            condition = IF_ABSENT if existing is None else IfTag(existing[1])
         raise StorageError(
             f"cannot write {key} to {self._location.display}: another object was found there {_ATTEMPTS} times, while "
             "this save had the claim. Check if other software writes there, and save again"

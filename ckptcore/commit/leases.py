@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, Literal, NamedTuple
 
@@ -46,6 +46,19 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """Block this thread for `seconds`."""
         time.sleep(seconds)
+
+    def attempts(self, seconds: float, *, first: float = 0.01, last: float = 2.0) -> Iterator[None]:
+        """Yield once for each attempt, with pauses between them that double from `first` to `last`, all in seconds.
+
+        Stops after the attempt that begins at the end of the time `seconds` or later.
+        """
+        deadline = self.now() + seconds
+        while True:
+            yield
+            if self.now() >= deadline:
+                return
+            self.sleep(first)
+            first = min(2 * first, last)
 
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
         """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.
@@ -330,8 +343,8 @@ def _found_after_put(store: StorageBackend, key: str, holder: Holder) -> SeenLea
 
     No two puts write equal records, except when a lease is broken and released at the same time.
     """
-    found = read_lease(store, key)
-    return found if found is not None and found.holder == holder else None
+    lease = read_lease(store, key)
+    return lease if lease is not None and lease.holder == holder else None
 
 
 _EXPIRY_FACTOR: Final = 1.25
@@ -544,10 +557,10 @@ def take_lease(
     try:
         seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
     except (ConditionFailedError, ObjectNotFoundError) as error:
-        found = _found_after_put(store, key, holder)
-        if found is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
+        stored = _found_after_put(store, key, holder)
+        if stored is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
             raise  # the directory disappeared
-        if found is None:
+        if stored is None:
             return None
-        seen = found
+        seen = stored
     return Lease(store, seen, subject, at_close, began, clock, is_absent)

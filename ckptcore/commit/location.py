@@ -40,22 +40,6 @@ _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
 """A variable that no shell and no configuration replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubPath:
-    """A directory within a location.
-
-    Attributes:
-        location: a path or URL, or a directory within one.
-        directory: a relative key.
-    """
-
-    location: AnyLocation
-    directory: str
-
-    def __str__(self) -> str:
-        return f"{shown_location(self.location).rstrip('/')}/{self.directory}"
-
-
 class Storages(NamedTuple):
     """The options by which a Context opens storages.
 
@@ -119,7 +103,7 @@ class Storages(NamedTuple):
 
 
 class IndirectLocation(ABC):
-    """A location that resolves itself to a storage, such as a checkpoint that falls back to a copy."""
+    """A location that resolves itself: a directory within another, or a checkpoint that falls back to a copy."""
 
     @property
     @abstractmethod
@@ -134,8 +118,37 @@ class IndirectLocation(ABC):
         return str(self.path)
 
 
-AnyLocation: TypeAlias = LocationLike | SubPath | IndirectLocation
-"""A path or URL, a directory within one, or an object that resolves itself."""
+@dataclass(frozen=True, slots=True)
+class SubPath(IndirectLocation):
+    """A directory within a location.
+
+    Attributes:
+        location: a path or URL, or a directory within one.
+        directory: a relative key.
+    """
+
+    location: AnyLocation
+    directory: str
+
+    @property
+    def path(self) -> SubPath:
+        """See `IndirectLocation`."""
+        return self
+
+    def resolve(self, storages: Storages, *, to_write: bool) -> Location:
+        """See `IndirectLocation`."""
+        if isinstance(self.location, IndirectLocation):
+            outer = resolve_location(self.location, storages, to_write=to_write).within(self.directory)
+            return replace(outer, display=str(self))
+        scheme, address = _address(self.location)
+        return open_address(LocationAddress(str(self), scheme, address, self.directory), storages, to_write=to_write)
+
+    def __str__(self) -> str:
+        return f"{shown_location(self.location).rstrip('/')}/{self.directory}"
+
+
+AnyLocation: TypeAlias = LocationLike | IndirectLocation
+"""A path or URL, or an object that resolves itself, such as a directory within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +200,7 @@ class Location:
         return replace(self, display=display, parent=self.store, name=directory, identity=identity)
 
     @property
-    def commits(self) -> CommitMethod:
+    def commit_method(self) -> CommitMethod:
         """The commit method of the parent directory."""
         return commit_method(self.parent, self.support)
 
@@ -239,7 +252,7 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     """Open the parent directory of a location.
 
     Args:
-        location: a path or URL, a directory within one, or an object that resolves itself.
+        location: a path or URL, or an object that resolves itself.
         storages: how to open storages.
         to_write: True to write or delete a checkpoint.
 
@@ -249,8 +262,6 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
     """
     if isinstance(location, IndirectLocation):
         return location.resolve(storages, to_write=to_write)
-    if isinstance(location, SubPath):
-        return _resolve_within(location, storages, to_write)
     scheme, address = _address(location)
     if scheme == "file":
         # The address has no links: renaming must replace the target of a link, not the link.
@@ -264,14 +275,6 @@ def resolve_location(location: AnyLocation, storages: Storages, *, to_write: boo
             "a directory"
         )
     return open_address(LocationAddress(shown_location(text), scheme, parent, name), storages, to_write=to_write)
-
-
-def _resolve_within(path: SubPath, storages: Storages, to_write: bool) -> Location:
-    if isinstance(path.location, IndirectLocation):
-        outer = resolve_location(path.location, storages, to_write=to_write).within(path.directory)
-        return replace(outer, display=str(path))
-    scheme, address = _address(path.location)
-    return open_address(LocationAddress(str(path), scheme, address, path.directory), storages, to_write=to_write)
 
 
 def open_address(address: LocationAddress, storages: Storages, *, to_write: bool = False) -> Location:
@@ -317,7 +320,7 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
 
 def shown_location(location: AnyLocation) -> str:
     """Return a location as users see it: without secrets or a slash at the end, with the home directory for ``~``."""
-    if isinstance(location, SubPath | IndirectLocation):
+    if isinstance(location, IndirectLocation):
         return str(location)
     text = redacted_location(os.path.expanduser(str(location)))
     return text if text.endswith(":///") or len(text) < 2 else text.removesuffix("/")
@@ -361,10 +364,8 @@ def _address(location: AnyLocation) -> tuple[str, str]:
         InvalidLocationError: it is neither a path nor a URL.
     """
     if isinstance(location, IndirectLocation):
-        return _address(location.path)
-    if isinstance(location, SubPath):
-        scheme, address = _address(location.location)
-        return scheme, f"{address.rstrip('/')}/{location.directory}"
+        scheme, address = _address(location.path.location)
+        return scheme, f"{address.rstrip('/')}/{location.path.directory}"
     try:
         text = os.fspath(location)
     except TypeError as error:
@@ -397,3 +398,66 @@ def _local_path(url: str) -> str:
             "%3F and %23"
         )
     return urllib.parse.unquote(parts.path)
+
+
+SAFETENSORS: Final = ".safetensors"
+
+_WRITERS: Final[Mapping[str, str]] = {
+    SAFETENSORS: "safetensors.torch.save_file or safetensors.numpy.save_file",
+    ".pt": "torch.save",
+    ".pth": "torch.save",
+    ".bin": "torch.save",
+    ".ckpt": "torch.save, or the trainer",
+    ".pkl": "pickle.dump",
+    ".npy": "numpy.save",
+    ".npz": "numpy.savez",
+    ".h5": "h5py",
+    ".hdf5": "h5py",
+    ".keras": "keras.Model.save",
+    ".msgpack": "flax.serialization.msgpack_serialize",
+    ".gguf": "gguf.GGUFWriter",
+    ".onnx": "torch.onnx.export",
+}
+"""Functions that write files of these names."""
+
+
+def file_suffix(location: AnyLocation) -> str:
+    """Return the suffix of a location that other libraries take for a file; empty for the name of a directory.
+
+    A location that ends in ``/`` is a directory, whatever its name.
+    """
+    if isinstance(location, IndirectLocation):
+        return ""  # a step of a run
+    try:
+        text = os.fspath(location)
+    except TypeError:
+        return ""  # refused where it is resolved
+    suffix = os.path.splitext(text)[1].lower() if isinstance(text, str) else ""
+    # A location in an archive is refused as such.
+    return suffix if suffix in _WRITERS and "!/" not in text else ""
+
+
+def is_safetensors_file(location: AnyLocation) -> bool:
+    """Return True for the location of one file of safetensors."""
+    return file_suffix(location) == SAFETENSORS
+
+
+def expect_directory_name(location: AnyLocation) -> None:
+    """Refuse the name of a file for a directory that is written.
+
+    Raises:
+        InvalidLocationError
+    """
+    if suffix := file_suffix(location):
+        reason = f"a checkpoint is a directory, and other libraries would take a name with {suffix} for a file"
+        raise refuse_file_name(location, reason)
+
+
+def refuse_file_name(location: AnyLocation, reason: str) -> InvalidLocationError:
+    """Return the error for a location with the name of a file, with the ways on."""
+    shown, suffix = shown_location(location), file_suffix(location)
+    return InvalidLocationError(
+        f"cannot save to {shown}: {reason}. Save to a directory, such as {shown[: -len(suffix)]!r}, or write the file "
+        f"with {_WRITERS[suffix]}. To name a directory like a file all the same, pass text that ends in '/', such "
+        f"as {shown.rstrip('/') + '/'!r}; a path of pathlib loses the '/'. Nothing was written"
+    )

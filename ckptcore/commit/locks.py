@@ -31,31 +31,27 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, Literal, Self, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Final, Literal, Self, TypeAlias
 
 from ckptcore.commit.leases import (
     SYSTEM_CLOCK,
     Clock,
     Holder,
-    Lease,
     LeaseObserver,
     SeenLease,
-    absent_directory,
     break_lease,
     check_lease_seconds,
-    new_holder,
+    decode_holder,
     read_lease,
-    take_lease,
 )
-from ckptcore.commit.owners import OWNER, OWNER_LEASE, OWNER_RECORD, LockedOwner, is_absent, read_owner
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.subdirectory import has_directories
-from ckptcore.commit.target import INTERNAL_DIRECTORY, save_of_hidden
 from ckptcore.errors import (
     AtomicityError,
     CheckpointNotFoundError,
     DirectoryInUseError,
+    ObjectNotFoundError,
     SaveLostError,
     StepPinnedError,
     StorageError,
@@ -64,7 +60,7 @@ from ckptcore.errors import (
 from ckptcore.events import logger_named
 from ckptcore.io.background import call_within
 from ckptcore.io.requests import reset_in_children
-from ckptcore.protocols import IF_ABSENT, AtomicDirectories, DirectoryLock, IfTag, StorageBackend
+from ckptcore.protocols import StorageBackend
 
 logger = logger_named("ckptcore.commit")
 
@@ -199,11 +195,17 @@ class SeenOwner:
         return f"{who}, alive" if self.is_alive else f"{who}, alive or failed without releasing it"
 
 
+OWNER: Final = f"{INTERNAL_DIRECTORY}/owner"
+OWNER_LEASE: Final = f"{INTERNAL_DIRECTORY}/owner.json"
+OWNER_RECORD: Final = f"{OWNER}/owner.json"
+_RECORD_BYTES: Final = 1 << 16
+
 _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 """Pattern of the names of locks: the name of the step, and a random id. Those of locked directories end in ``/``."""
 
-_FIRST_POLL_SECONDS: Final = 0.01
-_LAST_POLL_SECONDS: Final = 2.0
+READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
+
+_LOOKS_PER_LEASE: Final = 8
 
 
 class Locks(ABC):
@@ -299,6 +301,11 @@ class Locks(ABC):
     def _owned(self) -> str:
         return f"the directory {self._display}"
 
+    def _in_use(self, by: str, remedy: str) -> DirectoryInUseError:
+        return DirectoryInUseError(
+            f"{self._display} is in use: {by}. Close that Checkpointer, end that job, or use another directory{remedy}"
+        )
+
     def _next_number(self, seen: SeenLease | None, at_least: int) -> int:
         """Return a number for an owner: at least `at_least`, and higher than the numbers of all earlier owners."""
         earlier = [read_owner(self._store), None if seen is None else seen.holder]
@@ -314,11 +321,10 @@ class Locks(ABC):
         if seen is None or seen.is_released:
             return seen
         if if_in_use == "error":
-            raise DirectoryInUseError(
-                f"{self._display} is in use: {seen.describe()} owns it, or failed without releasing it. Close "
-                "that Checkpointer, end that job, or use another directory. If that process has failed, pass "
-                "if_in_use='take over', which waits about "
-                f"{seen.seconds(self._lease_seconds):.0f} seconds for a renewal of its lease"
+            raise self._in_use(
+                f"{seen.describe()} owns it, or failed without releasing it",
+                ". If that process has failed, pass if_in_use='take over', which waits about "
+                f"{seen.seconds(self._lease_seconds):.0f} seconds for a renewal of its lease",
             )
         return self._await_expiry(seen)
 
@@ -330,21 +336,18 @@ class Locks(ABC):
         """
         seconds = first.seconds(self._lease_seconds)
         logger.info("%s: waiting about %.0f s for a renewal by %s", self._display, seconds, first.describe())
-        seen: SeenLease | None = first
-        while seen is not None and not seen.is_released and not self._seen.is_expired(seen):
+        seen = first
+        while not self._seen.is_expired(seen):
             self._clock.sleep(seconds / _LOOKS_PER_LEASE)
-            seen = read_lease(self._store, first.key)
-            if seen is None or seen.is_released:
-                break
-            if seen.tag != first.tag:
-                raise DirectoryInUseError(
-                    f"{self._display} is in use: {seen.describe()} owns it and is alive, because it renewed its lease. "
-                    "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read "
-                    "here meanwhile"
-                )
+            now = read_lease(self._store, first.key)
+            if now is None or now.is_released:
+                return now
+            if now.tag != first.tag:
+                by = f"{now.describe()} owns it and is alive, because it renewed its lease"
+                raise self._in_use(by, READ_MEANWHILE)
+            seen = now
         return seen
 
-    @abstractmethod
     def owner(self) -> SeenOwner | None:
         """Return the owner of the directory; None if it has none, or the process of the owner has certainly ended.
 
@@ -353,6 +356,14 @@ class Locks(ABC):
         Raises:
             StorageError
         """
+        seen = read_lease(self._store, OWNER_LEASE)
+        if seen is not None and not seen.is_released:
+            return SeenOwner(seen.holder, None)
+        return self._locked_owner()
+
+    @abstractmethod
+    def _locked_owner(self) -> SeenOwner | None:
+        """Return the owner that has locked a directory, without a lease."""
 
     @abstractmethod
     def _take(self, purpose: Purpose, name: str) -> Lock:
@@ -428,16 +439,13 @@ class Locks(ABC):
         return pin
 
     def _await_deletion(self, name: str, wait_seconds: float) -> None:
-        deadline = self._clock.now() + wait_seconds
-        pause = _FIRST_POLL_SECONDS
-        while self._locked("deleting", name):
-            if self._clock.now() >= deadline:
-                raise CheckpointNotFoundError(
-                    f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); load "
-                    "another step"
-                )
-            self._clock.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_SECONDS)
+        for _ in self._clock.attempts(wait_seconds):
+            if not self._locked("deleting", name):
+                return
+        raise CheckpointNotFoundError(
+            f"the step {name} in {self._display} is being deleted (waited {wait_seconds:.0f} seconds); load another "
+            "step"
+        )
 
     def pinned(self, name: str | None = None) -> frozenset[str]:
         """Return the pinned steps, or only `name` if it is pinned. Pins of failed processes do not count.
@@ -493,301 +501,22 @@ def _check_name(name: str) -> None:
         raise ValueError(f"{name!r} is not the name of a step: expected one name, without '/'")
 
 
-_LOCK_ATTEMPTS: Final = 4
-_LOCK_SECONDS: Final = 0.05
-_RECORD_ATTEMPTS: Final = 200
-_RENEWALS_PER_LEASE: Final = 3
-_LOOKS_PER_LEASE: Final = 8
+def read_owner(store: StorageBackend) -> Holder | None:
+    """Return the record of the last owner of a locked directory; None if there is none that can be read."""
+    return decode_holder(read_record(store)) if has_directories(type(store)) else None
 
 
-class DirectoryLocks(Locks):
-    """Locks that are locked directories. See `Locks`.
+def read_record(store: StorageBackend) -> bytes:
+    """Return the bytes of that record; empty if there is none."""
+    try:
+        return store.get(OWNER_RECORD, 0, _RECORD_BYTES)
+    except ObjectNotFoundError:
+        return b""
 
-    A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
-    a process has created a directory and cannot lock it, it creates another one.
 
-    Another host may see the directory through a file system without locks, and so have leases: they count too.
+def is_absent(store: StorageBackend) -> bool:
+    """Return True if an owned directory is not there now, because its file system is not mounted.
+
+    The owner creates a directory in it, which only a person would remove.
     """
-
-    def __init__(
-        self, store: StorageBackend, display: str, lease_seconds: float = 60.0, clock: Clock | None = None
-    ) -> None:
-        """See `Locks`; `store` must implement `AtomicDirectories`."""
-        super().__init__(store, display, lease_seconds, clock)
-        self._directories = cast(AtomicDirectories, store)
-
-    def _take(self, purpose: Purpose, name: str) -> Lock:
-        while True:
-            key = f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}"
-            lock = self._directories.lock_directory(key)
-            if lock is not None:
-                break  # else another process is checking this directory: create another one
-        with ExitStack() as held:
-            held.enter_context(lock)
-            held.callback(self._remove, key)  # runs before the lock is released
-            return Lock(f"the step {name}", check=partial(self._expect_held, lock), release=held.pop_all().close)
-
-    def _expect_held(self, lock: DirectoryLock) -> None:
-        """Check that other processes can see a lock.
-
-        Raises:
-            StorageError
-        """
-        if not lock.is_in_place():
-            raise absent_directory(self._display)
-
-    def may_expire(self, name: str) -> bool:
-        """See `Locks`. The kernel releases the locks of failed processes at once."""
-        return False
-
-    def _is_locked(self, key: str) -> bool:
-        if key.endswith(".json"):
-            return super()._is_locked(key)
-        try:
-            lock = self._directories.lock_directory(key)
-        except StorageError as error:
-            # The process may be alive and belong to another user.
-            logger.warning("cannot check if the process that locked %s is alive, so the lock stays: %s", key, error)
-            return True
-        if lock is None:
-            return True
-        with lock:
-            self._remove(key)
-        return False
-
-    def _remove(self, key: str) -> None:
-        """Remove a directory that this process has locked. If this fails, another process removes it later."""
-        try:
-            self._directories.delete_directory(key)
-        except StorageError as error:
-            logger.warning("%s cannot be removed: %s", key, error)
-
-    def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
-        lock = self._lock_owner()
-        if lock is None:
-            raise DirectoryInUseError(
-                f"{self._display} is in use: {self._recorded_owner()} owns it and is alive, because its lock exists. "
-                "Close that Checkpointer, end that job, or use another directory; a CheckpointReader can read here "
-                "meanwhile"
-            )
-        owner = LockedOwner(self._store, self._display, lock, self._lock_owner)
-        with ExitStack() as taking:
-            taking.callback(owner.release)
-            seen = self._unleased(if_in_use)
-            if seen is not None and not seen.is_released and not self._break(seen):
-                raise DirectoryInUseError(f"{self._display} is in use: {seen.describe()} has renewed its lease")
-            number = self._next_number(seen, at_least)
-            try:
-                owner.begin(number)
-            except StorageFullError as error:
-                logger.info("the record of the owner of %s is written later: %s", self._display, error)
-            except SaveLostError as error:
-                raise DirectoryInUseError(f"{self._display} is in use: {error}") from error
-            taking.pop_all()
-            return Lock(self._owned, check=owner.check, release=owner.release, number=number)
-
-    def _lock_owner(self) -> DirectoryLock | None:
-        """Lock the directory of the owner. Return None if another process has locked it."""
-        lock = self._directories.lock_directory(OWNER)
-        for attempt in range(_RECORD_ATTEMPTS):
-            # A process that is being killed, or that calls `owner`, may have the lock for a moment. A new owner writes
-            # its record after it has locked the directory, and the error of this process needs the record.
-            if lock is not None or (attempt >= _LOCK_ATTEMPTS and read_owner(self._store) is not None):
-                break
-            self._clock.sleep(_LOCK_SECONDS)
-            lock = self._directories.lock_directory(OWNER)
-        return lock
-
-    def owner(self) -> SeenOwner | None:
-        """See `Locks`."""
-        # Listed first, because taking the lock creates the directory.
-        names = self._store.list_names(INTERNAL_DIRECTORY)
-        seen = read_lease(self._store, OWNER_LEASE) if "owner.json" in names else None
-        if seen is not None and not seen.is_released:
-            return SeenOwner(seen.holder, None)
-        if "owner/" not in names:
-            return None
-        lock = self._directories.lock_directory(OWNER)
-        if lock is not None:
-            with lock:
-                return None
-        return SeenOwner(read_owner(self._store), is_alive=True)
-
-    def _recorded_owner(self) -> str:
-        holder = read_owner(self._store)
-        return "a process without a record" if holder is None or holder.released else holder.describe()
-
-
-class LeasedLocks(Locks):
-    """Locks that are leases, for object stores, and for file systems without locks. See `Locks`.
-
-    A lease is valid until this object has seen it unchanged for longer than a lease time. Before an expired lease is
-    ignored, it is marked as released in the storage, so that a suspended holder fails when it checks.
-    """
-
-    def _is_locked(self, key: str) -> bool:
-        if key.endswith(".json"):
-            return super()._is_locked(key)
-        # A locked directory, of a process on a host with locks: it may be alive, and renews nothing. A deletion is
-        # short, but a reader may need its step for long.
-        is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
-        return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
-
-    def _lock(self, lease: Lease, number: int = 0) -> Lock:
-        """Begin to renew a lease on a thread. Return it as a lock."""
-        try:
-            stop = self._clock.repeat(self._lease_seconds / _RENEWALS_PER_LEASE, lease.renew, lease.release)
-        except BaseException:
-            lease.release()
-            raise
-
-        def release() -> None:
-            try:
-                lease.release()
-            except StorageError as error:
-                logger.warning("%s cannot be released, so its lease has to expire: %s", lease.subject, error)
-            stop()
-
-        return Lock(lease.subject, check=lease.check, release=release, number=number)
-
-    def _take(self, purpose: Purpose, name: str) -> Lock:
-        return self._take_as(f"{INTERNAL_DIRECTORY}/{purpose}/{name}.{new_holder().hold_id}.json", f"the step {name}")
-
-    def _take_as(self, key: str, subject: str) -> Lock:
-        lease = take_lease(self._store, key, subject, "delete", IF_ABSENT, self._lease_seconds, self._clock)
-        if lease is None:
-            raise StorageError(
-                f"cannot lock {subject}: {key} already exists, although its name is random. Check if other "
-                "software writes there"
-            )
-        return self._lock(lease)
-
-    def lock_directory(self, name: str, *, waits: bool = False) -> Lock | None:
-        """Lock a hidden directory of a save. Return None if another process has locked it.
-
-        Of two processes that call this at the same time, one or both see the lease of the other, and withdraw.
-
-        Args:
-            name: the name of the directory.
-            waits: wait about one lease time for a renewal of existing leases, and break those that are not renewed.
-
-        Raises:
-            StorageError
-        """
-        name = save_of_hidden(name)
-        own = f"{INTERNAL_DIRECTORY}/saving/{name}.{new_holder().hold_id}.json"
-        if waits and not self._await_directory(name):
-            return None
-        with ExitStack() as stack:
-            lock = stack.enter_context(self._take_as(own, f"the directory {name}"))
-            others = [key for key, locked in self._keys("saving").items() if locked == name and key != own]
-            if any(self._is_locked(key) for key in others):
-                return None
-            stack.pop_all()
-            return lock
-
-    def unannounced_directory(self, name: str) -> Lock | None:
-        """Return a lock to delete a hidden directory on a disk too full for a lease. None if another process locked it.
-
-        Nothing else can make room. A process that takes a lease at the same time fails too, or loses its files and
-        notices at its commit.
-        """
-        if self._locked("saving", save_of_hidden(name)):
-            return None
-        return Lock(f"the directory {name}", check=lambda: None, release=lambda: None)
-
-    def _await_directory(self, name: str) -> bool:
-        """Wait until the leases of a hidden directory have expired. Return False if one was renewed."""
-        for key, locked in self._keys("saving").items():
-            seen = read_lease(self._store, key) if locked == name else None
-            try:
-                if seen is not None:
-                    self._await_expiry(seen)
-            except DirectoryInUseError:
-                return False
-        return True
-
-    def sweep(self) -> None:
-        """See `Locks`."""
-        super().sweep()
-        self._locked("saving")
-
-    def _keys(self, purpose: Purpose) -> Mapping[str, str]:
-        keys = super()._keys(purpose)
-        self._seen.forget_others(f"{INTERNAL_DIRECTORY}/{purpose}/", keys)
-        return keys
-
-    def may_expire(self, name: str) -> bool:
-        """See `Locks`. A pin of this process does not expire, nor one of a host with locks."""
-        for key, step in self._keys("pins").items():
-            if step == name and not key.endswith(".json"):
-                return False
-            seen = read_lease(self._store, key) if step == name else None
-            if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
-                return False
-        return True
-
-    def _own(self, if_in_use: IfInUse, at_least: int) -> Lock:
-        while True:
-            self._expect_unlocked(if_in_use)
-            seen = self._unleased(if_in_use)
-            number = self._next_number(seen, at_least)
-            lease = take_lease(
-                self._store,
-                OWNER_LEASE,
-                self._owned,
-                "mark",
-                IF_ABSENT if seen is None else IfTag(seen.tag),
-                self._lease_seconds,
-                self._clock,
-                number=number,
-                before=None if seen is None else seen.holder,
-                is_absent=partial(is_absent, self._store),
-            )
-            if lease is not None:
-                lock = self._lock(lease, number)
-                try:
-                    self._make_owner_directory()
-                    self._expect_unlocked("error")  # again: an owner with a lock looks for leases after it wrote that
-                except BaseException:
-                    lock.close()
-                    raise
-                return lock
-            # Another process took the lease first. Read it again, because that process may release it.
-
-    def _expect_unlocked(self, if_in_use: IfInUse) -> None:
-        """Check that no process on a host with locks owns the directory. Its lock cannot be seen here.
-
-        Raises:
-            DirectoryInUseError
-        """
-        holder = read_owner(self._store)
-        if holder is None or holder.released:
-            return
-        if if_in_use == "error":
-            raise DirectoryInUseError(
-                f"{self._display} is in use: {holder.describe()} owns it, or failed without releasing it, on a host "
-                "with locks that this host cannot see. Close that Checkpointer, end that job, or use another "
-                "directory. If that process has failed, pass if_in_use='take over', or open the directory on that host"
-            )
-        # It renews nothing, so it may be alive: then it notices before its next commit.
-        logger.warning("%s is taken over from %s, which may be alive", self._display, holder.describe())
-        self._store.put(OWNER_RECORD, replace(holder, released=True).encode())
-        self._clock.sleep(self._lease_seconds / 2)  # for what it does after its last check
-
-    def _make_owner_directory(self) -> None:
-        """Create the directory by which `is_absent` recognises a directory of a file system."""
-        if has_directories(type(self._store)):
-            with suppress(AtomicityError, StorageFullError):  # without locks, the directory exists nevertheless
-                lock = cast(AtomicDirectories, self._store).lock_directory(OWNER)
-                if lock is not None:
-                    with lock:
-                        pass
-
-    def owner(self) -> SeenOwner | None:
-        """See `Locks`."""
-        seen = read_lease(self._store, OWNER_LEASE)
-        if seen is not None and not seen.is_released:
-            return SeenOwner(seen.holder, None)
-        holder = read_owner(self._store)
-        return None if holder is None or holder.released else SeenOwner(holder, None)
+    return has_directories(type(store)) and "owner/" not in store.list_names(INTERNAL_DIRECTORY)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptcore.commit.root import PARTIAL_KEY, Claim, PartialSave
-from ckptcore.commit.target import FindForeign, Overwrite, none_foreign, parse_root
+from ckptcore.commit.stored_root import FindForeign, Overwrite, none_foreign, parse_root
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import PlaceLimits, StorageBackend, Transaction
 
@@ -108,12 +108,11 @@ class CommitMethod(ABC):
         """
 
     @abstractmethod
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """Remove a checkpoint of ckptcore. No process sees a partly removed checkpoint.
 
         Args:
             location: the location of the checkpoint.
-            save_id: a new save id, for a hidden name or a claim.
             other_files: True to remove also files that no checkpoint wrote.
 
         Raises:
@@ -122,10 +121,10 @@ class CommitMethod(ABC):
             SaveLostError: if `claims_by_root`: it was replaced meanwhile. The new checkpoint stays.
         """
 
-    def remove_unfinished(self, location: Location, save_id: str) -> None:
+    def remove_unfinished(self, location: Location) -> None:
         """Remove the claim of a failed save with its objects, unless it was committed. Only with `claims_by_root`."""
 
-    def remove_sessions(self, location: Location, save_id: str) -> bool:
+    def remove_sessions(self, location: Location) -> bool:
         """Remove the hidden directory of a partial save. Return whether it existed; False if `claims_by_root`.
 
         Raises:
@@ -185,7 +184,7 @@ def find_partial(location: Location) -> PartialSave | None:
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: it cannot be read.
     """
-    data = location.commits.read_table(location)
+    data = location.commit_method.read_table(location)
     if data is None:
         return None
     partial = parse_root(location.store, data, location.display)

@@ -159,15 +159,17 @@ class EmulatedConditionalPuts(Subdirectory):
 
         This is not atomic: two concurrent calls may both succeed.
         """
-        found = find_object(self, key)
-        met = found is None if isinstance(condition, IfAbsent) else found is not None and found[1] == condition.tag
+        current = find_object(self, key)
+        met = (
+            current is None if isinstance(condition, IfAbsent) else current is not None and current[1] == condition.tag
+        )
         if not met:
             raise ConditionFailedError(f"cannot put {key!r}: it changed since it was read")
         super().put(key, data)
-        found = find_object(self, key)
-        if found is None or found[0] != data:
+        current = find_object(self, key)
+        if current is None or current[0] != data:
             raise ConditionFailedError(f"{key!r} was replaced by another process right after it was put")
-        return found[1]
+        return current[1]
 
 
 def find_object(store: StorageBackend, key: str) -> tuple[bytes, str] | None:

@@ -13,25 +13,32 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from ckptcore.commit.method import CommitMethod
-from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
-from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.subdirectory import NewDirectory, subdirectory
-from ckptcore.commit.target import (
+from ckptcore.commit.names import (
     INTERNAL_DIRECTORY,
-    FindForeign,
-    Overwrite,
+    expect_distinct,
+    expect_place,
     is_save_of,
     name_of_partial,
     name_of_replaced,
     name_of_save,
+    naming_place,
+    no_exchange,
+    refuse_other_spelling,
+    save_of_hidden,
+    saved_to,
+)
+from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim, Root, new_save_id
+from ckptcore.commit.root_json import encode_claim
+from ckptcore.commit.stored_root import (
+    FindForeign,
+    Overwrite,
     none_foreign,
     partial_exists,
     read_root,
     refuse_to_replace,
     root_bytes,
-    save_of_hidden,
-    saved_to,
 )
+from ckptcore.commit.subdirectory import NewDirectory, make_directory, subdirectory
 from ckptcore.errors import (
     AtomicityError,
     CheckpointError,
@@ -52,8 +59,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
-    from ckptcore.commit.placing import PlacedObjects
-    from ckptcore.commit.setting_aside import AsideCheckpoint
+    from ckptcore.commit.overwriting import AsideCheckpoint, PlacedObjects
     from ckptcore.commit.single_file import FileTransaction
     from ckptcore.commit.support import StorageSupport
 
@@ -78,12 +84,12 @@ class _HiddenLock(NamedTuple):
 
     Attributes:
         lock: releases the lock when it is left.
-        check: raises `SaveLostError` if another process has taken the directory. None for a lock of the kernel, which
-            releases it only with the process.
+        check: raises `SaveLostError` if another process has taken the directory. Does nothing for a lock of the kernel,
+            which releases it only with the process.
     """
 
     lock: AbstractContextManager[object]
-    check: Callable[[], None] | None
+    check: Callable[[], None] = lambda: None
 
 
 class RenameTransaction:
@@ -91,6 +97,7 @@ class RenameTransaction:
 
     Attributes:
         ended: True if it has committed, left or aborted.
+        check: see `_HiddenLock`.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class RenameTransaction:
         location: Location,
         method: RenameMethod,
         hidden: str,
-        lock: _HiddenLock | None,
+        lock: _HiddenLock,
         limits: PlaceLimits,
         overwrite: Overwrite = False,
         find_foreign: FindForeign = none_foreign,
@@ -112,15 +119,12 @@ class RenameTransaction:
             location: the location of the checkpoint.
             method: the commit method of the parent directory.
             hidden: the name of the hidden directory, which exists.
-            lock: its lock; None: another process has locked it.
+            lock: its lock.
             limits: the limits of the location.
             overwrite: whether the commit replaces a checkpoint.
             find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
             is_new: True if the directory is empty, so that no object may replace another one.
-
-        Raises:
-            SaveLostError: another process has locked the directory.
         """
         self._location = location
         self._method = method
@@ -131,35 +135,22 @@ class RenameTransaction:
         self._find_foreign = find_foreign
         self._claim = claim
         self.ended = False
-        if lock is None:
-            raise SaveLostError(
-                f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
-                "try again when it has ended"
-            )
+        self.check: Final = lock.check
         self._held = ExitStack()
         self._held.enter_context(lock.lock)
-        self._check = lock.check
         self._own = subdirectory(location.parent, hidden)
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
-    def probe(self, *, exchange: bool) -> None:
-        """Find out what the file system can do, before anything is written.
-
-        Args:
-            exchange: True if the commit exchanges directories.
+    def expect_exchange(self) -> None:
+        """Check that the commit can exchange the old checkpoint, before anything is written.
 
         Raises:
-            AtomicityError: it cannot exchange the old checkpoint.
+            AtomicityError
         """
-        features = self._method.features(self._hidden, self._limits)
-        if not exchange:
-            return
-        from ckptcore.commit.places import no_exchange  # only saves that replace a checkpoint need it
-
-        if not features.exchanges:
+        if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        _make_directory(self._directories, inside)  # because a rename onto an empty directory would succeed
+        make_directory(self._location.parent, inside)  # because a rename onto an empty directory would succeed
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
                 raise no_exchange(self._location)
@@ -168,8 +159,6 @@ class RenameTransaction:
 
     def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
         """See `Transaction`."""
-        from ckptcore.commit.places import expect_distinct  # loads do not need it
-
         features = self._method.features(self._hidden, self._limits)
         expect_distinct(self._location, self._limits.name_bytes, features, self._is_one, keys)
 
@@ -185,15 +174,6 @@ class RenameTransaction:
             self._directories.delete_directory(f"{self._hidden}/{_PROBE}")
         return True
 
-    def expect_lock(self) -> None:
-        """Check that no other process has taken the hidden directory.
-
-        Raises:
-            SaveLostError
-        """
-        if self._check is not None:
-            self._check()
-
     def show_claim(self) -> None:
         """See `Transaction`. Writes a claim into the hidden directory; the commit replaces it."""
         assert self._claim is not None, "sessions of a partial save read the session table instead"
@@ -205,6 +185,8 @@ class RenameTransaction:
             self.store.put(key, data)
         if root is not None:
             self._own.put(ROOT_KEY, root)
+        # A rename is not ordered after the entries of the directory: without this, a power loss could leave an empty
+        # checkpoint.
         self._directories.sync_directory(self._hidden)
         try:
             replaced = self._publish(root)
@@ -222,7 +204,7 @@ class RenameTransaction:
             ) from error
         try:
             if self._overwrite == "keep-other-files":
-                self._objects.complete()
+                self.objects.complete()
             self.leave()
             if replaced is not None:
                 self._directories.delete_directory(replaced)
@@ -249,8 +231,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            if self._check is not None:
-                self._check()  # another process may have removed files of the hidden directory after a lost lease
+            self.check()  # another process may have removed files of the hidden directory after a lost lease
             try:
                 # Files that move into the directory get their attributes then. Until then, others must not read them.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
@@ -297,8 +278,6 @@ class RenameTransaction:
             return self._hidden
         except AtomicityError as error:
             if self._overwrite not in ("non-atomic", "best-effort", "with-other-files"):
-                from ckptcore.commit.places import no_exchange  # only errors need it
-
                 raise no_exchange(self._location) from error
         return self._method.aside(name).replace(self.store, self._hidden)
 
@@ -314,21 +293,18 @@ class RenameTransaction:
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
             foreign = owns(list(self._location.store.list()))  # its owner would still load the old values
         index = new.index if isinstance(new, Root) else ""
-        self._objects.commit(root, index, self._claim.save_id, display, foreign)
-
-    def settle(self) -> None:
-        """Complete or undo an earlier commit from the same hidden directory. See `PlacedObjects.settle`."""
-        self._objects.settle()
+        self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
     @property
-    def _objects(self) -> PlacedObjects:
+    def objects(self) -> PlacedObjects:
+        """The objects, to move them into the directory of the old checkpoint."""
         return self._method.placed_objects(self._location.name, self._hidden)
 
     def abort(self) -> None:
         """See `Transaction`."""
         if not self.ended:
             try:
-                self.settle()
+                self.objects.settle()
                 self._directories.delete_directory(self._hidden)
             finally:
                 self.leave()
@@ -350,14 +326,6 @@ class RenameTransaction:
                 self._directories.delete_directory(self._hidden)
         finally:
             self.leave()
-
-
-def _make_directory(directories: AtomicDirectories, name: str) -> None:
-    with suppress(AtomicityError):  # without locks, the directory exists nevertheless
-        lock = directories.lock_directory(name)
-        if lock is not None:
-            with lock:
-                pass
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
@@ -389,8 +357,6 @@ class RenameMethod(CommitMethod):
 
     def refuse_place(self, location: Location) -> PlaceLimits:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import expect_place  # loads do not need it
-
         limits = self.directories.limits(location.name)
         expect_place(location, limits)
         return limits
@@ -405,11 +371,9 @@ class RenameMethod(CommitMethod):
         resume: bool = False,
     ) -> Transaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import naming_place, refuse_other_spelling  # loads do not need it
-
         wait_for_saves_to(location.identity)
         limits = self.refuse_place(location)
-        self.restore(location.name)
+        self.restore(location.name)  # first, because the check below must see the old checkpoint
         hidden = name_of_save(location.name, claim.save_id)
         replaces = refuse_to_replace(location, overwrite, find_foreign) == "checkpoint"
         if replaces:
@@ -419,18 +383,19 @@ class RenameMethod(CommitMethod):
 
                 warn_of_other_files(location, find_foreign)
         self._sweep_except(location, hidden if resume else None)
-        with naming_place(location):
-            lock = self.lock_hidden(hidden, waits=resume)
+        lock = self._lock_for(location, hidden, waits=resume)
         transaction = RenameTransaction(
             location, self, hidden, lock, limits, overwrite, find_foreign, claim, is_new=not resume
         )
         try:
             if resume:
-                transaction.settle()
+                transaction.objects.settle()
+            # The new files must not be readable by users who may not read the old ones.
             self.directories.hide_from_others(location.name, hidden)
-            transaction.probe(exchange=replaces and overwrite is True)
-            weaker = replaces and overwrite in ("best-effort", "with-other-files")
-            if weaker and not self.features(hidden, limits).exchanges:
+            features = self.features(hidden, limits)
+            if replaces and overwrite is True:
+                transaction.expect_exchange()
+            elif replaces and overwrite in ("best-effort", "with-other-files") and not features.exchanges:
                 self._support.say_once(self._directory, _TWO_RENAMES)
         except BaseException:
             if resume:
@@ -442,21 +407,34 @@ class RenameMethod(CommitMethod):
 
     def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
         """See `CommitMethod`."""
-        from ckptcore.commit.places import naming_place  # loads do not need it
         from ckptcore.commit.single_file import PlacedFile  # only files need it
 
         wait_for_saves_to(location.identity)
         limits = self.refuse_place(location)
         hidden = name_of_save(location.name, claim.save_id)
         self._sweep_except(location)
-        with naming_place(location):
-            lock = self.lock_hidden(hidden)
+        lock = self._lock_for(location, hidden)
         inner = RenameTransaction(location, self, hidden, lock, limits, claim=claim, is_new=True)
         try:
             return PlacedFile(location, self, hidden, inner, replaces=replaces)
         except BaseException:
             inner.abort()
             raise
+
+    def _lock_for(self, location: Location, hidden: str, *, waits: bool = False) -> _HiddenLock:
+        """Lock the hidden directory of a save to a location. See `lock_hidden`.
+
+        Raises:
+            SaveLostError: another process has locked it.
+        """
+        with naming_place(location):
+            lock = self.lock_hidden(hidden, waits=waits)
+        if lock is None:
+            raise SaveLostError(
+                f"cannot save to {location.display}: another process is writing there, because it has locked {hidden}; "
+                "try again when it has ended"
+            )
+        return lock
 
     def features(self, hidden: str, limits: PlaceLimits) -> DirectoryFeatures:
         """Return what the file system can do. `hidden` is a directory that this process has locked."""
@@ -482,15 +460,16 @@ class RenameMethod(CommitMethod):
                     return None
                 with ExitStack() as stack:
                     stack.enter_context(locked)
+                    # A host to which this file system shows no locks may have a lease of the same directory.
                     entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
                     if any(entry.startswith(f"{save_of_hidden(name)}.") for entry in entries):
                         return self._with_lease(name, stack.pop_all(), waits=waits)
-                    return _HiddenLock(stack.pop_all(), check=None)
+                    return _HiddenLock(stack.pop_all())
         leased = leases.lock_directory(name, waits=waits)
         if leased is None:
             return None
         try:
-            _make_directory(self.directories, name)  # after the lease, so that no sweep finds it without one
+            make_directory(self._directory, name)  # after the lease, so that no sweep finds it without one
         except BaseException:
             leased.close()
             raise
@@ -501,7 +480,7 @@ class RenameMethod(CommitMethod):
 
         None if the lease is valid.
         """
-        from ckptcore.commit.locks import LeasedLocks  # plain saves do not need it
+        from ckptcore.commit.leased_locks import LeasedLocks  # plain saves do not need it
 
         with locked as stack:
             leased = LeasedLocks(self._directory, name).lock_directory(name, waits=waits)
@@ -517,14 +496,14 @@ class RenameMethod(CommitMethod):
             SaveLostError: another process has locked it.
         """
         hidden = name_of_partial(location.name)
-        try:
-            limits = self.directories.limits(location.name)
-            return RenameTransaction(location, self, hidden, self.lock_hidden(hidden, waits=True), limits)
-        except SaveLostError as error:
+        limits = self.directories.limits(location.name)
+        lock = self.lock_hidden(hidden, waits=True)
+        if lock is None:
             raise SaveLostError(
                 f"{location.display}: another process is writing a session of this partial save, or finalizes or "
                 "deletes it. Only one session can run at a time: wait for it and call again. Nothing was changed"
-            ) from error
+            )
+        return RenameTransaction(location, self, hidden, lock, limits)
 
     def store_of(self, location: Location, save_id: str, *, is_new: bool = False) -> StorageBackend:
         """See `CommitMethod`."""
@@ -548,7 +527,7 @@ class RenameMethod(CommitMethod):
             return None
         return True
 
-    def remove(self, location: Location, save_id: str, *, other_files: bool = False) -> None:
+    def remove(self, location: Location, *, other_files: bool = False) -> None:
         """See `CommitMethod`."""
         from ckptcore.commit.contents import expect_removable  # only deletions need it
 
@@ -557,18 +536,18 @@ class RenameMethod(CommitMethod):
         if subdirectory(self._directory, name_of_replaced(location.name)).list_names():
             self.aside(location.name).discard()
         try:
-            self.discard(location.name, location.name, save_id)
+            self.discard(location.name, location.name)
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"there is nothing at {location.display} to delete: another process deleted it at the same time"
             ) from error
 
-    def remove_sessions(self, location: Location, save_id: str) -> bool:
+    def remove_sessions(self, location: Location) -> bool:
         """See `CommitMethod`."""
         transaction = self.lock_partial(location)
         try:
             transaction.store.size(PARTIAL_KEY)
-            self.discard(location.name, name_of_partial(location.name), save_id)
+            self.discard(location.name, name_of_partial(location.name))
         except ObjectNotFoundError:
             transaction.leave_if_empty()
             return False
@@ -576,7 +555,7 @@ class RenameMethod(CommitMethod):
             transaction.leave()
         return True
 
-    def discard(self, name: str, directory: str, save_id: str = "") -> None:
+    def discard(self, name: str, directory: str) -> None:
         """Rename a directory to a name from which nothing is restored or committed, and delete it.
 
         The next save deletes what is left. A directory of a lower layer of overlayfs cannot be renamed. Its root is
@@ -585,12 +564,11 @@ class RenameMethod(CommitMethod):
         Args:
             name: the name of the checkpoint.
             directory: the name of the directory.
-            save_id: a unique number; empty: a new one.
 
         Raises:
             ObjectNotFoundError: it does not exist.
         """
-        hidden = name_of_save(name, save_id or new_save_id())
+        hidden = name_of_save(name, new_save_id())
         try:
             self.directories.rename(directory, hidden)
         except StorageError as error:
@@ -647,12 +625,13 @@ class RenameMethod(CommitMethod):
             stack.callback(self.directories.delete_directory, hidden)
             if locks.pinned(pin):
                 return None
-            check = held.check or (lambda: None)
-            return Lock(f"the deletion of {location.display}", check=check, release=stack.pop_all().close)
+            return Lock(f"the deletion of {location.display}", check=held.check, release=stack.pop_all().close)
 
     def locks(self, display: str = "", lease_seconds: float = 60.0, clock: Clock | None = None) -> Locks:
         """See `CommitMethod`."""
-        from ckptcore.commit.locks import DirectoryLocks, LeasedLocks  # plain saves and loads do not need it
+        # Plain saves and loads need neither.
+        from ckptcore.commit.directory_locks import DirectoryLocks
+        from ckptcore.commit.leased_locks import LeasedLocks
 
         has_locks = self._support.leases(self._directory) is None
         return (DirectoryLocks if has_locks else LeasedLocks)(self._directory, display, lease_seconds, clock)
@@ -725,12 +704,12 @@ class RenameMethod(CommitMethod):
 
     def placed_objects(self, name: str, hidden: str) -> PlacedObjects:
         """Return the objects of a save that move into the directory of the checkpoint."""
-        from ckptcore.commit.placing import PlacedObjects  # plain saves do not need it
+        from ckptcore.commit.overwriting import PlacedObjects  # plain saves do not need it
 
         return PlacedObjects(self._directory, self.directories, name, hidden)
 
     def aside(self, name: str) -> AsideCheckpoint:
         """Return the checkpoint that a save with two renames sets aside."""
-        from ckptcore.commit.setting_aside import AsideCheckpoint  # plain saves do not need it
+        from ckptcore.commit.overwriting import AsideCheckpoint  # plain saves do not need it
 
         return AsideCheckpoint(self._directory, self, name)

@@ -6,15 +6,14 @@ import functools
 import os
 import posixpath
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.installed import version_of
-from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, ValueRecord, check_key
-from ckptcore.model.tree import JSON, Node
+from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, check_key
+from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath
 
 NO_LEAVES: Final = TreeMetadata(Node("dict", (), ()), ())
 """The tree of files that an object wrote."""
@@ -116,8 +115,8 @@ class PartialSave(NamedTuple):
         if not self.sessions:
             return "no complete session"
         shown = [
-            f"one at {one.created} with {one.arrays} array{'' if one.arrays == 1 else 's'}"
-            for one in self.sessions[-_SHOWN:]
+            f"one at {session.created} with {session.arrays} array{'' if session.arrays == 1 else 's'}"
+            for session in self.sessions[-_SHOWN:]
         ]
         if len(self.sessions) > _SHOWN:
             shown.insert(0, f"{len(self.sessions) - _SHOWN} earlier")
@@ -188,6 +187,84 @@ class References:
         )
         if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
             raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another checkpoint")
+
+
+MAPPINGS: Final = ("dict", "OrderedDict")
+
+
+def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
+    """Return the numbers of the leaves that a checkpoint stores itself: all but arrays in bases and their aliases."""
+    referred = frozenset(references.leaf)
+    return [leaf for leaf in range(len(tree.leaves)) if tree.aliases.get(leaf, leaf) not in referred]
+
+
+def stored_numbers(tree: TreeMetadata, references: References) -> Mapping[int, int]:
+    """Return a mapping from leaf numbers in the whole tree to leaf numbers in the `stored_tree`."""
+    return {leaf: number for number, leaf in enumerate(stored_leaves(tree, references))}
+
+
+def stored_tree(tree: TreeMetadata, references: References) -> TreeMetadata:
+    """Return the tree of the leaves that a checkpoint stores itself. Its layout stores this tree."""
+    if not references.leaf:
+        return tree
+    kept = stored_leaves(tree, references)
+    numbers = {leaf: number for number, leaf in enumerate(kept)}
+    return TreeMetadata(
+        pruned(tree.skeleton, set(kept)),
+        tuple([tree.leaves[leaf] for leaf in kept]),
+        {numbers[alias]: numbers[target] for alias, target in tree.aliases.items() if alias in numbers},
+        {numbers[leaf]: ranks for leaf, ranks in tree.held_by.items() if leaf in numbers},
+    )
+
+
+def pruned(skeleton: Skeleton, kept: Collection[int]) -> Skeleton:
+    """Return a skeleton without some leaves, and without containers that become empty.
+
+    A container that loses a child becomes a mapping.
+
+    Args:
+        skeleton: the skeleton; its leaves are numbered from 0.
+        kept: the numbers of the leaves that stay.
+    """
+    rest, _ = _pruned(skeleton, kept, 0)
+    return Node("dict", (), ()) if rest is None else rest
+
+
+def _pruned(skeleton: Skeleton, kept: Collection[int], number: int) -> tuple[Skeleton | None, int]:
+    if not isinstance(skeleton, Node):
+        return (LEAF if number in kept else None), number + 1
+    if not skeleton.keys:
+        return skeleton, number
+    children = []
+    for key, child in zip(skeleton.keys, skeleton.children, strict=True):
+        rest, number = _pruned(child, kept, number)
+        if rest is not None:
+            children.append((key, rest))
+    if not children:
+        return None, number
+    keys, nodes = zip(*children, strict=True)
+    if len(keys) == len(skeleton.keys):
+        return skeleton._replace(keys=keys, children=nodes), number
+    kind = skeleton.kind if skeleton.kind in MAPPINGS else "dict"
+    return Node(kind, keys, nodes), number
+
+
+def cut_containers(skeleton: Skeleton, kept: Collection[int]) -> Mapping[TreePath, Node]:
+    """Return the containers that lose children in `pruned`, in their original form."""
+    leaves = [path for path, node in containers_and_leaves((), skeleton) if not isinstance(node, Node)]
+    lost = [path for number, path in enumerate(leaves) if number not in kept]
+    losing = {path[:length] for path in lost for length in range(len(path))}
+    return {
+        path: node for path, node in containers_and_leaves((), skeleton) if path in losing and isinstance(node, Node)
+    }
+
+
+def containers_and_leaves(path: TreePath, skeleton: Skeleton) -> Iterator[tuple[TreePath, Skeleton]]:
+    """Yield all containers and leaves of a subtree with their paths, each container before its children."""
+    yield path, skeleton
+    if isinstance(skeleton, Node):
+        for key, child in zip(skeleton.keys, skeleton.children, strict=True):
+            yield from containers_and_leaves((*path, key), child)
 
 
 MAX_ORDER: Final = 1 << 62
@@ -392,72 +469,3 @@ def split_rank(directory: str) -> tuple[str, int] | None:
 def this_writer() -> Mapping[str, str]:
     """Return the software that writes roots: versions by name of the distribution."""
     return {"ckptcore": version_of("ckptcore")}
-
-
-_MAX_CACHED: Final = 4
-"""Maximum number of roots in the cache."""
-
-_MAX_CACHED_BYTES: Final = 1 << 20
-"""Maximum size of a cached root in bytes."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedRoot(Generic[T]):
-    data: bytes
-    root: Root
-    kept: T
-
-
-class ParsedRoots(Generic[T]):
-    """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
-
-    The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
-    parts must be read and verified again. A root whose tree has mutable values is not cached, because callers could
-    change them.
-    """
-
-    def __init__(self) -> None:
-        """Create an empty cache."""
-        self._known: tuple[_CachedRoot[T], ...] = ()
-        self._lock = threading.Lock()
-
-    def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
-        """Return the root with these bytes.
-
-        Args:
-            data: the bytes.
-            parse: parses the bytes; called if they are not in the cache.
-        """
-        known = self._find(data)
-        return parse() if known is None else known.root
-
-    def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
-        """Return the object that belongs to a root, and cache both.
-
-        Args:
-            data: the bytes of the root.
-            root: the root.
-            make: creates the object; called if the root is not in the cache.
-        """
-        known = self._find(data)
-        if known is not None and known.root is root:
-            return known.kept
-        kept = make()
-        if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
-            with self._lock:
-                others = [other for other in self._known if other.data != data]
-                self._known = (_CachedRoot(data, root, kept), *others[: _MAX_CACHED - 1])
-        return kept
-
-    def _find(self, data: bytes) -> _CachedRoot[T] | None:
-        return next((known for known in self._known if known.data == data), None)
-
-
-def _has_containers(root: Root) -> bool:
-    """Return True if a value of the tree is a list or dict, which its handler may return without a copy."""
-    leaves = root.tree.leaves
-    if {*map(type, leaves)} == {ArrayRecord}:  # fast path
-        return False
-    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)

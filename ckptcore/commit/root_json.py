@@ -6,7 +6,6 @@ the errors of a `ReadPart` function.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 import math
@@ -103,11 +102,11 @@ def read_head(data: bytes) -> RootHead | None:
     Args:
         data: the root, or its first `HEAD_BYTES`.
     """
-    found = _HEAD.match(data)
-    if found is None:
+    head = _HEAD.match(data)
+    if head is None:
         return None
-    state, role = cast(Any, found[1].decode("ascii")), cast(Any, found[2].decode("ascii"))
-    return RootHead(state, role, found[3].decode("ascii"))  # the pattern matches no other values
+    state, role = cast(Any, head[1].decode("ascii")), cast(Any, head[2].decode("ascii"))
+    return RootHead(state, role, head[3].decode("ascii"))  # the pattern matches no other values
 
 
 def is_claim(data: bytes) -> bool:
@@ -153,20 +152,13 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
     role: Role = "checkpoint"
     if isinstance(root, CompositeRoot):
         own["members"] = {name: [member.kind, member.processes] for name, member in root.members.items()}
-        if root.files:
-            own["files"] = sorted(root.files)
-        if root.default is not None:
-            own["default"] = root.default
+        own["files"] = sorted(root.files or ()) or None
+        own["default"] = root.default
     else:
         role = root.role
-        if root.layout:
-            own["layout"] = root.layout
-            tables = {"tree": root.tree.to_json(), "layout": root.state}
-        else:
-            own["kind"] = "files"
-            tables = {"files": root.state}
-        if root.index:
-            own["index"] = root.index
+        own["layout" if root.layout else "kind"] = root.layout or "files"
+        tables = {"tree": root.tree.to_json(), "layout": root.state} if root.layout else {"files": root.state}
+        own["index"] = root.index or None
         tables["objects"] = _encode_objects(root.objects)
     tables["custom"] = root.custom
     if isinstance(root, Root) and root.references.leaf:
@@ -184,25 +176,21 @@ def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]
         key = f"checkpoint.{root.save_id}.{name}.json"
         parts[key] = encoded
         described[name] = {"key": key, "size": len(encoded), "checksum": _checksum(encoded)}
-    document: dict[str, JSON] = {
+    # JSON cannot store NaN and infinity as numbers.
+    metrics = {name: value if math.isfinite(value) else str(value) for name, value in root.metrics.items()}
+    fields: dict[str, JSON] = {
         **_head("committed", root.save_id, role),
         "created": root.created,
         "writer": dict(root.writer),
-        **({"order": list(root.order)} if root.order != SaveOrder() else {}),
+        "order": list(root.order) if root.order != SaveOrder() else None,
         **own,
         "tables": inline,
         "parts": described,
+        "metrics": metrics or None,
+        "progress": dict(root.progress) or None,
+        "timeline": root.timeline,
     }
-    if root.metrics:
-        # JSON cannot store NaN and infinity as numbers.
-        document["metrics"] = {
-            name: value if math.isfinite(value) else str(value) for name, value in root.metrics.items()
-        }
-    if root.progress:
-        document["progress"] = dict(root.progress)
-    if root.timeline is not None:
-        document["timeline"] = root.timeline
-    return _encode_root(document), parts
+    return _encode_root({name: value for name, value in fields.items() if value is not None}), parts
 
 
 def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
@@ -212,7 +200,7 @@ def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
         "block_bytes": BLOCK_BYTES,
         "key": [record.key for record in records],
         "size": [record.size for record in records],
-        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in records],
+        "checksums": [binascii.b2a_base64(record.checksums, newline=False).decode("ascii") for record in records],
     }
 
 
@@ -260,14 +248,10 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             parts.append(key)
         common: dict[str, Any] = {
             "save_id": head.save_id,
-            "created": _decode_created(document),
             "writer": _decode_writer(document),
-            "order": _decode_order(document["order"]) if "order" in document else SaveOrder(),
             "custom": dict(tables["custom"]),
             "parts": tuple(parts),
-            "metrics": _decode_metrics(document),
-            "timeline": document.get("timeline"),
-            "progress": _decode_progress(document),
+            **_decode_notes(document),
         }
         if "members" in document:
             members = _decode_members(document["members"])
@@ -285,7 +269,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> AnyRoot:
             objects=_decode_objects(tables["objects"]),
             role=head.role,
             references=_decode_references(document, tables, tree),
-            index=check_key(_text(document["index"])) if "index" in document else "",
+            index=_decode_index(document),
             **common,
         )
 
@@ -304,19 +288,15 @@ def summarize_root(data: bytes) -> RootSummary:
             table = document.get("tables", {}).get("objects", {"key": [], "size": []})
             objects = dict(_sizes(zip(table["key"], table["size"], strict=True)))
         return RootSummary(
-            head.state == "committed",
-            head.save_id,
-            _decode_created(document),
-            _decode_metrics(document),
-            _decode_progress(document),
-            _decode_members(document["members"]) if "members" in document else None,
-            objects,
-            dict(_sizes((described["key"], described["size"]) for described in parts.values())),
-            _decode_bases(document),
-            document.get("timeline"),
-            _decode_order(document.get("order")),
-            check_key(_text(document["index"])) if "index" in document else "",
-            _decode_files(document),
+            committed=head.state == "committed",
+            save_id=head.save_id,
+            members=_decode_members(document["members"]) if "members" in document else None,
+            objects=objects,
+            parts=dict(_sizes((described["key"], described["size"]) for described in parts.values())),
+            bases=_decode_bases(document),
+            index_key=_decode_index(document),
+            files=_decode_files(document),
+            **_decode_notes(document),
         )
 
 
@@ -406,13 +386,17 @@ def _verified_body(data: bytes) -> bytes:
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
     expected = f"{_CHECKSUM_NAME}:{tail[1].decode('ascii')}"
-    if _checksum(body) != expected:
-        raise CorruptCheckpointError(
-            f"{ROOT_KEY} is damaged: the recorded checksum is {expected}, but the bytes have {_checksum(body)}; "
-            f"{_REPAIR}",
-            key=ROOT_KEY, start=0, stop=len(data),
-        )  # fmt: skip
+    _verify(ROOT_KEY, body, expected, len(data))
     return body
+
+
+def _verify(key: str, data: bytes, expected: str, nbytes: int) -> None:
+    """Check the bytes of an object with a recorded checksum. The object has `nbytes` bytes."""
+    if (actual := _checksum(data)) != expected:
+        raise CorruptCheckpointError(
+            f"{key} is damaged: the recorded checksum is {expected}, but the bytes have {actual}; {_REPAIR}",
+            key=key, start=0, stop=nbytes,
+        )  # fmt: skip
 
 
 def _parse(data: bytes, key: str) -> Any:
@@ -427,30 +411,26 @@ def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
         raise _damaged(f"invalid size {size!r} of {key}", key)
     data = read_part(key, size + 1)
     if len(data) != size:
-        found = f"{len(data)} bytes" if len(data) < size else "more bytes"
+        actual = f"{len(data)} bytes" if len(data) < size else "more bytes"
         raise CorruptCheckpointError(
-            f"{key} has {found}, expected {size} bytes; restore it from a copy, or delete the checkpoint",
+            f"{key} has {actual}, expected {size} bytes; restore it from a copy, or delete the checkpoint",
             key=key, start=min(len(data), size), stop=max(len(data), size),
         )  # fmt: skip
-    if _checksum(data) != checksum:
-        raise CorruptCheckpointError(
-            f"{key} is damaged: the recorded checksum is {checksum}, but the bytes have {_checksum(data)}; {_REPAIR}",
-            key=key, start=0, stop=size,
-        )  # fmt: skip
+    _verify(key, data, checksum, size)
     table: JSON = _parse(data, key)
     return table
 
 
-def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise _damaged(f"expected text, found {str(found)[:80]!r}")
-    return found
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _damaged(f"expected text, found {str(value)[:80]!r}")
+    return value
 
 
-def _count(found: Any) -> int:
-    if type(found) is not int or found < 0:
-        raise _damaged(f"expected a whole number of at least 0, found {str(found)[:80]!r}")
-    return found
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise _damaged(f"expected a whole number of at least 0, found {str(value)[:80]!r}")
+    return value
 
 
 _SESSION: Final = (_count, _count, _text, _count, _count, _text, _count, _text)
@@ -479,39 +459,38 @@ def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
     )  # fmt: skip
 
 
-def _decode_metrics(document: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a root. Notes that have another form than expected are left out: no load needs them."""
-    decoded = {}
+def _decode_notes(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a root that no load needs. Those of another form than expected are left out."""
+    metrics = {}
     for name, value in _table(document, "metrics").items():
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:
-            decoded[name] = float(value)
+            metrics[name] = float(value)
         elif isinstance(value, str) and value in _NOT_FINITE:
-            decoded[name] = _NOT_FINITE[value]
-    return decoded
-
-
-def _decode_progress(document: dict[str, Any]) -> dict[str, int]:
-    return {name: value for name, value in _table(document, "progress").items() if type(value) is int}
+            metrics[name] = _NOT_FINITE[value]
+    created, order = document.get("created"), document.get("order")
+    if not isinstance(order, list) or len(order) != len(SaveOrder._fields):
+        order = SaveOrder()
+    is_possible = all(type(part) is int and 0 <= part <= MAX_ORDER for part in order)
+    return {
+        "created": created if isinstance(created, str) else "",
+        "order": SaveOrder(*order) if is_possible else SaveOrder(),
+        "metrics": metrics,
+        "timeline": document.get("timeline"),
+        "progress": {name: value for name, value in _table(document, "progress").items() if type(value) is int},
+    }
 
 
 def _decode_writer(document: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, value in _table(document, "writer").items() if isinstance(value, str)}
 
 
-def _decode_order(found: Any) -> SaveOrder:
-    if not isinstance(found, list) or len(found) != len(SaveOrder._fields):
-        return SaveOrder()
-    return SaveOrder(*found) if all(type(part) is int and 0 <= part <= MAX_ORDER for part in found) else SaveOrder()
-
-
-def _decode_created(document: dict[str, Any]) -> str:
-    found = document.get("created")
-    return found if isinstance(found, str) else ""
+def _decode_index(document: dict[str, Any]) -> str:
+    return check_key(_text(document["index"])) if "index" in document else ""
 
 
 def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
+    table = document.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _decode_members(members: Any) -> dict[str, Member]:
@@ -523,11 +502,11 @@ def _decode_members(members: Any) -> dict[str, Member]:
     return decoded
 
 
-def _kind(found: Any, what: str) -> Literal["tree", "files"]:
-    if found in ("tree", "files"):
-        return cast(Literal["tree", "files"], found)
+def _kind(value: Any, what: str) -> Literal["tree", "files"]:
+    if value in ("tree", "files"):
+        return cast(Literal["tree", "files"], value)
     raise UnsupportedVersionError(
-        f"{what} has the kind {str(found)[:80]!r}, which this version of ckptcore does not support; upgrade ckptcore"
+        f"{what} has the kind {str(value)[:80]!r}, which this version of ckptcore does not support; upgrade ckptcore"
     )
 
 

@@ -5,7 +5,7 @@ In an object store it is one object, which appears as a whole. Nothing that exis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.subdirectory import Subdirectory
 from ckptcore.errors import CheckpointExistsError, ConditionFailedError, SaveLostError
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
     from ckptcore.commit.rename import RenameMethod, RenameTransaction
 
 
-class FileTransaction(Protocol):
-    """The right to write one file."""
+class FileTransaction:
+    """The right to write one file. One object appears as a whole with its last piece, so nothing is left to do for it.
 
-    @property
-    def store(self) -> StorageBackend:
-        """The storage to write to, under any key."""
-        ...
+    Attributes:
+        store: the storage to write to, under any key.
+    """
+
+    def __init__(self, store: StorageBackend) -> None:
+        """Write nothing."""
+        self.store: Final = store
 
     def commit(self, key: str) -> None:
         """Move the file of a key to the location."""
-        ...
 
     def abort(self) -> None:
-        """Remove what was written."""
-        ...
+        """Remove what was written. A writer removes the pieces of an object that is not complete."""
 
 
 def file_exists(location: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
@@ -41,7 +42,7 @@ def file_exists(location: Location, *, meanwhile: bool = False) -> CheckpointExi
     )
 
 
-class PlacedFile:
+class PlacedFile(FileTransaction):
     """A file that is written in a hidden directory next to its location."""
 
     def __init__(
@@ -56,6 +57,7 @@ class PlacedFile:
             inner: the transaction that has locked it.
             replaces: True if it may replace another file.
         """
+        super().__init__(inner.store)
         self._location = location
         self._method = method
         self._hidden = hidden
@@ -64,11 +66,6 @@ class PlacedFile:
         if self._stamp is not None:
             method.directories.hide_from_others(location.name, hidden)
 
-    @property
-    def store(self) -> StorageBackend:
-        """See `FileTransaction`."""
-        return self._inner.store
-
     def commit(self, key: str) -> None:
         """See `FileTransaction`.
 
@@ -76,7 +73,7 @@ class PlacedFile:
             CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this one
                 lost its lease. The other file stays.
         """
-        self._inner.expect_lock()
+        self._inner.check()
         directories, name = self._method.directories, self._location.name
         try:
             directories.replace(f"{self._hidden}/{key}", name, self._stamp)
@@ -94,29 +91,11 @@ class PlacedFile:
         self._inner.abort()
 
 
-class ObjectTransaction:
-    """One object, which does not exist until its last piece is written."""
-
-    def __init__(self, location: Location, *, replaces: bool) -> None:
-        """Write nothing.
-
-        Args:
-            location: the location of the object.
-            replaces: True if it may replace another one.
-        """
-        self.store: StorageBackend = _OneObject(location, replaces=replaces)
-
-    def commit(self, key: str) -> None:
-        """Do nothing: the object is complete."""
-
-    def abort(self) -> None:
-        """Do nothing: a writer removes the pieces of an object that is not complete."""
-
-
-class _OneObject(Subdirectory):
+class OneObject(Subdirectory):
     """A storage in which every key is the same object."""
 
     def __init__(self, location: Location, *, replaces: bool) -> None:
+        """Write nothing. `replaces` is True if it may replace another object."""
         super().__init__(location.parent, "")
         self._location = location
         self._replaces = replaces

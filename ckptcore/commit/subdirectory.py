@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import cast
 
-from ckptcore.errors import ConditionFailedError, NameCollisionError
+from ckptcore.commit.names import existing_name
+from ckptcore.errors import AtomicityError, ConditionFailedError, NameCollisionError
 from ckptcore.protocols import (
     IF_ABSENT,
     AtomicDirectories,
@@ -154,8 +156,8 @@ class AtomicSubdirectories(Subdirectory):
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
         """See `AtomicDirectories`."""
-        found = self._directories.stamps([self._prefix + key for key in keys])
-        return {key[len(self._prefix) :]: stamp for key, stamp in found.items()}
+        stamps = self._directories.stamps([self._prefix + key for key in keys])
+        return {key[len(self._prefix) :]: stamp for key, stamp in stamps.items()}
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
         """See `AtomicDirectories`."""
@@ -203,8 +205,6 @@ class NewDirectory(AtomicSubdirectories):
             raise self._exists(key) from error
 
     def _exists(self, key: str) -> NameCollisionError:
-        from ckptcore.commit.names import existing_name  # only errors need it
-
         return existing_name(self._display, key, self.list())
 
 
@@ -221,3 +221,12 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
 def has_directories(storage_type: type[StorageBackend]) -> bool:
     """Return True if a type of storage has real directories. Cached, because the check is slow and frequent."""
     return issubclass(storage_type, AtomicDirectories)
+
+
+def make_directory(parent: StorageBackend, name: str) -> None:
+    """Create a directory. `AtomicDirectories` creates one only to lock it, also where there are no locks."""
+    with suppress(AtomicityError):
+        lock = cast(AtomicDirectories, parent).lock_directory(name)
+        if lock is not None:
+            with lock:
+                pass

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 
-from ckptcore.commit.target import INTERNAL_DIRECTORY
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
 from ckptcore.io.requests import reset_in_children
 from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend
 
 if TYPE_CHECKING:
+    from ckptcore.commit.leased_locks import LeasedLocks
     from ckptcore.commit.leases import Clock
-    from ckptcore.commit.locks import LeasedLocks
     from ckptcore.context import WithoutConditions
 
 logger = logger_named("ckptcore.commit")
 
 _MAX_REMEMBERED: Final = 1024
 """Most directories whose support is remembered. Beyond this, some are tried twice."""
+
+T = TypeVar("T")
+
+_Place: TypeAlias = tuple[str, bytes]
+"""The address of a directory, and its mount: another file system may be mounted there later."""
 
 
 class StorageSupport:
@@ -39,9 +44,8 @@ class StorageSupport:
         self.conditional_puts: dict[str, bool] = {}
         self.creates_missing: dict[str, bool] = {}
         self.lacks_locks = False
-        # By the address of a directory and its mount: another file system may be mounted there later.
-        self._leases: dict[tuple[str, bytes], LeasedLocks | None] = {}
-        self._features: dict[tuple[str, bytes], DirectoryFeatures] = {}
+        self._leases: dict[_Place, LeasedLocks | None] = {}
+        self._features: dict[_Place, DirectoryFeatures] = {}
         self._said: set[str] = set()
         self._lock = threading.Lock()
         reset_in_children(self)
@@ -65,19 +69,15 @@ class StorageSupport:
         known = self._features.get(key)
         if known is not None:
             return known
-        found = cast(AtomicDirectories, directory).probe(own)
-        if len(self._features) >= _MAX_REMEMBERED:
-            self._features.clear()
-        if key[0]:
-            self._features[key] = found
-        weaker = [] if found.exchanges else ["cannot exchange directories, so no checkpoint is replaced atomically"]
-        if found.merges:
+        features = _remember(self._features, key, cast(AtomicDirectories, directory).probe(own))
+        weaker = [] if features.exchanges else ["cannot exchange directories, so no checkpoint is replaced atomically"]
+        if features.merges:
             weaker.append(
-                f"treats names as equal that differ in {', '.join(sorted(found.merges))}; saves refuse such names"
+                f"treats names as equal that differ in {', '.join(sorted(features.merges))}; saves refuse such names"
             )
         if weaker:
             logger.info("%s: this file system %s", key[0], ", and ".join(weaker))
-        return found
+        return features
 
     def say_once(self, directory: StorageBackend, weaker: str) -> None:
         """Log one warning about what is weaker in a directory, with its address."""
@@ -110,16 +110,11 @@ class StorageSupport:
         with self._lock:
             if key in self._leases:  # another thread was faster
                 return self._leases[key]
-            found = None if has_locks else self._new_leases(directory)
-            if len(self._leases) >= _MAX_REMEMBERED:
-                self._leases.clear()
-            if key[0]:
-                self._leases[key] = found
-            self.lacks_locks = self.lacks_locks or found is not None
-            return found
+            self.lacks_locks = self.lacks_locks or not has_locks
+            return _remember(self._leases, key, None if has_locks else self._new_leases(directory))
 
     def _new_leases(self, directory: StorageBackend) -> LeasedLocks:
-        from ckptcore.commit.locks import LeasedLocks  # only file systems without locks need it here
+        from ckptcore.commit.leased_locks import LeasedLocks  # only file systems without locks need it here
 
         display = _url(directory)
         logger.warning(
@@ -130,6 +125,15 @@ class StorageSupport:
             display,
         )
         return LeasedLocks(directory, display, clock=self._clock)
+
+
+def _remember(known: dict[_Place, T], place: _Place, value: T) -> T:
+    """Remember what was found in a directory that has an address. Return it."""
+    if len(known) >= _MAX_REMEMBERED:
+        known.clear()
+    if place[0]:
+        known[place] = value
+    return value
 
 
 def _url(directory: StorageBackend) -> str:

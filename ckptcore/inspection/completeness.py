@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, TypeAlias
 from ckptcore.commit.location import AnyLocation, LocationAddress, SubPath, resolve_location
 from ckptcore.commit.root import ROOT_KEY, Base, CompositeRoot, Root, RootSummary
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import LocationVersion, parse_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import LocationVersion, parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -11,8 +11,7 @@ from typing import Final, Literal
 
 from ckptcore.builtin.files import empty_directories
 from ckptcore.commit.location import AnyLocation
-from ckptcore.commit.references import stored_leaves
-from ckptcore.commit.root import ROOT_KEY, Root
+from ckptcore.commit.root import ROOT_KEY, Root, stored_leaves
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,10 +72,9 @@ class Agreement:
         """
         if call is None:
             call = key if recording is None else f"{recording.operation} of {recording.location}"
-        self._late = LateRanks(call, coordinator.rank, coordinator.size)
+        late = LateRanks(call, coordinator.rank, coordinator.size)
         self._coordinator = coordinator
-        self._gathering = Gathering(coordinator, late=self._late, block_ranks=block_ranks)
-        self._block_ranks = block_ranks
+        self._gathering = Gathering(coordinator, late=late, block_ranks=block_ranks)
         self._key = key
         self._recording = recording
         self._is_verified = False  # True once the response to the token of this rank was received
@@ -90,10 +90,9 @@ class Agreement:
         return self._like(self._key, recording)
 
     def _like(self, key: str, recording: Recording | None) -> Agreement:
-        agreement = Agreement(self._coordinator, key, recording, block_ranks=self._block_ranks)
-        agreement._is_verified = self._is_verified
-        agreement._late = self._late
-        agreement._gathering = Gathering(self._coordinator, late=self._late, block_ranks=self._block_ranks)
+        agreement = copy.copy(self)
+        agreement._key = key
+        agreement._recording = recording
         return agreement
 
     @contextmanager
@@ -186,9 +185,9 @@ class Agreement:
         """
 
         def message(block: range) -> bytes:
-            found = tokens[block.start : block.stop]
+            own = tokens[block.start : block.stop]
             return _encode({**asdict(verdict or _Verdict()), "leader": tokens[0] if tokens else None,
-                            "first": block.start, "tokens": list(found)})  # fmt: skip
+                            "first": block.start, "tokens": list(own)})  # fmt: skip
 
         leads = verdict is not None
         if token is not None:

@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
@@ -39,7 +38,8 @@ class ExchangeCounts:
         """Start with zero counts."""
         self._lock = threading.Lock()
         self._of_found_jobs: dict[int, int] = {}
-        self._of_coordinators: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]] = {}
+        self._of_coordinators: dict[int, dict[int, int]] = {}
+        self._kept: list[Coordinator] = []
 
     def key(self, coordinator: Coordinator | None, name: str) -> str:
         """Return a key for the exchanges of an operation that begins now.
@@ -57,27 +57,15 @@ class ExchangeCounts:
         return f"{name}#{number}"
 
     def _counts_of(self, coordinator: Coordinator) -> dict[int, int]:
-        known = self._of_coordinators.get(id(coordinator))
-        if known is not None and known[0]() is coordinator:
-            return known[1]
-        counts: dict[int, int] = {}
-        self._of_coordinators[id(coordinator)] = (self._reference(coordinator), counts)
-        return counts
-
-    def _reference(self, coordinator: Coordinator) -> Callable[[], Coordinator | None]:
-        try:
-            # The callback does not take the lock: garbage collection may run while this thread has it.
-            return weakref.ref(coordinator, functools.partial(_drop, self._of_coordinators, id(coordinator)))
-        except TypeError:
-            return lambda: coordinator  # slots without `__weakref__`: keep it in memory
-
-
-def _drop(
-    counts: dict[int, tuple[Callable[[], Coordinator | None], dict[int, int]]], address: int, reference: object
-) -> None:
-    known = counts.get(address)
-    if known is not None and known[0] is reference:  # else another object has this address now
-        del counts[address]
+        number = id(coordinator)
+        if number not in self._of_coordinators:
+            self._of_coordinators[number] = {}
+            try:
+                # The callback does not take the lock: garbage collection may run while this thread has it.
+                weakref.finalize(coordinator, self._of_coordinators.pop, number, None).atexit = False
+            except TypeError:
+                self._kept.append(coordinator)  # slots without `__weakref__`: its id stays its own
+        return self._of_coordinators[number]
 
 
 logger = logger_named("ckptcore.job")
@@ -170,11 +158,11 @@ class LateRanks:
 
 def _is_shown(logger: logging.Logger) -> bool:
     """Return True if the program has configured a handler for the records of a logger."""
-    found: logging.Logger | None = logger
-    while found is not None:
-        if any(not isinstance(handler, logging.NullHandler) for handler in found.handlers):
+    ancestor: logging.Logger | None = logger
+    while ancestor is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in ancestor.handlers):
             return True
-        found = found.parent if found.propagate else None
+        ancestor = ancestor.parent if ancestor.propagate else None
     return False
 
 
@@ -336,11 +324,15 @@ class Gathering:
 
 
 def _pack(payloads: Sequence[bytes], missing: Sequence[int]) -> bytes:
+    import zlib  # only large jobs need it
+
     head = json.dumps({"sizes": list(map(len, payloads)), "missing": list(missing)}, separators=(",", ":"))
     return b"".join((head.encode("ascii"), b"\n", zlib.compress(b"".join(payloads), _COMPRESSION)))
 
 
 def _unpack(data: bytes) -> tuple[list[bytes], list[int]]:
+    import zlib  # only large jobs need it
+
     line, _, rest = data.partition(b"\n")
     head: dict[str, Any] = json.loads(line)
     joined = zlib.decompress(rest)

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
 from ckptcore.commit.location import Location
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.root import ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.target import INTERNAL_DIRECTORY
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend
 
 _TIMEOUT_SECONDS: Final = 10.0
 """Time limit to find the object of the leader: network file systems cache missing names for seconds."""
-
-_FIRST_PAUSE_SECONDS: Final = 0.05
-_LONGEST_PAUSE_SECONDS: Final = 1.0
 
 _PROBES: Final = f"{INTERNAL_DIRECTORY}/probe-"
 
@@ -69,7 +65,7 @@ def sees_claim(claimed: Claim, location: Location) -> bool:
         ObjectNotFoundError: this process sees no root at all.
     """
     expected = encode_claim(claimed)
-    store = location.commits.store_of(location, claimed.save_id)
+    store = location.commit_method.store_of(location, claimed.save_id)
     return store.get(ROOT_KEY, 0, len(expected) + 1) == expected
 
 
@@ -109,16 +105,12 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, directory:
 
 
 def _look_for(look: Callable[[], bool], directory: str, leader_directory: str) -> None:
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
+    from ckptcore.commit.leases import SYSTEM_CLOCK  # needed only in a job
+
+    for _ in SYSTEM_CLOCK.attempts(_TIMEOUT_SECONDS, first=0.05, last=1.0):
         with suppress(ObjectNotFoundError):
             if look():
                 return
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     raise NotSharedError(
         f"{directory}: {_host()} cannot see the files that rank 0 created in {leader_directory} (waited "
         f"{_TIMEOUT_SECONDS:g} s). All processes of a job must share one directory: use a file system that all hosts "

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptcore.builtin.local_files import LocalFile
 from ckptcore.commit.location import AnyLocation
-from ckptcore.commit.target import LocationVersion
+from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.block_cache import BlockCache

@@ -8,9 +8,8 @@ import re
 from typing import Final
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
-from ckptcore.commit.references import stored_numbers, stored_tree
-from ckptcore.commit.root import Base, Root
-from ckptcore.commit.target import LocationVersion, parse_root, read_version
+from ckptcore.commit.root import Base, Root, stored_numbers, stored_tree
+from ckptcore.commit.stored_root import LocationVersion, parse_root, read_version
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError

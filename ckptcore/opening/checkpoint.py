@@ -11,7 +11,7 @@ import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import CompositeRoot, Member, PartialSave, Root
-from ckptcore.commit.target import LocationVersion
+from ckptcore.commit.stored_root import LocationVersion
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.target import FindForeign, LocationVersion, has_members, read_version
+from ckptcore.commit.stored_root import FindForeign, LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import DISTRIBUTIONS, import_name, install_hint
 from ckptcore.errors import (
@@ -41,7 +41,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnKeys
+    from ckptcore.commit.stored_root import OwnKeys
 
 _FILES_TRIED: Final = 20
 """Limit of files that are inspected for the message about a directory that is not a checkpoint."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckptcore.commit.root import HOST_COPIES, Root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.events import logger_named

@@ -9,8 +9,8 @@ from typing import TypeAlias
 from ckptcore.commit.location import AnyLocation, Location, SubPath
 from ckptcore.commit.root import ROOT_KEY, split_rank
 from ckptcore.commit.root_json import is_claim
+from ckptcore.commit.stored_root import deletion_mark, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import deletion_mark, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -7,9 +7,15 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
-from ckptcore.commit.root import Claim, CompositeRoot, Member, ParsedRoots, PartialSave, Root
+from ckptcore.commit.names import is_hidden_name
+from ckptcore.commit.root import Claim, CompositeRoot, Member, PartialSave, Root
 from ckptcore.commit.root_json import summarize_root
-from ckptcore.commit.target import LocationVersion, is_hidden_name, parse_root, read_version
+from ckptcore.commit.stored_root import (
+    LocationVersion,
+    ParsedRoots,
+    parse_root,
+    read_version,
+)
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -136,7 +142,7 @@ def _restores(location: Location, error: CheckpointError) -> bool:
     if not isinstance(error, CheckpointNotFoundError | CorruptCheckpointError):
         return False
     try:
-        return location.commits.restore(location.name)
+        return location.commit_method.restore(location.name)
     except StorageError as failure:
         error.add_note(f"A save that was killed has hidden the old checkpoint, which cannot be restored: {failure}")
         return False

@@ -12,7 +12,7 @@ import xxhash
 
 from ckptcore.commit.location import Location, resolve_location
 from ckptcore.commit.root import Member, Root, SaveOrder, check_name, new_save_id
-from ckptcore.commit.target import next_order, read_root, refuse_inside, refuse_to_replace
+from ckptcore.commit.stored_root import next_order, read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError, UnsupportedVersionError
 from ckptcore.events import Recording
@@ -135,7 +135,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
     if request.hooks.allowed is not None:
         request.hooks.allowed()
     refuse_inside(target.location)
-    target.location.commits.refuse_place(target.location)
+    target.location.commit_method.refuse_place(target.location)
     if not request.strategy.checks_target:
         refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
     if keeps_others(target):
@@ -157,7 +157,7 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
             root = read_root(location.store)
             taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
     if taken:
-        from ckptcore.commit.placing import fixed_names  # only errors need it
+        from ckptcore.commit.overwriting import fixed_names  # only errors need it
 
         raise fixed_names(location.display, taken)
 
@@ -244,7 +244,9 @@ def keeps_others(target: CommitTarget) -> bool:
     """Return True if a save moves its objects into an existing directory with other files. On the leader."""
     location, overwrite = target.location, target.overwrite
     return (
-        overwrite == "keep-other-files" and location.commits.replaces_atomically and bool(location.store.list_names())
+        overwrite == "keep-other-files"
+        and location.commit_method.replaces_atomically
+        and bool(location.store.list_names())
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
-from ckptcore.commit.target import FindForeign, Overwrite
+from ckptcore.commit.stored_root import FindForeign, Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.io.snapshot import StateCopy
@@ -21,7 +21,7 @@ from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
 from ckptcore.saving.parts import PartDescription, SavePart
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnKeys
+    from ckptcore.commit.stored_root import OwnKeys
 
 NOTHING_COMMITTED: Final = "nothing was committed"
 """The consequence of an error before the commit, on any rank, for messages."""

@@ -185,7 +185,7 @@ def _write_in_background(
     for one in saves:
         # Import the module of the commit on this thread: a process that is forked while another thread imports a module
         # inherits the unfinished import, and hangs if it imports the module too.
-        _ = one.target.location.commits
+        _ = one.target.location.commit_method
 
     def work() -> None:
         try:

@@ -8,10 +8,9 @@ from typing import ClassVar, Final, cast
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.safetensors_files import DTYPES
-from ckptcore.commit.file_names import refuse_file_name
-from ckptcore.commit.location import AnyLocation, Location
+from ckptcore.commit.location import AnyLocation, Location, refuse_file_name
 from ckptcore.commit.single_file import FileTransaction, file_exists
-from ckptcore.commit.target import OVERWRITES, unknown_overwrite
+from ckptcore.commit.stored_root import OVERWRITES, unknown_overwrite
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
@@ -104,7 +103,7 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
             f"{location.display} is a directory, and a file does not replace it: delete it with ckptcore.delete, or "
             "save elsewhere. Nothing was changed"
         )
-    elif location.commits.replaces_atomically and f"{location.name}/" in location.parent.list_names():
+    elif location.commit_method.replaces_atomically and f"{location.name}/" in location.parent.list_names():
         raise CheckpointExistsError(
             f"{location.display} is an empty directory, and a file does not replace it: remove it, or save elsewhere. "
             "Nothing was changed"
@@ -150,7 +149,7 @@ class _FileCommit:
         target = self._save.target
         with self._save.recording.phase("claim"):
             _refuse_target(target.location, replaces=bool(target.overwrite))
-            self._file = target.location.commits.begin_file(
+            self._file = target.location.commit_method.begin_file(
                 target.location, self._save.info.claimed, replaces=bool(target.overwrite)
             )
 

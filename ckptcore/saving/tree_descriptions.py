@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from ckptcore.commit.root import Member
+from ckptcore.commit.root import Member, cut_containers, pruned
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.model.arrays import ArraySpec, Box, Shard
@@ -212,8 +212,6 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
     paths = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
     if not paths:
         return flat, _NO_PLACEHOLDERS
-    from ckptcore.commit.references import cut_containers, pruned  # needed only by updates
-
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
     given = flat._replace(skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
     return given, Placeholders(paths, cut_containers(flat.skeleton, set(kept)))

@@ -12,10 +12,11 @@ from itertools import chain
 from typing import ClassVar, Protocol
 
 from ckptcore.commit.location import Location
+from ckptcore.commit.names import is_leftover_name
 from ckptcore.commit.root import ROOT_KEY, Claim, CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_leftover_name, read_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording, logger_named, timeline_to_json
@@ -175,8 +176,8 @@ class PlainCommit:
         save, target = self._save, self._save.target
         find_foreign = foreign_checkpoints(save.context)
         with save.recording.phase("claim"):
-            commits = target.location.commits
-            self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
+            method = target.location.commit_method
+            self._claim = method.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
             self._claim.expect_distinct(functools.partial(_known_keys, save))
             if save.has_other_writers:
                 self._claim.show_claim()
@@ -188,7 +189,7 @@ class PlainCommit:
             return self._claim.store
         if self._claimed_store is None:
             location = self._save.target.location
-            self._claimed_store = location.commits.store_of(location, self._save.info.save_id, is_new=True)
+            self._claimed_store = location.commit_method.store_of(location, self._save.info.save_id, is_new=True)
         return self._claimed_store
 
     def commit(self, payloads: Sequence[object]) -> None:
@@ -269,7 +270,7 @@ def _remove_abandoned(location: Location, save_id: str) -> None:
         return  # the hidden directory may contain the checkpoint that this save replaced
     names = [name.removesuffix("/") for name in location.parent.list_names() if name.endswith("/")]
     ours = [name for name in names if is_leftover_name(name) and f".{save_id}." in name]
-    location.commits.sweep_names(ours)  # skips a directory that the leader still locks
+    location.commit_method.sweep_names(ours)  # skips a directory that the leader still locks
 
 
 class _MetadataStore:

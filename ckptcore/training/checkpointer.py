@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeAlias
 
-from ckptcore.commit.file_names import expect_directory_name
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import LocationLike, expect_directory_name
 from ckptcore.commit.locks import IfInUse
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.io.background import SaveHandle

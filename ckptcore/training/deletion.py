@@ -15,7 +15,7 @@ from typing import Final
 from ckptcore.commit.delete import bases_in, find_bases, forget_bases, referring_to
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.locks import Lock
-from ckptcore.commit.root import Base, new_save_id
+from ckptcore.commit.root import Base
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -226,7 +226,7 @@ class StepDeleter:
         self._other_files = other_files
         self._looks_complete = looks_complete
         self._store = store
-        self._commits = steps.commits(store)
+        self._commits = steps.commit_method(store)
         self._owned = owned
         self._context = context
         self._locks = self._commits.locks(steps.display)
@@ -278,7 +278,7 @@ class StepDeleter:
                 self._owned.check_without_room()
                 try:
                     location = self._location(step)
-                    location.commits.remove_unfinished(location, new_save_id())
+                    location.commit_method.remove_unfinished(location)
                 except CheckpointExistsError as error:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
@@ -513,10 +513,10 @@ class StepDeleter:
                 intent.check()
                 location = self._location(step)
                 try:
-                    location.commits.remove(location, new_save_id(), other_files=self._other_files)
+                    location.commit_method.remove(location, other_files=self._other_files)
                 except CheckpointNotFoundError:
                     self._steps.expect_present()
-                    if location.commits.is_committed(location.name):
+                    if location.commit_method.is_committed(location.name):
                         raise  # its file system was not mounted for a moment
                     # Another process deleted it.
                 self._steps.forget([step])

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ckptcore.commit.location import AnyLocation, LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
-from ckptcore.commit.target import INTERNAL_DIRECTORY
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.inspection.completeness import has_expected_sizes
@@ -95,7 +95,7 @@ class OwnedDirectory:
         self.steps = steps
         self.policy = policy
         self.store: StorageBackend = steps.open_to_write()
-        self.lock: Lock = steps.commits(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
+        self.lock: Lock = steps.commit_method(self.store).locks(steps.display).own(if_in_use, at_least=at_least)
         self.deleter = StepDeleter(
             steps, self.store, self.lock, context, looks_complete=looks_complete, other_files=other_files
         )
@@ -108,7 +108,7 @@ class OwnedDirectory:
             SaveLostError: another process owns it.
             StorageError: it is not there now, because its file system is not mounted.
         """
-        if not self.steps.commits(self.store).claims_by_root:
+        if not self.steps.commit_method(self.store).claims_by_root:
             self.lock.check_without_room()
 
     def infos(self) -> Sequence[StepInfo]:

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Literal
 
 from ckptcore.commit.root import SaveOrder
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import logger_named

@@ -21,10 +21,11 @@ from ckptcore.commit.location import (
 )
 from ckptcore.commit.locks import Lock, Locks
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.names import is_leftover_name, replaced_by
 from ckptcore.commit.root import ROOT_KEY, RootSummary
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import is_leftover_name, replaced_by, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -126,7 +127,7 @@ class StepDirectory:
         """The storage, opened at the directory, for reading."""
         return self._store
 
-    def commits(self, store: StorageBackend | None = None) -> CommitMethod:
+    def commit_method(self, store: StorageBackend | None = None) -> CommitMethod:
         """Return the commit method of the directory.
 
         Args:
@@ -158,7 +159,7 @@ class StepDirectory:
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
             try:
-                if self.commits().restore(name):
+                if self.commit_method().restore(name):
                     entries.append(name)
             except StorageError as error:
                 logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
@@ -240,7 +241,7 @@ class StepDirectory:
         Raises:
             InvalidLocationError: it is a checkpoint.
         """
-        if self.commits().is_committed("") is not None:
+        if self.commit_method().is_committed("") is not None:
             raise self._no_directory()
 
     def _no_directory(self) -> InvalidLocationError:
@@ -398,7 +399,7 @@ class StepDirectory:
         """
         if self._locks is None:
             store = open_directory(self.directory, runtime_of(self._context).storages)
-            self._locks = self.commits(store).locks(self.display)
+            self._locks = self.commit_method(store).locks(self.display)
         if not self.is_committed(step):
             raise CheckpointNotFoundError(self.missing(step))  # before anything is written to the directory
         pin = self._locks.pin(self.name(step))
@@ -433,7 +434,7 @@ class StepDirectory:
     def _check(self, step: int, name: str) -> bool:
         """Check in the storage if a step is committed, and cache the result."""
         try:
-            ours = self.commits().is_committed(name)
+            ours = self.commit_method().is_committed(name)
         except InvalidLocationError as error:
             self._ignore_link(name, error)
             return False

@@ -15,9 +15,10 @@ from ckptcore_testing.locations import objects_at, store_at
 
 import ckptcore
 from ckptcore.builtin.local_calls import exchange
+from ckptcore.commit.names import name_of_partial, name_of_save
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.target import name_of_partial, name_of_save
+from tests.copying.places import objects_at, store_at
 
 LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
 """Every layout that saves."""

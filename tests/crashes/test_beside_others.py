@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptcore
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.location import resolve_location
-from ckptcore.commit.placing import PlacedObjects
+from ckptcore.commit.overwriting import PlacedObjects
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.protocols import StorageOptions
 from ckptcore.runtime import runtime_of
@@ -378,7 +378,7 @@ def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path)
     def sweep(save: _Suspended, plan: FaultPlan) -> None:
         context = faulty_context(save.place.location, plan)
         location = resolve_location(through(save.place.location), runtime_of(context).storages)
-        location.commits.sweep(location)
+        location.commit_method.sweep(location)
 
     number = _number(_operations(tmp_path, _OWN), "replace", "step/checkpoint.json")
     plan = FaultPlan()

@@ -13,7 +13,7 @@ from ckptcore_tools.copies import CopyReport
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.target import is_hidden_name
+from ckptcore.commit.names import is_hidden_name
 from tests.crashes.saver import NEW, OLD, copied_from, exported
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace

@@ -18,7 +18,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.commit.target import read_root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, SaveLostError
 from ckptcore.protocols import StorageBackend
 from tests.crashes.saver import LOST, OLD

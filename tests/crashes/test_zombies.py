@@ -11,7 +11,7 @@ from ckptcore_testing.faults import FaultPlan, Operation
 from ckptcore_testing.locations import InterruptedPlan, faulty_context, through
 
 import ckptcore
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
 from tests.crashes.states import make_state, version_at, version_of
 

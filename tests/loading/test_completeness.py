@@ -19,8 +19,8 @@ from ckptcore.commit import root_json
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root import CompositeRoot, Member
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.inspection.completeness import FileCheck, StoredFiles, has_expected_sizes

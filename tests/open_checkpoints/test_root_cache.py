@@ -11,8 +11,8 @@ import pytest
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.commit.root import ROOT_KEY, ParsedRoots, Root
-from ckptcore.commit.target import parse_root
+from ckptcore.commit.root import ROOT_KEY, Root
+from ckptcore.commit.stored_root import ParsedRoots, parse_root
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.model import Box
 from ckptcore.model.metadata import TreeMetadata, ValueRecord

@@ -11,7 +11,7 @@ import pytest
 import ckptcore
 from ckptcore.commit.leases import EarlierOwner, Holder, decode_holder, new_holder
 from ckptcore.commit.location import resolve_location
-from ckptcore.commit.owners import OWNER_LEASE, OWNER_RECORD
+from ckptcore.commit.locks import OWNER_LEASE, OWNER_RECORD
 from ckptcore.context import default_context
 from ckptcore.runtime import runtime_of
 

@@ -14,9 +14,9 @@ from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import find_partial
+from ckptcore.commit.names import name_of_replaced
 from ckptcore.commit.root import Base, PartialSave, new_save_id
 from ckptcore.commit.support import StorageSupport
-from ckptcore.commit.target import name_of_replaced
 from ckptcore.context import Context
 from ckptcore.errors import AtomicityError, SaveLostError, StorageError, StorageFullError
 from ckptcore.opening.bases import base_location
@@ -46,7 +46,7 @@ def process(tmp_path: Path) -> Callable[[Clock], Location]:
 
 
 def begin(location: Location) -> Transaction:
-    return location.commits.begin(location, new_claim(new_save_id()), True)
+    return location.commit_method.begin(location, new_claim(new_save_id()), True)
 
 
 def hidden(location: Location) -> list[str]:
@@ -117,10 +117,10 @@ def test_a_slow_save_keeps_its_files(process: Callable[[Clock], Location], clock
     slow.store.put("w", b"1")
     for _ in range(10):
         clock.sleep(30)
-        assert other.commits.is_changing(other)
+        assert other.commit_method.is_changing(other)
         begin(other).abort()
     slow.commit(ROOT, {})
-    assert not other.commits.is_changing(other)
+    assert not other.commit_method.is_changing(other)
     assert sorted(other.store.list()) == ["checkpoint.json", "w"]
 
 
@@ -148,12 +148,12 @@ def test_a_save_that_lost_its_lease_commits_nothing(
 
 def test_a_deletion_is_announced_by_a_lease(process: Callable[[Clock], Location], clock: FakeClock) -> None:
     location, other = process(clock), process(clock)
-    announced = location.commits.announce_deletion(location, location.commits.locks("steps"), "a.base")
+    announced = location.commit_method.announce_deletion(location, location.commit_method.locks("steps"), "a.base")
     assert announced is not None
-    assert other.commits.is_changing(other)
+    assert other.commit_method.is_changing(other)
     announced.check()
     announced.close()
-    assert not other.commits.is_changing(other)
+    assert not other.commit_method.is_changing(other)
     assert list(other.parent.list_names()) == []
 
 
@@ -190,9 +190,9 @@ def test_a_resumed_save_waits_for_the_lease_of_the_killed_one(
 ) -> None:
     """An interrupted copy is resumed with its save id, and so with its hidden directory."""
     claim, dead, location = new_claim(new_save_id()), clock.process(), process(clock)
-    process(dead).commits.begin(process(dead), claim, False).store.put("w", b"1")
+    process(dead).commit_method.begin(process(dead), claim, False).store.put("w", b"1")
     dead.is_frozen = True
-    resumed = location.commits.begin(location, claim, False, resume=True)
+    resumed = location.commit_method.begin(location, claim, False, resume=True)
     assert clock.now() > 60
     resumed.commit(ROOT, {})
     assert sorted(location.store.list()) == ["checkpoint.json", "w"]
@@ -247,7 +247,7 @@ def test_the_lists_of_a_run_ask_once_for_locks(
         hidden.mkdir()
         (hidden / "checkpoint.json").write_bytes(ROOT)
         assert name in steps.list_names().values()
-    assert steps.commits().locks().owner() is None
+    assert steps.commit_method().locks().owner() is None
     assert len(caplog.records) == 1
 
 

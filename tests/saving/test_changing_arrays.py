@@ -24,7 +24,7 @@ from ckptcore_orbax.zarr import chunk_codec
 import ckptcore
 from ckptcore import Context
 from ckptcore.builtin import local, memory
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
 

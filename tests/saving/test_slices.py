@@ -18,7 +18,7 @@ from ckptcore import Export, SafetensorsLayout, WithExports
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root import Root
-from ckptcore.commit.target import read_root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, ChecksumError, CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.planning import ChunkTable

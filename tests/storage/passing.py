@@ -165,7 +165,7 @@ def run(place: Place, seed: int, saves: int) -> None:
     expected = range(max(0, saves + 1 - _KEPT), saves + 1)
     # A lease that could not be removed while its file system was away keeps its step until it expires.
     pinned = [
-        int(name) for name in StepDirectory(place.directory, StepNames(), place.direct).commits().locks().pinned()
+        int(name) for name in StepDirectory(place.directory, StepNames(), place.direct).commit_method().locks().pinned()
     ]
     assert set(expected) <= set(reader.steps) <= {*expected, *pinned}, f"seed {seed}: {reader.steps}"
     for step in expected:

@@ -179,8 +179,8 @@ def test_processes_that_write_one_name_are_refused(tmp_path: Path) -> None:
     """No name tells the leader, so files are created exclusively."""
     location = resolve_location(tmp_path / "c", runtime_of(_FAST).storages, to_write=True)
     claim = Claim(new_save_id(), "2026-01-01T00:00:00+00:00")
-    transaction = location.commits.begin(location, claim, overwrite=False)
-    other = location.commits.store_of(location, claim.save_id, is_new=True)
+    transaction = location.commit_method.begin(location, claim, overwrite=False)
+    other = location.commit_method.store_of(location, claim.save_id, is_new=True)
     transaction.store.open_writer("a", 1).abort()
     transaction.store.put("a", b"1")
     for write in (partial(other.open_writer, "a", 1), partial(other.put, "a", b"1")):

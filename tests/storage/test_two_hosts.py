@@ -84,11 +84,11 @@ def test_a_save_leaves_the_running_save_of_another_host(place: str, hosts: Hosts
         return Location(f"{path}/a", store, "a", f"file:{path}/a", support=StorageSupport(clock=FakeClock()))
 
     one, two = at(hosts.one), at(getattr(hosts, place))
-    running = one.commits.begin(one, new_claim(new_save_id()), False)
+    running = one.commit_method.begin(one, new_claim(new_save_id()), False)
     running.store.put("w", b"1")
-    other = two.commits.begin(two, new_claim(new_save_id()), False)
+    other = two.commit_method.begin(two, new_claim(new_save_id()), False)
     other.store.put("w", b"2")
-    two.commits.sweep(two)
+    two.commit_method.sweep(two)
     running.commit(b"root", {})
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
         other.commit(b"other", {})

@@ -9,7 +9,7 @@ from typing import Final
 from ckptcore.commit.location import Location, LocationLike, resolve_location, shown_location
 from ckptcore.commit.root import PARTIAL_KEY, PartialSave
 from ckptcore.commit.root_json import encode_root, summarize_root
-from ckptcore.commit.target import root_bytes
+from ckptcore.commit.stored_root import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.commit.references import MAPPINGS, containers_and_leaves
+from ckptcore.commit.root import MAPPINGS, containers_and_leaves
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path

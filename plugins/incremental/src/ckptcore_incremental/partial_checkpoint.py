@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from ckptcore.commit.file_names import expect_directory_name
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import LocationLike, expect_directory_name
 from ckptcore.context import Context, default_context
 from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON

@@ -16,13 +16,13 @@ from ckptcore.commit.conditional_put import ConditionalPutTransaction
 from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.location import Location
 from ckptcore.commit.method import find_partial
-from ckptcore.commit.places import naming_place
+from ckptcore.commit.names import name_of_partial, naming_place
 from ckptcore.commit.put_conditions import find_object
 from ckptcore.commit.rename import RenameMethod, RenameTransaction
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, PartialSave, Session
 from ckptcore.commit.root_json import encode_partial, is_partial
+from ckptcore.commit.stored_root import find_existing, parse_root, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import find_existing, name_of_partial, parse_root, refuse_to_replace
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -94,13 +94,13 @@ class OpenSession(ABC):
 class _DirectorySession(OpenSession):
     """A session that has locked the hidden directory of the partial save."""
 
-    def __init__(self, location: Location, planned: PlannedSession, commits: RenameMethod) -> None:
+    def __init__(self, location: Location, planned: PlannedSession, method: RenameMethod) -> None:
         super().__init__(location, planned)
-        self._directories = commits.directories
-        commits.refuse_place(location)
-        commits.restore(location.name)
+        self._directories = method.directories
+        method.refuse_place(location)
+        method.restore(location.name)
         with naming_place(location):
-            self.transaction: RenameTransaction = commits.lock_partial(location)
+            self.transaction: RenameTransaction = method.lock_partial(location)
         try:
             self._begin()
         except BaseException:
@@ -171,9 +171,9 @@ def begin_session(location: Location, planned: PlannedSession) -> OpenSession:
         SaveLostError: another session is running, or began or ended after this one was planned.
         AtomicityError: the storage has no conditional puts.
     """
-    commits = location.commits
-    if isinstance(commits, RenameMethod):
-        return _DirectorySession(location, planned, commits)
+    method = location.commit_method
+    if isinstance(method, RenameMethod):
+        return _DirectorySession(location, planned, method)
     return _ObjectSession(location, planned)
 
 
@@ -192,9 +192,9 @@ def resume_sessions(
         CheckpointExistsError: the location has a checkpoint.
         SaveLostError: a session is running, or began or ended meanwhile.
     """
-    commits = location.commits
-    if isinstance(commits, RenameMethod):
-        return _resume_in_directory(location, commits, examine)
+    method = location.commit_method
+    if isinstance(method, RenameMethod):
+        return _resume_in_directory(location, method, examine)
     found = find_object(location.store, ROOT_KEY)
     before = None if found is None else parse_root(location.store, found[0], location.display)
     if not isinstance(before, PartialSave):
@@ -212,13 +212,13 @@ def resume_sessions(
 
 
 def _resume_in_directory(
-    location: Location, commits: RenameMethod, examine: Callable[[PartialSave, StorageBackend], T]
+    location: Location, method: RenameMethod, examine: Callable[[PartialSave, StorageBackend], T]
 ) -> tuple[PartialSave, Transaction, T]:
     if find_partial(location) is None:
         raise _no_sessions(location)
     expect_no_checkpoint(location)
-    commits.sweep(location)
-    transaction = commits.lock_partial(location)
+    method.sweep(location)
+    transaction = method.lock_partial(location)
     try:
         partial = find_partial(location)  # again: the lock excludes changes
         if partial is not None:
@@ -232,7 +232,7 @@ def _resume_in_directory(
 
 def session_store(location: Location) -> StorageBackend:
     """Return the store of the sessions of a partial save, for reading."""
-    if isinstance(location.commits, RenameMethod):
+    if isinstance(location.commit_method, RenameMethod):
         return subdirectory(location.parent, name_of_partial(location.name))
     return location.store
 
@@ -244,7 +244,7 @@ def store_of_session(location: Location, partial: PartialSave) -> StorageBackend
         location: the location of the partial save.
         partial: the session table while the session writes.
     """
-    if isinstance(location.commits, RenameMethod):
+    if isinstance(location.commit_method, RenameMethod):
         return session_store(location)
     return FencedStore(location, partial.save_id, owner=partial.owner)
 
@@ -279,7 +279,7 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
     Raises:
         CheckpointExistsError
     """
-    if partial is not None and not isinstance(location.commits, RenameMethod):
+    if partial is not None and not isinstance(location.commit_method, RenameMethod):
         return
     if refuse_to_replace(location, True) == "checkpoint":
         raise _checkpoint_exists(location)

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Final
 from ckptcore.commit.delete import base_locks, note_bases, pin_name
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import AnyLocation, Location, LocationLike, absolute_location
-from ckptcore.commit.places import refuse_other_spelling
-from ckptcore.commit.references import stored_tree
-from ckptcore.commit.root import Base, CompositeRoot, References, Root
+from ckptcore.commit.names import refuse_other_spelling
+from ckptcore.commit.root import Base, CompositeRoot, References, Root, stored_tree
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -38,9 +37,6 @@ __all__ = ["Update"]
 
 _CHANGE_SECONDS: Final = 180.0
 """Maximum seconds that an update waits for a save or a deletion that changes its base."""
-
-_FIRST_POLL_SECONDS: Final = 0.01
-_LAST_POLL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +174,13 @@ def _wait_until_unchanging(base: Location) -> None:
     Raises:
         SaveLostError: if one still runs after `_CHANGE_SECONDS`.
     """
-    deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
-    pause = _FIRST_POLL_SECONDS
-    while base.commits.is_changing(base):
-        if SYSTEM_CLOCK.now() >= deadline:
-            raise SaveLostError(
-                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with "
-                "another base, or save all arrays. Nothing was written"
-            )
-        SYSTEM_CLOCK.sleep(pause)
-        pause = min(2 * pause, _LAST_POLL_SECONDS)
+    for _ in SYSTEM_CLOCK.attempts(_CHANGE_SECONDS):
+        if not base.commit_method.is_changing(base):
+            return
+    raise SaveLostError(
+        f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} s); save with another "
+        "base, or save all arrays. Nothing was written"
+    )
 
 
 def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReferences, TreeDescription]:

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 
 from ckptcore.commit.location import Location, LocationAddress, open_address
 from ckptcore.commit.root import Claim
+from ckptcore.commit.stored_root import read_version
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import read_version
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
 from ckptcore.io.memory import allocate
@@ -140,7 +140,7 @@ class WriteParts:
         runtime = runtime_of(self.options.context)
         location = self.options.open(self.address, to_write=True)
         expect_claim(self.claimed, location)
-        store = location.commits.store_of(location, self.claimed.save_id, is_new=True)
+        store = location.commit_method.store_of(location, self.claimed.save_id, is_new=True)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)

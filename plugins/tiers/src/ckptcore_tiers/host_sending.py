@@ -22,9 +22,10 @@ from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
 from ckptcore.commit.location import Location, SubPath, resolve_location
+from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claim, PartialSave, Root
+from ckptcore.commit.stored_root import LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import INTERNAL_DIRECTORY, LocationVersion, parse_root, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -176,7 +177,7 @@ class LeaderSender:
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
         to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
         claimed = Claim(copy_id, save_created())
-        claim = to.commits.begin(to, claimed, "non-atomic" if replaces else False, resume=True)
+        claim = to.commit_method.begin(to, claimed, "non-atomic" if replaces else False, resume=True)
         done = 0
 
         def count(nbytes: int) -> None:
@@ -320,7 +321,7 @@ class HostSender:
         if part.manifest.copy_id != copy_id:
             return False  # another save of the step
         to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
-        store = to.commits.store_of(to, part.manifest.copy_id)
+        store = to.commit_method.store_of(to, part.manifest.copy_id)
         claimed = read_root(store)
         if not isinstance(claimed, Claim) or claimed.save_id != copy_id:
             return False

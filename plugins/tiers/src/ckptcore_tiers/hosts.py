@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.commit.location import AnyLocation, Location, SubPath, resolve_location
-from ckptcore.commit.root import Claim, PartialSave, Root, new_save_id
+from ckptcore.commit.names import INTERNAL_DIRECTORY
+from ckptcore.commit.root import Claim, PartialSave, Root
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import read_root, root_bytes
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import INTERNAL_DIRECTORY, read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -194,7 +195,7 @@ class HostSteps:
                 path = SubPath(self._steps.directory, name)
                 location = resolve_location(path, runtime_of(self._context).storages, to_write=True)
                 try:
-                    location.commits.remove(location, new_save_id())
+                    location.commit_method.remove(location)
                 except CheckpointNotFoundError:
                     pass  # another process deleted it
                 except CheckpointExistsError as error:

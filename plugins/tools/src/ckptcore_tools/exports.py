@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
-from ckptcore.commit.file_names import expect_directory_name
-from ckptcore.commit.location import AnyLocation, Location, LocationLike, SubPath, absolute_location, resolve_location
+from ckptcore.commit.location import (
+    AnyLocation,
+    Location,
+    LocationLike,
+    SubPath,
+    absolute_location,
+    expect_directory_name,
+    resolve_location,
+)
 from ckptcore.commit.root import ROOT_KEY, Claim, Member, Role, new_save_id
-from ckptcore.commit.target import refuse_to_replace
+from ckptcore.commit.stored_root import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
@@ -407,13 +414,13 @@ def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget
     for export in exports:
         # The directory of the save does not exist yet.
         location = target.location if export.location.is_within(target.location) else export.location
-        if location.commits.claims_by_root:
+        if location.commit_method.claims_by_root:
             continue  # object stores compare the bytes of keys
         parent = location.identity.rpartition("/")[0]
         names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
         # A name of its own: another save to the location may be running.
         place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
-        trial = place.commits.begin(place, Claim(save_id, save_created()), overwrite=False)
+        trial = place.commit_method.begin(place, Claim(save_id, save_created()), overwrite=False)
         try:
             trial.expect_distinct(export.keys)
             trial.expect_distinct(names.copy)

@@ -92,7 +92,7 @@ def plan_deletions(
     for step, status in statuses.items():
         if step not in infos:
             # Only object stores have a claim as root. File systems commit by rename.
-            if status.state == "uncommitted" and steps.commits().claims_by_root:
+            if status.state == "uncommitted" and steps.commit_method().claims_by_root:
                 leftovers.append(status.name)
             else:
                 decisions.append(StepDecision(status, delete=False, reasons=(_KEPT_BECAUSE[status.state],)))

@@ -11,8 +11,8 @@ from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.stored_root import root_version
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -165,7 +165,7 @@ def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None
 def find_pinned(steps: StepDirectory) -> frozenset[str] | None:
     """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
     try:
-        return steps.commits().locks(steps.display).pinned()
+        return steps.commit_method().locks(steps.display).pinned()
     except StorageError:
         # Reading the pins also removes the pins of processes that have exited, which needs write permission.
         return None
@@ -261,7 +261,7 @@ def _durations(timeline: JSON) -> tuple[float | None, float | None]:
 def find_owner(steps: StepDirectory) -> RunOwner | None:
     """Return the job that owns a directory of steps. None if there is none."""
     try:
-        owner = steps.commits().locks().owner()
+        owner = steps.commit_method().locks().owner()
     except StorageError as error:
         return RunOwner(None, None, None, None, f"unknown: {error}")
     if owner is None:

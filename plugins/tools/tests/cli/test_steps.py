@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
-from ckptcore.commit.target import root_bytes
+from ckptcore.commit.stored_root import root_bytes
 from ckptcore.protocols import StorageBackend
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, StepsDocument

@@ -14,7 +14,7 @@ from ckptcore_tools.copies import CopyReport
 import ckptcore
 from ckptcore.commit.root import ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import with_order
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 

@@ -16,7 +16,7 @@ from ckptcore_tools.run_steps import find_steps
 
 from ckptcore.commit.location import resolve_location
 from ckptcore.commit.root_json import summarize_root
-from ckptcore.commit.target import root_version
+from ckptcore.commit.stored_root import root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -37,7 +37,7 @@ from ckptcore_tools.optimizer_parts import find_optimizers
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse
-    from ckptcore.commit.target import Overwrite
+    from ckptcore.commit.stored_root import Overwrite
     from ckptcore.protocols import Transform
     from ckptcore_tools.copies import CopyReport, StepsCopyReport
     from ckptcore_tools.copies.copying import CopyVerification

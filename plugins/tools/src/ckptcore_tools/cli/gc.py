@@ -94,9 +94,9 @@ def command(
         if not plan.steps_to_delete and not plan.leftovers:
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
-        if not take_over and steps.commits().locks().owner() is not None:
+        if not take_over and steps.commit_method().locks().owner() is not None:
             # If the directory is in use, fail before asking for confirmation.
-            steps.commits(steps.open_to_write()).locks(directory).own().close()
+            steps.commit_method(steps.open_to_write()).locks(directory).own().close()
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
@@ -150,7 +150,7 @@ def _delete_steps(
         StorageError, SaveLostError: if a deletion fails. Some steps may be deleted.
     """
     store = steps.open_to_write()
-    with steps.commits(store).locks(steps.display).own(if_in_use) as owned:
+    with steps.commit_method(store).locks(steps.display).own(if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)
         plan = plan_deletions(steps, policy, time.time(), context, other_files=other_files)

@@ -85,8 +85,8 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _read_entries(directory: str) -> Sequence[Entry]:
+    from ckptcore.commit.names import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
     from ckptcore.commit.root import ROOT_KEY
-    from ckptcore.commit.target import INTERNAL_DIRECTORY, is_hidden_name, is_leftover_name
 
     context = command_context()
     try:

@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import overload
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.file_names import expect_directory_name
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import LocationLike, expect_directory_name
 from ckptcore.commit.locks import IfInUse
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import Layout, Transforms

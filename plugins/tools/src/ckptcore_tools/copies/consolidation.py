@@ -20,7 +20,7 @@ import xxhash
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, SubPath, resolve_location, shown_location
 from ckptcore.commit.root import CompositeRoot, Root, SaveOrder, new_save_id
-from ckptcore.commit.target import Overwrite, next_order, refuse_to_replace
+from ckptcore.commit.stored_root import Overwrite, next_order, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

@@ -17,7 +17,7 @@ from ckptcore.builtin import SingleProcess
 from ckptcore.builtin.files import empty_directories, state_of_files
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
-from ckptcore.commit.target import Overwrite, next_order, read_root, refuse_to_replace
+from ckptcore.commit.stored_root import Overwrite, next_order, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording, logger_named
@@ -279,12 +279,12 @@ class _Conversion:
     def _remove_previous_attempt(self) -> None:
         """Remove the checkpoint of a previous attempt if the next one cannot replace it. Keep other saves."""
         written, self._written = self._written, None
-        if written is None or (self._overwrite and self._destination.commits.replaces_atomically):
+        if written is None or (self._overwrite and self._destination.commit_method.replaces_atomically):
             return
         root = read_root(self._destination.store)
         if root is not None and root.save_id == written:
             with suppress(CheckpointNotFoundError):  # another process deleted it
-                self._destination.commits.remove(self._destination, new_save_id())
+                self._destination.commit_method.remove(self._destination)
 
 
 def _refuse_own_names(opened: Checkpoint) -> None:

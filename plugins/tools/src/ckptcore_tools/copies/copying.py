@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
-from ckptcore.commit.placing import fixed_names
+from ckptcore.commit.overwriting import fixed_names
 from ckptcore.commit.root import ROOT_KEY, Claim, Root
 from ckptcore.commit.root_json import (
     bases_of_root,
@@ -23,7 +23,7 @@ from ckptcore.commit.root_json import (
     summarize_root,
     with_order,
 )
-from ckptcore.commit.target import Overwrite, is_claimed_by, read_root, root_bytes, root_version
+from ckptcore.commit.stored_root import Overwrite, is_claimed_by, read_root, root_bytes, root_version
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -126,7 +126,7 @@ def copy_checkpoint(
         counted.plan(manifest.nbytes)
         copy = _CopyAttempt(manifest, to, verify, counted, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
-            to.commits.sweep(to)
+            to.commit_method.sweep(to)
             report = copy.report_of_complete()
             counted.end()
             return report
@@ -203,7 +203,7 @@ def _refuse_names_of_others(manifest: Manifest, destination: Location) -> None:
     if manifest.root is not None:
         names.discard(_index_of(manifest.root))  # the commit replaces it
     taken = sorted(names.intersection(destination.store.list()))
-    if taken and destination.commits.replaces_atomically:
+    if taken and destination.commit_method.replaces_atomically:
         raise fixed_names(destination.display, taken)
 
 
@@ -285,7 +285,7 @@ class _CopyAttempt:
         Raises:
             CheckpointError: see `copy_checkpoint`.
         """
-        claim = self._destination.commits.begin(
+        claim = self._destination.commit_method.begin(
             self._destination,
             Claim(self._manifest.copy_id, save_created()),
             overwrite,

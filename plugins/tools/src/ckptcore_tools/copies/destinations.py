@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import Root
-from ckptcore.commit.target import read_root
+from ckptcore.commit.stored_root import read_root
 from ckptcore.errors import InvalidLocationError
 from ckptcore.opening.checkpoint import Checkpoint
 

@@ -11,9 +11,10 @@ from typing import Final
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
+from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name
+from ckptcore.commit.stored_root import LocationVersion, deletion_mark
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,

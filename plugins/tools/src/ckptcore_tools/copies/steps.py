@@ -9,8 +9,8 @@ from typing import Final
 from ckptcore.commit.delete import concerns_one_entry
 from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -83,7 +83,7 @@ def copy_run(
     to_steps.replace(to_steps.list_names())
     chosen, unread = _choose_steps(from_steps, steps)
     store = to_steps.open_to_write()
-    with to_steps.commits(store).locks(to_steps.display).own(if_in_use) as lock:
+    with to_steps.commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
         _copy_metadata(from_steps.store, store, overwrite)
         counted = _StepsProgress(progress, len(chosen))
         copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context, unread)

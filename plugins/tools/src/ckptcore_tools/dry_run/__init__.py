@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import FunctionType, MethodType
 
 from ckptcore.commit.location import LocationLike
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
 from ckptcore_tools.dry_run.jobs import PlanRequest, plan_running_job, plan_simulated_job

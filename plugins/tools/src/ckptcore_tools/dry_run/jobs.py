@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from ckptcore.commit.location import AnyLocation
-from ckptcore.commit.target import Overwrite
+from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context
 from ckptcore.errors import PluginError
 from ckptcore.events import Recording
@@ -321,7 +321,7 @@ def _simulate(
     save_request = request.save_request(state)
     recording = Recording("save", str(save_request.destination.location), rank=agreement.rank)
     save = prepare_save(save_request, dry_run_context(context, wrap_leaf), recording, agreement)
-    on_file_system = request.location is not None and save.target.location.commits.replaces_atomically
+    on_file_system = request.location is not None and save.target.location.commit_method.replaces_atomically
     kind: StorageKind = "directories" if on_file_system else "objects"
     return _SimulatedSave(save, kind, *run_writes(save, kind, context))
 

@@ -10,8 +10,8 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_chec
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import CompositeRoot, Root, this_writer
 from ckptcore.commit.root_json import encode_root
+from ckptcore.commit.stored_root import refuse_inside, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.commit.target import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.requests import SIZES
@@ -197,14 +197,14 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
     claimed = save.info.claimed
     refuse_inside(location)  # the checks of a save before it claims the location
     refuse_to_replace(location, False)
-    claim = location.commits.begin(location, claimed, False)
+    claim = location.commit_method.begin(location, claimed, False)
     if save.agreement.size > 1:
         claim.show_claim()
     store = claim.store
     if rank:  # only the leader made the requests above; other ranks look for its claim
         storage.forget()
         sees_claim(claimed, location)
-        store = location.commits.store_of(location, claimed.save_id)
+        store = location.commit_method.store_of(location, claimed.save_id)
     receipts = []
     at_most: set[str] = set()
     exact: set[str] = set()

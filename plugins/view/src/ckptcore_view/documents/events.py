@@ -12,7 +12,7 @@ from typing import Final, Literal
 from ckptcore_tools.run_steps import RunOwner, StepStatus
 
 from ckptcore.commit.leases import Holder, read_lease
-from ckptcore.commit.owners import OWNER_LEASE, read_owner
+from ckptcore.commit.locks import OWNER_LEASE, read_owner
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.opening.members import present_members

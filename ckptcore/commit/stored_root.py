@@ -1,25 +1,16 @@
-"""The target of a save or load: what exists at a location, whether a save may replace it, and whether it changed.
-
-Hidden directories next to a checkpoint belong to saves that are running or were killed.
-"""
+"""The root that is stored at a location, whether a save may replace it, and whether it has changed."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ckptcore.commit.root import ROOT_KEY, AnyRoot, SaveOrder
-from ckptcore.commit.root_json import (
-    HEAD_BYTES,
-    RootHead,
-    decode_root,
-    is_claim,
-    is_partial,
-    read_head,
-    summarize_root,
-)
+from ckptcore.commit.names import is_hidden_name
+from ckptcore.commit.root import ROOT_KEY, AnyRoot, Root, SaveOrder
+from ckptcore.commit.root_json import HEAD_BYTES, decode_root, is_claim, is_partial, read_head, summarize_root
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -29,11 +20,16 @@ from ckptcore.errors import (
     StoragePermissionError,
     UnsupportedVersionError,
 )
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.protocols import StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.commit.contents import OwnKeys
     from ckptcore.commit.location import Location
+
+T = TypeVar("T")
+
+OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
+"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
@@ -52,6 +48,68 @@ _MAX_MEMBERS: Final = 1000
 _KEEP_FILES: Final = "pass overwrite='keep-other-files' to keep them (one tree in the layout dcp or safetensors), or "
 _WITH_FILES: Final = "pass overwrite='with-other-files' to delete them too, or "
 _DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, other_files=True), or "
+
+
+def deletion_mark(save_id: str, directory: str) -> str:
+    """Return the key of the empty object in a composite that says that a directory of it was deleted on purpose.
+
+    A directory that is missing without it was lost, or never downloaded. The key has the save id, so that the mark of
+    an old checkpoint says nothing about its successor.
+    """
+    return f"checkpoint.{save_id}.deleted.{directory}"
+
+
+def read_root(store: StorageBackend) -> AnyRoot | None:
+    """Return the root of a checkpoint; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: the root or a part of it is damaged.
+        UnsupportedVersionError: a newer version wrote it.
+    """
+    data = root_bytes(store)
+    return None if data is None else parse_root(store, data)
+
+
+def root_bytes(store: StorageBackend) -> bytes | None:
+    """Return the bytes of the root, which differ between any two saves; None without a root."""
+    try:
+        return store.get(ROOT_KEY)
+    except ObjectNotFoundError:
+        return None
+
+
+def is_claimed_by(data: bytes | None, save_id: str) -> bool:
+    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
+    head = None if data is None or not is_claim(data) else read_head(data)
+    return head is not None and head.save_id == save_id
+
+
+def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot:
+    """Parse a root. Its parts are read from the storage.
+
+    Args:
+        store: the storage, opened at the checkpoint.
+        data: the bytes of the root.
+        display: the location, for errors; empty if the caller adds it to the errors.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError: see `read_root`.
+    """
+
+    def read_part(key: str, size: int) -> bytes:
+        try:
+            return store.get(key, 0, size)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
+
+    try:
+        return decode_root(data, read_part)
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{display}: {error}" if display else str(error)) from error
+    except CorruptCheckpointError as error:
+        if not display:
+            raise
+        raise type(error)(f"{display}: {error}", key=error.key, start=error.start, stop=error.stop) from error
 
 
 def none_foreign(location: Location) -> OwnKeys | None:
@@ -128,76 +186,10 @@ def find_existing(
     from ckptcore.commit.contents import expect_removable  # a save to an empty location does not need it
 
     keeps = overwrite in ("keep-other-files", "with-other-files")
-    remedy = _KEEP_FILES if location.commits.replaces_atomically else ""
+    remedy = _KEEP_FILES if location.commit_method.replaces_atomically else ""
     remedy += _WITH_FILES + ("" if root is None else _DELETE_FIRST)  # files without a root are not deleted
     expect_removable(location, other_files=keeps, remedy=f"{remedy}save elsewhere", owns=owns)
     return existing
-
-
-def unknown_overwrite(overwrite: object) -> ValueError:
-    """Return the error for an argument ``overwrite`` that is not one of `OVERWRITES`."""
-    return ValueError(
-        f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
-        "'with-other-files'"
-    )
-
-
-def partial_exists(location: Location) -> CheckpointExistsError:
-    """Return the error for a save to the location of a partial save."""
-    return CheckpointExistsError(
-        f"{location.display} has a partial save that is not finalized: finalize it with "
-        "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
-    )
-
-
-def deletion_mark(save_id: str, directory: str) -> str:
-    """Return the key of the empty object in a composite that says that a directory of it was deleted on purpose.
-
-    A directory that is missing without it was lost, or never downloaded. The key has the save id, so that the mark of
-    an old checkpoint says nothing about its successor.
-    """
-    return f"checkpoint.{save_id}.deleted.{directory}"
-
-
-def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
-    """Return True if the names in a directory without a root include members of a composite."""
-    for entry in names[:_MAX_MEMBERS]:
-        if not entry.endswith("/") or entry.startswith("."):
-            continue
-        try:
-            head = _head(store, entry[:-1])
-        except StorageError:
-            continue
-        if head is not None and head.role == "member":
-            return True
-    return False
-
-
-def _head(store: StorageBackend, name: str) -> RootHead | None:
-    """Return the head of the root in a directory; None without a readable one."""
-    try:
-        return read_head(store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
-    except ObjectNotFoundError:
-        return None
-
-
-def read_root(store: StorageBackend) -> AnyRoot | None:
-    """Return the root of a checkpoint; None if there is none.
-
-    Raises:
-        CorruptCheckpointError: the root or a part of it is damaged.
-        UnsupportedVersionError: a newer version wrote it.
-    """
-    data = root_bytes(store)
-    return None if data is None else parse_root(store, data)
-
-
-def root_bytes(store: StorageBackend) -> bytes | None:
-    """Return the bytes of the root, which differ between any two saves; None without a root."""
-    try:
-        return store.get(ROOT_KEY)
-    except ObjectNotFoundError:
-        return None
 
 
 def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
@@ -216,38 +208,20 @@ def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
         return SaveOrder().next
 
 
-def is_claimed_by(data: bytes | None, save_id: str) -> bool:
-    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
-    head = None if data is None or not is_claim(data) else read_head(data)
-    return head is not None and head.save_id == save_id
+def unknown_overwrite(overwrite: object) -> ValueError:
+    """Return the error for an argument ``overwrite`` that is not one of `OVERWRITES`."""
+    return ValueError(
+        f"overwrite={overwrite!r}: expected True, False, 'best-effort', 'non-atomic', 'keep-other-files' or "
+        "'with-other-files'"
+    )
 
 
-def parse_root(store: StorageBackend, data: bytes, display: str = "") -> AnyRoot:
-    """Parse a root. Its parts are read from the storage.
-
-    Args:
-        store: the storage, opened at the checkpoint.
-        data: the bytes of the root.
-        display: the location, for errors; empty if the caller adds it to the errors.
-
-    Raises:
-        CorruptCheckpointError, UnsupportedVersionError: see `read_root`.
-    """
-
-    def read_part(key: str, size: int) -> bytes:
-        try:
-            return store.get(key, 0, size)
-        except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
-
-    try:
-        return decode_root(data, read_part)
-    except UnsupportedVersionError as error:
-        raise UnsupportedVersionError(f"{display}: {error}" if display else str(error)) from error
-    except CorruptCheckpointError as error:
-        if not display:
-            raise
-        raise type(error)(f"{display}: {error}", key=error.key, start=error.start, stop=error.stop) from error
+def partial_exists(location: Location) -> CheckpointExistsError:
+    """Return the error for a save to the location of a partial save."""
+    return CheckpointExistsError(
+        f"{location.display} has a partial save that is not finalized: finalize it with "
+        "ckptcore.partial(...).finalize, or delete it with ckptcore.delete, before saving there"
+    )
 
 
 def refuse_inside(location: Location) -> None:
@@ -265,6 +239,20 @@ def refuse_inside(location: Location) -> None:
         f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
         "checkpoint owns its directory: save outside it. Nothing was written"
     )
+
+
+def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    """Return True if the names in a directory without a root include members of a composite."""
+    for entry in names[:_MAX_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            head = read_head(store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES))
+        except StorageError:
+            continue
+        if head is not None and head.role == "member":
+            return True
+    return False
 
 
 class LocationVersion(NamedTuple):
@@ -378,61 +366,68 @@ def root_version(store: StorageBackend) -> bytes | str | None:
         return str(error)
 
 
-INTERNAL_DIRECTORY: Final = ".ckptcore"
-"""The directory of locks, uploads and metadata within a directory of steps."""
+_MAX_CACHED: Final = 4
+"""Maximum number of roots in the cache."""
 
-_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16}|partial|replaced)\.ckptcore", re.DOTALL)
-"""The name of a hidden directory: the name of the checkpoint, and the save id, "partial" or "replaced"."""
-
-
-def is_hidden_name(name: str) -> bool:
-    """Return True for the name of the hidden directory of a save, a deletion or a partial save."""
-    return _HIDDEN.fullmatch(name) is not None
+_MAX_CACHED_BYTES: Final = 1 << 20
+"""Maximum size of a cached root in bytes."""
 
 
-def is_leftover_name(name: str) -> bool:
-    """Return True for the name of the hidden directory of a save or a deletion, running or killed."""
-    matched = _HIDDEN.fullmatch(name)
-    return matched is not None and matched[2] != "partial"
+@dataclass(frozen=True, slots=True)
+class _CachedRoot(Generic[T]):
+    data: bytes
+    root: Root
+    kept: T
 
 
-def is_save_of(name: str, hidden: str) -> bool:
-    """Return True if a hidden directory belongs to a save to `name`, or to a deletion of `name`."""
-    matched = _HIDDEN.fullmatch(hidden)
-    return matched is not None and matched[2] != "partial" and matched[1] == name
+class ParsedRoots(Generic[T]):
+    """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
 
-
-def saved_to(hidden: str) -> str | None:
-    """Return the name of the checkpoint that a hidden directory belongs to; None for the name of something else."""
-    matched = _HIDDEN.fullmatch(hidden)
-    return None if matched is None else matched[1]
-
-
-def replaced_by(hidden: str) -> str | None:
-    """Return the name of the checkpoint whose old directory this is, if a save replaces it by two renames."""
-    matched = _HIDDEN.fullmatch(hidden)
-    return matched[1] if matched is not None and matched[2] == "replaced" else None
-
-
-def name_of_save(name: str, save_id: str) -> str:
-    """Return the name of the hidden directory of a save."""
-    return f".{name}.{save_id}.ckptcore"
-
-
-def save_of_hidden(hidden: str) -> str:
-    """Return the save id in the name of a hidden directory; of a partial or replaced one, the whole name.
-
-    The name of a lease has it, because the whole name may leave no room there.
+    The bytes of a root are the key: they are read and compared each time. A root with parts is not cached, because its
+    parts must be read and verified again. A root whose tree has mutable values is not cached, because callers could
+    change them.
     """
-    matched = _HIDDEN.fullmatch(hidden)
-    return hidden if matched is None or matched[2] in ("partial", "replaced") else matched[2]
+
+    def __init__(self) -> None:
+        """Create an empty cache."""
+        self._known: tuple[_CachedRoot[T], ...] = ()
+        self._lock = threading.Lock()
+
+    def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
+        """Return the root with these bytes.
+
+        Args:
+            data: the bytes.
+            parse: parses the bytes; called if they are not in the cache.
+        """
+        known = self._find(data)
+        return parse() if known is None else known.root
+
+    def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
+        """Return the object that belongs to a root, and cache both.
+
+        Args:
+            data: the bytes of the root.
+            root: the root.
+            make: creates the object; called if the root is not in the cache.
+        """
+        known = self._find(data)
+        if known is not None and known.root is root:
+            return known.kept
+        kept = make()
+        if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
+            with self._lock:
+                others = [other for other in self._known if other.data != data]
+                self._known = (_CachedRoot(data, root, kept), *others[: _MAX_CACHED - 1])
+        return kept
+
+    def _find(self, data: bytes) -> _CachedRoot[T] | None:
+        return next((known for known in self._known if known.data == data), None)
 
 
-def name_of_partial(name: str) -> str:
-    """Return the name of the hidden directory of a partial save."""
-    return f".{name}.partial.ckptcore"
-
-
-def name_of_replaced(name: str) -> str:
-    """Return the name of a checkpoint that a save replaces by two renames, between these."""
-    return f".{name}.replaced.ckptcore"
+def _has_containers(root: Root) -> bool:
+    """Return True if a value of the tree is a list or dict, which its handler may return without a copy."""
+    leaves = root.tree.leaves
+    if {*map(type, leaves)} == {ArrayRecord}:  # fast path
+        return False
+    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)
