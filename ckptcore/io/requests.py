@@ -335,7 +335,6 @@ class _Resettable(Protocol):
 
     def reset_after_fork(self) -> None:
         """Return to the initial state. May not take locks: a thread of the parent may have held them at the fork."""
-        ...
 
 
 def reset_in_children(resettable: _Resettable) -> None:

@@ -102,15 +102,12 @@ class StateCopy(Protocol):
 
     def wait(self) -> None:
         """Return once the part may change: everything is copied, or the writer ended."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Record that the part may have changed: no more of it is copied."""
-        ...
 
     def end_writing(self) -> None:
         """Record that the writer needs nothing more."""
-        ...
 
 
 class ViewedSnapshot:

@@ -20,7 +20,6 @@ class Pending(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Wait for the result, and return it or raise its error."""
-        ...
 
 
 class Ready(NamedTuple, Generic[T]):
@@ -155,16 +154,13 @@ class Checksum(Protocol):
     @property
     def name(self) -> str:
         """The name of the algorithm, for errors."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of a checksum in an object; at least one, equal for every value."""
-        ...
 
     def of(self, data: memoryview) -> int:
         """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for large views."""
-        ...
 
     def join(self, first: int, second: int, second_bytes: int) -> int:
         """Return the checksum of two adjacent runs of bytes.
@@ -174,11 +170,9 @@ class Checksum(Protocol):
             second: the checksum of the second run.
             second_bytes: the bytes of the second run; may be zero.
         """
-        ...
 
     def encode(self, value: int) -> bytes:
         """Encode a checksum for an object, as `nbytes` bytes."""
-        ...
 
 
 class ChecksumSegment(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,67 +15,6 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
-
-_MAX_RANGES: Final = 1 << 16
-"""Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
-_LEAST_PARTS: Final = 3
-"""Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
-of the band is requested, so two halves would each read the whole band."""
-
-
-def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
-    """Cut an array into consecutive boxes in C order, each of which is one flat range of elements.
-
-    Args:
-        spec: the array.
-        bands: preferred boundaries along the first axis, in elements and in any order. A band is the elements
-            between two boundaries. Boundaries outside of the array are ignored.
-        most_bytes: limit of the size of a box. A single element, or an uncut band, may exceed it.
-        band_bytes: bands up to this size are not cut.
-
-    Returns:
-        A single box for an array of up to `most_bytes`, also for an empty one.
-    """
-    if not spec.shape or spec.nbytes <= most_bytes:
-        return [Box.whole(spec.shape)]
-    most_bytes = max(most_bytes, -(-spec.nbytes // _MAX_RANGES))
-    rows, rest = spec.shape[0], spec.shape[1:]
-    itemsize = spec.numpy_dtype.itemsize
-    row_bytes = math.prod(rest) * itemsize
-    edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
-    found: list[Box] = []
-    first = 0
-    for low, high in itertools.pairwise(edges):
-        if low > first and (high - first) * row_bytes > most_bytes:
-            found.extend(_rows(first, low, rest))
-            first = low
-        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
-            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
-            first = high
-    if first < rows:
-        found.extend(_rows(first, rows, rest))
-    return found
-
-
-def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:
-    yield Box((first, *(0,) * len(rest)), (stop, *rest))
-
-
-def _cut(
-    above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
-) -> Iterator[Box]:
-    """Cut rows `first` to `stop` of the subarray at the index `above`, which have more than `most_bytes`."""
-    row_bytes = math.prod(rest) * itemsize
-    rows = stop - first
-    if row_bytes <= most_bytes or not rest:
-        count = min(rows, max(_LEAST_PARTS, -(-rows // max(1, most_bytes // row_bytes))))
-        bounds = [first + rows * number // count for number in range(count + 1)]
-        after = tuple([index + 1 for index in above])
-        for low, high in itertools.pairwise(bounds):
-            yield Box((*above, low, *(0,) * len(rest)), (*after, high, *rest))
-        return
-    for row in range(first, stop):
-        yield from _cut((*above, row), 0, rest[0], rest[1:], itemsize, most_bytes)
 
 
 def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:

@@ -215,18 +215,6 @@ def _first_box_bytes(record: ArrayRecord, split: BoxSplit) -> list[int]:
     return [rest * extent for extent in extents]
 
 
-def cells_of(record: ArrayRecord) -> Sequence[Box]:
-    """Return the boxes between the cuts of an array, in C order."""
-    axes = record.cuts or ((),) * len(record.spec.shape)
-    ranges = [
-        list(itertools.pairwise([0, *boundaries, extent]))
-        for boundaries, extent in zip(axes, record.spec.shape, strict=True)
-    ]
-    return [
-        Box(tuple([low for low, _ in cell]), tuple([high for _, high in cell])) for cell in itertools.product(*ranges)
-    ]
-
-
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """Return the boxes that a process writes.
 
