@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, PluginError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations, Pending
+from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
+from ckptcore.protocols.layouts import ChunkIndex, ReadStore
 
 _MAX_OFFSET: Final = 1 << 62
 
@@ -64,8 +65,8 @@ class ChunkColumns:
         }
 
 
-class ChunkTable:
-    """A `ckptcore.protocols.ChunkIndex` of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
+class ChunkTable(ChunkIndex):
+    """A chunk index of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
 
     The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
     have a second table, ``slices``, for the arrays that are stored in several boxes.
@@ -124,27 +125,10 @@ class ChunkTable:
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
         return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within, self._checksum is None)
 
-    def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkLocations:
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkLocations:
         """See `ChunkIndex.locate`. The table has all locations, so nothing is read."""
         checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
         return ChunkLocations([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
-
-    def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
-        """See `ChunkIndex.decode`. No chunk is encoded."""
-        raise PluginError(f"chunks of leaf {chunk.leaf} are not encoded")
-
-    @property
-    def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """See `ChunkIndex.stored_specs`. Arrays are stored as they are."""
-        return {}
-
-    def chunk_rows(self, leaf: int) -> int | None:
-        """See `ChunkIndex.chunk_rows`. Chunks can be read in part."""
-        return None
-
-    def unverified(self, leaf: int, store: Any) -> Collection[str]:
-        """See `ChunkIndex.unverified`. Chunks have no checksums, as far as their table says."""
-        return frozenset([key for key, _, _ in self.extents(leaf)])
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
         """See `ChunkIndex.extents`."""

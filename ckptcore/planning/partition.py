@@ -269,30 +269,40 @@ def _span(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Divide a range of the elements of an array, in C order, into boxes in this order; at most two for each axis.
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Divide a range of the elements of an array, in C order, into boxes in this order. Each is one run of elements.
+
+    At most two boxes for each axis except the last one, plus one.
 
     Args:
         shape: the shape of the array, of which no extent is 0.
         start, stop: the range, in elements.
     """
-    if start >= stop:
+    boxes: list[Box] = []
+    if start < stop:
+        _divide_range(shape, 0, (), start, stop, boxes)
+    return boxes
+
+
+def _divide_range(
+    shape: tuple[int, ...], axis: int, index: tuple[int, ...], start: int, stop: int, boxes: list[Box]
+) -> None:
+    """Divide the elements `start` to `stop` of the part of an array at `index` along the axes before `axis`."""
+    if axis == len(shape):
+        boxes.append(Box(index, tuple([i + 1 for i in index])))
         return
-    if not shape:
-        yield Box((), ())
+    rest = shape[axis + 1 :]
+    inner = math.prod(rest)
+    first, skipped = divmod(start, inner)
+    last, kept = divmod(stop, inner)
+    if first == last:
+        _divide_range(shape, axis + 1, (*index, first), skipped, kept, boxes)
         return
-    rest = tuple(shape[1:])
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:
-        yield from _in_row(last, rest, start - last * row, stop - last * row)
-        return
-    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
+    if skipped:
+        _divide_range(shape, axis + 1, (*index, first), skipped, inner, boxes)
+        first += 1
     if first < last:
-        yield Box((first, *(0 for _ in rest)), (last, *rest))
-    yield from _in_row(last, rest, 0, stop - last * row)
-
-
-def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(rest, start, stop):
-        yield Box((number, *box.start), (number + 1, *box.stop))
+        above = tuple([i + 1 for i in index])
+        boxes.append(Box((*index, first, *(0,) * len(rest)), (*above, last, *rest)))
+    if kept:
+        _divide_range(shape, axis + 1, (*index, last), 0, kept, boxes)
