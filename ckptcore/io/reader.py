@@ -390,18 +390,12 @@ class _ChunkReading:
         except IndexError:
             return None
         sums = self._sums[task.key]
-        taken = requests = 0
+        taken = 0
         checked: list[int] = []
         for parts in task.requests:
             if self.stopped:
                 return None
-            memory = parts[0].memory() if len(parts) == 1 else None
-            if memory is not None:
-                requests += self._read_direct(task, parts[0].start, memory, sums)
-                taken += len(memory)
-            else:
-                requests += 1
-                taken += self._read_parts(task.key, parts, sums, scratch, checked)
+            taken += self._read_parts(task.key, parts, sums, scratch, checked)
         with self._opening:
             self._left[task.key] -= 1
             if not self._left[task.key]:
@@ -411,7 +405,7 @@ class _ChunkReading:
         complete = []
         with self._counting:
             self._reader.bytes_read += task.nbytes
-            self._reader.requests += requests
+            self._reader.requests += len(task.requests)
             for number in itertools.chain(task.numbers, checked):
                 left = self._waiting[number] - 1
                 self._waiting[number] = left
@@ -420,20 +414,6 @@ class _ChunkReading:
         if self._progress is not None:
             self._progress(taken)
         return complete
-
-    def _read_direct(self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None) -> int:
-        """Read directly into an array, and verify pieces while they are in the cache. Return the number of requests."""
-        most = task.most
-        position, stop, requests = start, start + len(memory), 0
-        while position < stop and not self.stopped:
-            end = min(stop, (position // most + 1) * most)
-            piece = memory[position - start : end - start]
-            self._read_into(task.key, ((position, piece),))
-            requests += 1
-            if sums is not None:
-                sums.verify(position, piece)
-            position = end
-        return requests
 
     def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         opened = self._objects.get(key)
