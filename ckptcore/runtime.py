@@ -16,7 +16,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.job.gathering import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.progress import ProgressCallback, show_progress

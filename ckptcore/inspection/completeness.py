@@ -19,7 +19,8 @@ from ckptcore.errors import (
     StorageError,
     StoragePermissionError,
 )
-from ckptcore.io.requests import map_ordered, requests_of
+from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import map_ordered
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of
 from ckptcore.opening.foreign import format_names
 from ckptcore.opening.open_checkpoints import (

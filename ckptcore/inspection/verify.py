@@ -25,7 +25,8 @@ from ckptcore.errors import (
 from ckptcore.inspection.completeness import Problem, missing_members
 from ckptcore.inspection.left_out import left_out_of
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import for_each, requests_of
+from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import for_each
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read, read_leaves
 from ckptcore.model.adapters import adapter_gaps
 from ckptcore.model.arrays import ArraySpec, Box

@@ -13,7 +13,7 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
-from ckptcore.io.background import BackgroundThreads
+from ckptcore.io.threads import BackgroundThreads
 from ckptcore.loading.load import LoadRequest, ReportBuilder
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
 from ckptcore.loading.stored_trees import chosen_leaves, transformed
