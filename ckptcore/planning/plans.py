@@ -1,4 +1,4 @@
-"""Replicas of boxes: the process that writes or reads each of them."""
+"""Plans: the boxes that each process writes and reads. Replicas divide the writes of a box."""
 
 from __future__ import annotations
 
@@ -6,38 +6,13 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class ReadGroups:
-    """Groups of processes that share reads: one process of a group reads data that several request, and sends it.
-
-    Attributes:
-        groups: ranks, each in at most one group. A rank without a group reads for itself.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        """Accept any sequences of ranks."""
-        sorted_groups = tuple([tuple(sorted(group)) for group in groups])
-        ranks = [rank for group in sorted_groups for rank in group]
-        if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise ValueError(f"ReadGroups({groups!r}): give each rank once, in one group, as an int of 0 or more")
-        object.__setattr__(self, "groups", sorted_groups)
-
-
-Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""The processes that read: each process for itself (all), this process without the others (alone), one process of the
-job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
-
-READS: Final = ("all", "alone", "broadcast", "per_node")
+from ckptcore.model.transfer import ReadItem, ReadPlan, WriteItem, WritePlan
 
 _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -316,3 +291,54 @@ def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tu
         return 1, ()
     count = next((count for count in range(wanted, 1, -1) if shard % count == 0 and extent % shard == 0), 1)
     return count, tuple(range(shard // count, extent, shard // count))
+
+
+def plan_write(
+    tree: TreeMetadata,
+    shards: Mapping[int, Sequence[Shard]],
+    *,
+    rank: int,
+    size: int,
+    save_id: str,
+    name: str = "",
+    owners: Mapping[int, Owners] | None = None,
+) -> WritePlan:
+    """Plan the writes of one process: its boxes with replica number 0, or, with `owners`, the cells that it owns.
+
+    Args:
+        tree: the tree of the whole job.
+        shards: by leaf number, the boxes of this process; aliases may be omitted.
+        rank: rank of this process.
+        size: number of processes in the job.
+        save_id: id of the save.
+        name: name of the checkpointable; empty if the checkpoint is one tree.
+        owners: by leaf, the owners of its cells, from `owners_of`; None: replica 0 writes.
+    """
+    items = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            continue
+        boxes = written_boxes(record, shards.get(leaf, ()), None if owners is None else owners.get(leaf))
+        if boxes:
+            items.append(WriteItem(leaf, record.spec, boxes))
+    return WritePlan(tree, tuple(items), rank, size, save_id, name)
+
+
+def plan_read(tree: TreeMetadata, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
+    """Plan the reads of one process.
+
+    Args:
+        tree: the stored tree.
+        wanted: leaf numbers, each with the boxes to read. The items of the plan have the same order.
+    """
+    items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
+    return ReadPlan(tree, tuple(items))
+
+
+def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the sorted inner boundaries of boxes along each axis, in elements; None if there are none."""
+    axes: list[set[int]] = [set() for _ in shape]
+    for box in boxes:
+        for axis, extent in enumerate(shape):
+            axes[axis].update(bound for bound in (box.start[axis], box.stop[axis]) if 0 < bound < extent)
+    return tuple(tuple(sorted(axis)) for axis in axes) if any(axes) else None
