@@ -53,10 +53,10 @@ class RecentBlocks:
     def find(self, key: str, start: int) -> Buffer | None:
         """Return the block of an object that starts at a byte, or None if it is not cached."""
         with self._lock:
-            found = self._blocks.get((key, start))
-            if found is not None:
+            block = self._blocks.get((key, start))
+            if block is not None:
                 self._blocks.move_to_end((key, start))
-            return found
+            return block
 
     def keep(self, key: str, start: int, block: Buffer) -> None:
         """Cache a block. Drops the least recently used one."""

@@ -61,16 +61,16 @@ class ReadPart:
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
         """Return the memory for the bytes: `spare`, which has the length of the part, except for `direct` ranges."""
-        found: list[tuple[int, memoryview]] = []
+        buffers: list[tuple[int, memoryview]] = []
         position = self.start
         for destination, start, stop in self.direct:
             if position < start:
-                found.append((position, spare[position - self.start : start - self.start]))
-            found.append((start, destination.memory(start, stop)))
+                buffers.append((position, spare[position - self.start : start - self.start]))
+            buffers.append((start, destination.memory(start, stop)))
             position = stop
         if position < self.stop:
-            found.append((position, spare[position - self.start :]))
-        return found
+            buffers.append((position, spare[position - self.start :]))
+        return buffers
 
 
 class ReadTask:
@@ -145,14 +145,14 @@ def plan_object(
         checksum = read.checksum if verify else None
         if checksum is None:
             others.extend(destinations_of(shape, read))
-        elif found := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
+        elif destinations := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
             stop = read.offset + prod(map(int.__sub__, read.box.stop, read.box.start)) * read.itemsize
             extent = read.offset, stop, checksum.name
             chunk = by_extent.get(extent)
             if chunk is None:
                 chunk = by_extent[extent] = _CheckedChunk(read.offset, stop, checksum)
             chunk.reads.append(read)
-            chunk.destinations.extend(found)
+            chunk.destinations.extend(destinations)
     if not by_extent:
         return _plan_destinations(shape, others)
     chunks = sorted(by_extent.values(), key=lambda chunk: chunk.start)
@@ -330,11 +330,11 @@ def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tup
         while start < stop:
             window = windows[index]
             end = min(window.stop, stop)
-            found = window.destinations
-            if found and found[-1][0] is destination and isinstance(destination, BoxDestination):
-                found[-1] = (destination, found[-1][1], max(found[-1][2], end))
+            takers = window.destinations
+            if takers and takers[-1][0] is destination and isinstance(destination, BoxDestination):
+                takers[-1] = (destination, takers[-1][1], max(takers[-1][2], end))
             else:
-                found.append((destination, start, end))
+                takers.append((destination, start, end))
             start = end
             index += 1
     for window in windows:

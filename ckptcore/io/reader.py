@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.block_cache import BlockCache, RecentBlocks
@@ -22,6 +22,9 @@ from ckptcore.io.threads import IOThreads, WorkerPool, map_ordered
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 from ckptcore.protocols.storage import RangeReader, ReaderByKey
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _RECENT_BYTES: Final = 32 << 20
 """Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
@@ -111,11 +114,13 @@ class ObjectReader:
             ObjectNotFoundError
         """
         asked = list(keys)
-        if self._is_remote and len(asked) > 1:
-            sizes = map_ordered(self._threads, asked, self._storage.size, parallelism=self._concurrency)
-        else:
-            sizes = [self._storage.size(key) for key in asked]
-        return dict(zip(asked, sizes, strict=True))
+        return dict(zip(asked, self._ask_each(asked, self._storage.size), strict=True))
+
+    def _ask_each(self, items: Sequence[S], ask: Callable[[S], T]) -> Sequence[T]:
+        """Return the result of a request for each item, with concurrent requests if that is faster."""
+        if self._is_remote and len(items) > 1:
+            return map_ordered(self._threads, items, ask, parallelism=self._concurrency)
+        return [ask(item) for item in items]
 
     def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
         """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
@@ -205,18 +210,14 @@ class ObjectReader:
             CorruptCheckpointError: an object is shorter than recorded, or has no record and the reader is `strict`.
         """
         groups = list(coalesce(ranges, self._gap_bytes, self._request_bytes))
-        if self._is_remote and len(groups) > 1:
-            asked = map_ordered(self._threads, groups, self._get_or_none, parallelism=self._concurrency)
-        else:
-            asked = [self._get_or_none(group) for group in groups]
-        found: list[bytes | None] = [None] * len(ranges)
-        for group, data in zip(groups, asked, strict=True):
+        results: list[bytes | None] = [None] * len(ranges)
+        for group, data in zip(groups, self._ask_each(groups, self._get_or_none), strict=True):
             if data is None:
                 continue
             for number in group.numbers:
                 _, start, stop = ranges[number]
-                found[number] = data[start - group.start : None if stop is None else stop - group.start]
-        return found
+                results[number] = data[start - group.start : None if stop is None else stop - group.start]
+        return results
 
     def _get_or_none(self, group: CoalescedRange) -> bytes | None:
         try:
@@ -408,13 +409,13 @@ class _ChunkReading:
         return complete
 
     def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        opened = self._objects.get(key)
-        if opened is None:
+        reader = self._objects.get(key)
+        if reader is None:
             with self._opening:
-                if (opened := self._objects.get(key)) is None:
-                    opened = self._objects[key] = self._storage.open_reader(key)
+                if (reader := self._objects.get(key)) is None:
+                    reader = self._objects[key] = self._storage.open_reader(key)
         try:
-            opened.get_into(ranges)
+            reader.get_into(ranges)
         except CorruptCheckpointError as error:
             error.key = key  # a wrapping storage may name the object by a longer key, which matches no array
             raise
@@ -463,12 +464,12 @@ class _Scratch:
         return self._memory[:nbytes]
 
 
-def _too_short(key: str, start: int, stop: int, found: int) -> CorruptCheckpointError:
+def _too_short(key: str, start: int, stop: int, nbytes: int) -> CorruptCheckpointError:
     """Return the error for an object that ends before its recorded size."""
     return CorruptCheckpointError(
-        f"{key!r} is too short: expected bytes {start} to {stop}, found {found} of them; "
+        f"{key!r} is too short: expected bytes {start} to {stop}, found {nbytes} of them; "
         "it was cut off or replaced: restore it from a copy, or load another checkpoint",
         key=key,
-        start=start + found,
+        start=start + nbytes,
         stop=stop,
     )

@@ -289,10 +289,10 @@ def _bytes_copy(array: HostArray) -> bytes:
 
 
 def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) -> PluginError:
-    found = ", ".join(f"{box.start} to {box.stop} in {array.dtype}{list(array.shape)}" for box, array in arrays)
+    parts = ", ".join(f"{box.start} to {box.stop} in {array.dtype}{list(array.shape)}" for box, array in arrays)
     return PluginError(
         f"the arrays of a segment do not make up its box: expected {segment.box.start} to {segment.box.stop} with "
-        f"{segment.itemsize} bytes per element, found {found or 'no array'}; a leaf handler or layout is wrong"
+        f"{segment.itemsize} bytes per element, found {parts or 'no array'}; a leaf handler or layout is wrong"
     )
 
 

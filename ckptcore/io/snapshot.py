@@ -65,7 +65,7 @@ class StateElements:
         Returns:
             The two functions, and the items that are not released yet.
         """
-        keys = [(id(one.leaf), one.boxes) for one in boxes]
+        keys = [(id(item.leaf), item.boxes) for item in boxes]
         self._users.update(keys)
         unreleased = set(range(len(keys)))
 

@@ -291,8 +291,8 @@ class IntegerColumn(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         """Return an integer, or a list of integers."""
-        found: int | list[int] = self.array[index].tolist()
-        return found
+        numbers: int | list[int] = self.array[index].tolist()
+        return numbers
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over all integers."""
@@ -321,15 +321,15 @@ class IntegerColumn(Sequence[int]):
         return IntegerColumn, (self.array,)
 
 
-def list_of_column(found: object) -> list[int]:
+def list_of_column(column: object) -> list[int]:
     """Return a column as a list: for the argument `default` of `json.dumps`.
 
     Raises:
         TypeError: it is not a column.
     """
-    if isinstance(found, IntegerColumn):
-        return list(found)
-    raise TypeError(f"{type(found).__qualname__} is not JSON")
+    if isinstance(column, IntegerColumn):
+        return list(column)
+    raise TypeError(f"{type(column).__qualname__} is not JSON")
 
 
 class ItemColumns(Sequence[WriteItem]):

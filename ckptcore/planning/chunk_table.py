@@ -229,27 +229,27 @@ class _SlicedArrays:
             starts, stops = self._bounds(rows, axes)
             rows = rows[((starts < np.array(within.stop)) & (stops > np.array(within.start))).all(axis=1)]
         files, offsets, bounds, begins = self._lists
-        found = []
+        chunks = []
         for row in rows.tolist():
             begin = begins[row]
             half = begin + axes
             box = Box(tuple(bounds[begin:half]), tuple(bounds[half : half + axes]))
-            found.append(Chunk(self._files[files[row]], offsets[row], box, True, is_exact, leaf, row))
-        return found
+            chunks.append(Chunk(self._files[files[row]], offsets[row], box, True, is_exact, leaf, row))
+        return chunks
 
 
-def natural_column(found: Any, below: int, count: int | None = None) -> HostArray:
+def natural_column(column: Any, below: int, count: int | None = None) -> HostArray:
     """Check a column of whole numbers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
         TypeError, ValueError, IndexError, OverflowError: the column is not a list of ints, has another length, or has a
             number out of range.
     """
-    if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
+    if not isinstance(column, list | tuple) or not {int}.issuperset(map(type, column)):
         raise TypeError("expected a column of whole numbers")
-    if count is not None and len(found) != count:
+    if count is not None and len(column) != count:
         raise ValueError("the columns have different lengths")
-    numbers: HostArray = np.array(found, np.int64)
+    numbers: HostArray = np.array(column, np.int64)
     if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):
         raise IndexError(f"expected numbers from 0 to {below - 1}, found {numbers.min()} to {numbers.max()}")
     return numbers

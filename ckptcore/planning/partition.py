@@ -24,17 +24,17 @@ def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
         shape: shape of the array.
         box: a box of the array.
     """
-    one = True  # the box has extent 1 along each axis so far
+    is_single = True  # the box has extent 1 along each axis so far
     first = 0
     inner = math.prod(shape)
     if not box.size:
         return (0, 0)
     for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
-        if not one and stop - start != extent:
+        if not is_single and stop - start != extent:
             return None
         inner //= extent
         first += start * inner
-        one = one and stop - start == 1
+        is_single = is_single and stop - start == 1
     return first, first + box.size
 
 
@@ -148,8 +148,8 @@ def _moved_volumes(starts: HostArray, stops: HostArray, keys: HostArray) -> Host
     volumes = extents[:, 0]
     for axis in range(1, extents.shape[1]):
         volumes = volumes * extents[:, axis] % _PRIMES[:, None]
-    found: HostArray = volumes.sum(axis=1) % _PRIMES
-    return found
+    sums: HostArray = volumes.sum(axis=1) % _PRIMES
+    return sums
 
 
 class WrittenBoxes:

@@ -125,15 +125,15 @@ def cut_for_replicas(
     splits = {}
     for number, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
-            cuts, found = cut(number, record)
-            if found is not None:
-                leaves[number], splits[number] = record._replace(cuts=cuts), found
+            cuts, split = cut(number, record)
+            if split is not None:
+                leaves[number], splits[number] = record._replace(cuts=cuts), split
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
         if target in splits and isinstance(record, ArrayRecord):
-            cuts, found = cut(alias, record)  # a rank may have the alias without its target
-            if found is not None:
-                leaves[alias], splits[alias] = record._replace(cuts=cuts), found
+            cuts, split = cut(alias, record)  # a rank may have the alias without its target
+            if split is not None:
+                leaves[alias], splits[alias] = record._replace(cuts=cuts), split
     return SplitTree(replace(tree, leaves=tuple(leaves)), splits, known)
 
 
@@ -268,16 +268,16 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1
-    found: tuple[int, tuple[int, ...], int] | None = None
+    best: tuple[int, tuple[int, ...], int] | None = None
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
         if wanted > 1:
             count, finer = _finer(boundaries, extent, wanted)
             # Prefer the leading axis if others allow no more pieces: contiguous ranges stay long.
-            if count > 1 and (found is None or count > found[0]):
-                found = count, finer, axis
-    if found is None:
+            if count > 1 and (best is None or count > best[0]):
+                best = count, finer, axis
+    if best is None:
         return record.cuts, None
-    count, finer, axis = found
+    count, finer, axis = best
     return (*axes[:axis], finer, *axes[axis + 1 :]), BoxSplit(axis, count)
 
 
