@@ -33,6 +33,7 @@ from ckptcore.builtin.safetensors_writing import (
     write_slices,
 )
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
+from ckptcore.io.elements import flat_range
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import (
@@ -44,7 +45,6 @@ from ckptcore.model.transfer import (
 )
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
-from ckptcore.planning.partition import flat_range
 from ckptcore.protocols import (
     ChunkIndex,
     InspectedComposite,

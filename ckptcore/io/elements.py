@@ -6,6 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -82,6 +83,16 @@ def run_axis(shape: tuple[int, ...], box: Box) -> int:
         if stop[axis] - start[axis] != shape[axis]:
             return axis
     return 0
+
+
+def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """Return the half-open range of a box among the elements of an array in C order; None if it is not contiguous."""
+    if not box.size:
+        return (0, 0)
+    if prod(box.shape[: run_axis(shape, box)]) != 1:
+        return None
+    first = sum(map(int.__mul__, box.start, c_strides(shape)))
+    return first, first + box.size
 
 
 def runs(shape: tuple[int, ...], box: Box, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:

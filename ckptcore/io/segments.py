@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from math import prod
 from typing import Final
 
 import numpy as np
 
 from ckptcore.errors import PluginError
 from ckptcore.io.checksums import InlineChecksum, encoded, first_covered, inline_checksums
-from ckptcore.io.elements import bytes_of, c_strides, is_little, little_dtype, plain, run_axis
+from ckptcore.io.elements import bytes_of, flat_range, is_little, little_dtype, plain
 from ckptcore.io.requests import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 from ckptcore.planning.partition import boxes_of_range
@@ -269,13 +268,12 @@ def _open_parts(
             sources.append((box.relative(origin), array))
     if total != size:
         raise _mismatch(segment, arrays)
-    strides = c_strides(shape)
     parts: list[tuple[int, int, memoryview | _Gathering]] = []
     for box, array in sources:
-        if prod(box.shape[: run_axis(shape, box)]) != 1 or not (array.flags.c_contiguous and is_little(array.dtype)):
+        elements = flat_range(shape, box)
+        if elements is None or not (array.flags.c_contiguous and is_little(array.dtype)):
             break
-        start = sum(map(int.__mul__, box.start, strides)) * segment.itemsize
-        parts.append((start, start + array.nbytes, bytes_of(array)))
+        parts.append((elements[0] * segment.itemsize, elements[1] * segment.itemsize, bytes_of(array)))
     else:
         parts.sort(key=lambda part: part[0])
         if all(before[1] == after[0] for before, after in itertools.pairwise(parts)):

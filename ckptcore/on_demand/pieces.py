@@ -7,10 +7,9 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final, TypeAlias
 
-from ckptcore.io.elements import c_strides, run_axis
+from ckptcore.io.elements import c_strides, flat_range
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import Chunk
 from ckptcore.planning.partition import boxes_of_range, cut_box
@@ -93,7 +92,7 @@ class StoredPiece:
         chunk = self.chunk
         if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
             return None
-        if prod(self.box.shape[: run_axis(chunk.box.shape, self.box.relative(chunk.box.start))]) != 1:
+        if flat_range(chunk.box.shape, self.box.relative(chunk.box.start)) is None:
             return None  # its bytes are not contiguous
         first, middle, last = [(byte - chunk.offset) // self.itemsize for byte in (self.start, position, self.stop)]
         if middle <= first:

@@ -17,27 +17,6 @@ from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
 
 
-def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
-    """Return the half-open range of a box among the elements of an array in C order; None if it is not contiguous.
-
-    Args:
-        shape: shape of the array.
-        box: a box of the array.
-    """
-    is_single = True  # the box has extent 1 along each axis so far
-    first = 0
-    inner = math.prod(shape)
-    if not box.size:
-        return (0, 0)
-    for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
-        if not is_single and stop - start != extent:
-            return None
-        inner //= extent
-        first += start * inner
-        is_single = is_single and stop - start == 1
-    return first, first + box.size
-
-
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Cut a box into pieces of about equal size, in C order. A piece has at least one element.
 
