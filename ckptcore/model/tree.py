@@ -171,31 +171,28 @@ def leaf_count(skeleton: Skeleton) -> int:
     return leaves + sum([leaf_count(child) for child in skeleton.children if child is not LEAF])
 
 
-def leaf_names(
-    paths: Mapping[int, TreePath], *, separator: str = ".", reserved: Collection[str] = (), root: str = "array"
-) -> dict[int, str]:
-    """Return a name for each leaf of a flat layout: its keys joined by a separator, as other software expects.
+def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (), root: str = "array") -> dict[int, str]:
+    """Return a name for each leaf of a flat layout: its keys joined by dots, as other software expects.
 
-    Leaves with equal or reserved names get escaped names: a backslash precedes each separator and each backslash within
+    Leaves with equal or reserved names get escaped names: a backslash precedes each dot and each backslash within
     a key, a str key that is empty or looks like an int is quoted, an attribute begins with ``\\@``, and a bool or a
     tuple with a backslash. If the escaped name is reserved too, a backslash is put before it.
 
     Args:
         paths: by leaf, its path.
-        separator: text between keys.
         reserved: names that the layout uses itself.
         root: name of the leaf if the tree is a single leaf.
 
     Raises:
         NameCollisionError: two leaves have the same escaped name.
     """
-    names = {leaf: _printable(separator.join(map(str, path))) if path else root for leaf, path in paths.items()}
+    names = {leaf: _printable(".".join(map(str, path))) if path else root for leaf, path in paths.items()}
     counts = Counter(names.values())
     if len(counts) == len(names) and not any(name in counts for name in reserved):
         return names
     for leaf, name in list(names.items()):
         if counts[name] > 1 or name in reserved:
-            names[leaf] = _printable(separator.join([_escape(key, separator) for key in paths[leaf]])) or "\\" + root
+            names[leaf] = _printable(".".join(map(_escape, paths[leaf]))) or "\\" + root
             if names[leaf] in reserved:
                 names[leaf] = "\\" + names[leaf]
     seen: dict[str, int] = {}
@@ -214,14 +211,15 @@ def _printable(name: str) -> str:
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _escape(key: Key, separator: str) -> str:
-    if isinstance(key, bool | tuple):
-        return "\\" + str(key).replace("\\", "\\\\").replace(separator, "\\" + separator)
-    if isinstance(key, int):
+def _escape(key: Key) -> str:
+    if isinstance(key, int) and not isinstance(key, bool):
         return str(key)
+    escaped = str(key).replace("\\", "\\\\").replace(".", "\\.")
+    if isinstance(key, bool | tuple):
+        return "\\" + escaped
     if isinstance(key, Attribute):
-        return "\\@" + key.name.replace("\\", "\\\\").replace(separator, "\\" + separator)
-    escaped = key.replace("\\", "\\\\").replace(separator, "\\" + separator).replace("'", "\\'")
+        return "\\@" + escaped
+    escaped = escaped.replace("'", "\\'")
     return f"'{escaped}'" if escaped.lstrip("-").isdigit() or not escaped else escaped
 
 
