@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from ckptcore.builtin import SingleProcess
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
-from ckptcore.planning.replicas import READS, ReadGroups, Reads, ReplicaOptions
+from ckptcore.planning.plans import ReplicaOptions
 from ckptcore.plugins import Handler
 from ckptcore.protocols import Collectives, Coordinator, Executor
 
@@ -21,6 +21,7 @@ __all__ = [
     "MemoryOptions",
     "PluginOptions",
     "ReadGroups",
+    "Reads",
     "ReplicaOptions",
     "SingleProcess",
     "WithoutConditions",
@@ -90,6 +91,32 @@ class MemoryOptions:
                 raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0{more}")
 
 
+@dataclass(frozen=True, slots=True)
+class ReadGroups:
+    """Groups of processes that share reads: one process of a group reads data that several request, and sends it.
+
+    Attributes:
+        groups: ranks, each in at most one group. A rank without a group reads for itself.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        """Accept any sequences of ranks."""
+        sorted_groups = tuple([tuple(sorted(group)) for group in groups])
+        ranks = [rank for group in sorted_groups for rank in group]
+        if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
+            raise ValueError(f"ReadGroups({groups!r}): give each rank once, in one group, as an int of 0 or more")
+        object.__setattr__(self, "groups", sorted_groups)
+
+
+Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
+"""The processes that read: each process for itself (all), this process without the others (alone), one process of the
+job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
+
+_READS: Final = ("all", "alone", "broadcast", "per_node")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
     """The job that saves and loads together, and how its processes share the work.
@@ -115,9 +142,9 @@ class JobOptions:
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reads, ReadGroups) and self.reads not in READS:
+        if not isinstance(self.reads, ReadGroups) and self.reads not in _READS:
             raise ValueError(
-                f"JobOptions(reads={self.reads!r}): expected one of {', '.join(map(repr, READS))}, or ReadGroups"
+                f"JobOptions(reads={self.reads!r}): expected one of {', '.join(map(repr, _READS))}, or ReadGroups"
             )
 
 

@@ -353,18 +353,18 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     }
 
 
-def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
+def timeline_from_json(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
     """Return the events of a stored timeline, which may be hostile.
 
     Args:
-        found: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
+        timeline: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
         location: the current location of the checkpoint, for the events.
 
     Raises:
         CorruptCheckpointError: the timeline is invalid, or has more than `MAX_EVENTS` events.
     """
-    event = _row_reader(found, location)
-    columns = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    event = _row_reader(timeline, location)
+    columns = [timeline.get(name) for name in _COLUMNS] if isinstance(timeline, dict) else []
     for name, column in zip(_COLUMNS, columns, strict=True):
         if not isinstance(column, list) or len(column) > MAX_EVENTS:
             _refuse(name, column, f"a list of at most {MAX_EVENTS}")
@@ -375,17 +375,17 @@ def timeline_from_json(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     return tuple([event(row) for row in rows])
 
 
-def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
+def readable_events(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
     """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
 
     A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint. There are no
     events if what they have in common is odd.
     """
-    columns: list[Any] = [found.get(name) for name in _COLUMNS] if isinstance(found, dict) else []
+    columns: list[Any] = [timeline.get(name) for name in _COLUMNS] if isinstance(timeline, dict) else []
     if {*map(type, columns)} != {list}:
         return ()
     try:
-        event = _row_reader(found, location)
+        event = _row_reader(timeline, location)
     except CorruptCheckpointError:
         return ()
     events: list[Event] = []
@@ -395,20 +395,20 @@ def readable_events(found: JSON, *, location: str = "") -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _row_reader(found: JSON, location: str) -> Callable[[Sequence[Any]], Event]:
+def _row_reader(timeline: JSON, location: str) -> Callable[[Sequence[Any]], Event]:
     """Check what the events of a stored timeline have in common. Returns a function that reads a row of its columns.
 
     Raises:
         CorruptCheckpointError: it is invalid. The result raises this error for an invalid row.
     """
-    if not isinstance(found, dict):
-        _refuse("it", found, "an object")
-    operation = found.get("operation")
+    if not isinstance(timeline, dict):
+        _refuse("it", timeline, "an object")
+    operation = timeline.get("operation")
     if operation not in _OPERATIONS:
         _refuse("operation", operation, f"one of {', '.join(_OPERATIONS)}")
-    step = None if found.get("step") is None else _whole("step", found["step"], -_MAX_INTEGER, _MAX_INTEGER)
-    save_id = None if found.get("save_id") is None else _text("save_id", found["save_id"], _SAVE_ID)
-    first = _whole("began", found.get("began"), 0, _MAX_MICROSECONDS)
+    step = None if timeline.get("step") is None else _whole("step", timeline["step"], -_MAX_INTEGER, _MAX_INTEGER)
+    save_id = None if timeline.get("save_id") is None else _text("save_id", timeline["save_id"], _SAVE_ID)
+    first = _whole("began", timeline.get("began"), 0, _MAX_MICROSECONDS)
 
     def event(row: Sequence[Any]) -> Event:
         phase, rank, offset, duration, nbytes, error = row
@@ -432,26 +432,26 @@ def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _whole(name: str, found: Any, least: int, most: int) -> int:
-    if type(found) is not int or not least <= found <= most:
-        _refuse(name, found, f"a whole number from {least} to {most}")
-    return found
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        _refuse(name, value, f"a whole number from {least} to {most}")
+    return value
 
 
-def _text(name: str, found: Any, expected: str) -> str:
-    if not isinstance(found, str) or re.fullmatch(expected, found) is None:
-        _refuse(name, found, f"text that matches {expected}")
-    return found
+def _text(name: str, value: Any, expected: str) -> str:
+    if not isinstance(value, str) or re.fullmatch(expected, value) is None:
+        _refuse(name, value, f"text that matches {expected}")
+    return value
 
 
-def _error(found: Any) -> str:
-    if not isinstance(found, str) or len(found) > ERROR_CHARACTERS:
-        _refuse("error", found, f"text of at most {ERROR_CHARACTERS} characters")
-    return found
+def _error(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > ERROR_CHARACTERS:
+        _refuse("error", value, f"text of at most {ERROR_CHARACTERS} characters")
+    return value
 
 
-def _refuse(name: str, found: Any, expected: str) -> NoReturn:
+def _refuse(name: str, value: Any, expected: str) -> NoReturn:
     # Show only the size of a container or a long text: it may be large or deeply nested, and many rows may have one.
-    is_large = isinstance(found, list | dict) or (isinstance(found, str) and len(found) > _SHOWN_CHARACTERS)
-    shown = f"{type(found).__name__} of {len(found)}" if is_large else repr(found)[:_SHOWN_CHARACTERS]
+    is_large = isinstance(value, list | dict) or (isinstance(value, str) and len(value) > _SHOWN_CHARACTERS)
+    shown = f"{type(value).__name__} of {len(value)}" if is_large else repr(value)[:_SHOWN_CHARACTERS]
     raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}; expected {expected}")

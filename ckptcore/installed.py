@@ -41,8 +41,8 @@ def entry_points(group: str) -> list[EntryPoint]:
         from importlib import metadata  # slow: see the docstring of this module
 
         return [
-            EntryPoint(found.name, found.value, f"{found.dist.name} {found.dist.version}" if found.dist else "")
-            for found in metadata.entry_points(group=group)
+            EntryPoint(point.name, point.value, f"{point.dist.name} {point.dist.version}" if point.dist else "")
+            for point in metadata.entry_points(group=group)
         ]
     return [
         EntryPoint(name, value, " ".join(_name_and_version(directory)))
@@ -80,7 +80,7 @@ def _paths() -> list[str]:
 
 def _metadata_directories() -> dict[str, str]:
     """Return the directory with the metadata of each distribution, by normalized name."""
-    found: dict[str, str] = {}
+    directories: dict[str, str] = {}
     for path in _paths():
         try:
             names = os.listdir(path or ".")
@@ -90,8 +90,8 @@ def _metadata_directories() -> dict[str, str]:
             stem, suffix = os.path.splitext(name)
             if suffix.lower() in (".dist-info", ".egg-info"):
                 normalized = stem.partition("-")[0].replace("_", "-").replace(".", "-").lower()
-                found.setdefault(normalized, os.path.join(path, name))
-    return found
+                directories.setdefault(normalized, os.path.join(path, name))
+    return directories
 
 
 def _name_and_version(directory: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import pluggy
@@ -110,25 +110,21 @@ class PluginInfo:
     failed_layouts: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Plugins:
-    """The plugins in use: first those of a Context, then the installed ones. Thread-safe."""
+    """The plugins in use: first those of a Context, then the installed ones. Thread-safe.
 
-    def __init__(
-        self,
-        manager: pluggy.PluginManager,
-        *,
-        failed: Sequence[FailedPlugin] = (),
-        handlers: Mapping[type, Handler] | None = None,
-        distributions: Mapping[str, str] | None = None,
-        wrap_leaf: Callable[[LeafHandler], LeafHandler] | None = None,
-    ) -> None:
-        self._distributions = dict(distributions or {})
-        self._manager = manager
-        self._handlers = dict(handlers or {})
-        self._dispatch: dict[type, Dispatch] = {}
-        self._named_objects: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = {}
-        self._wrap_leaf = wrap_leaf
-        self.failed = tuple(failed)
+    Attributes:
+        failed: the installed plugins that could not be imported.
+    """
+
+    _manager: pluggy.PluginManager
+    failed: Sequence[FailedPlugin] = ()
+    _handlers: Mapping[type, Handler] = field(default_factory=dict)
+    _distributions: Mapping[str, str] = field(default_factory=dict)
+    _wrap_leaf: Callable[[LeafHandler], LeafHandler] | None = None
+    _dispatch: dict[type, Dispatch] = field(default_factory=dict, init=False)
+    _named_objects: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = field(default_factory=dict, init=False)
 
     def with_plugins(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
         """Return these plugins and additional ones, with handlers by type that take precedence over all plugins."""
@@ -141,13 +137,7 @@ class Plugins:
         for plugin in plugins:
             manager.register(plugin)
         manager.check_pending()
-        return Plugins(
-            manager,
-            failed=self.failed,
-            handlers={**self._handlers, **handlers},
-            distributions=self._distributions,
-            wrap_leaf=self._wrap_leaf,
-        )
+        return replace(self, _manager=manager, _handlers={**self._handlers, **handlers})
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
         """Return these plugins with every leaf handler wrapped by a function, in addition to other such functions."""
@@ -160,13 +150,7 @@ class Plugins:
                 wrapped[id(handler)] = handler, wrap_leaf(inner)
             return wrapped[id(handler)][1]
 
-        return Plugins(
-            self._manager,
-            failed=self.failed,
-            handlers=self._handlers,
-            distributions=self._distributions,
-            wrap_leaf=wrap,
-        )
+        return replace(self, _wrap_leaf=wrap)
 
     def dispatch(self, value: object) -> Dispatch:
         """Return the handler of a value in a tree, which is never a files handler. Cached by type.
@@ -177,18 +161,20 @@ class Plugins:
             PluginConflictError: two plugins claim the type with the same priority.
         """
         value_type = type(value)
-        found = self._dispatch.get(value_type)
-        if found is None:
-            found = self._find(value_type, value, _IN_TREES)
-            if found.leaf is not None and self._wrap_leaf is not None:
-                found = Dispatch(leaf=self._wrap_leaf(found.leaf))
-            if found.leaf is not None and type(found.leaf).parts_handler is not LeafHandler.parts_handler:
-                found = found._replace(has_parts=True)
-            if found != Dispatch():  # a type without a handler may be registered with its framework later
-                self._dispatch[value_type] = found
-        if found.has_parts and found.leaf is not None and (parts := found.leaf.parts_handler(value)) is not None:
-            return Dispatch(checkpointable=parts)
-        return found
+        dispatch = self._dispatch.get(value_type)
+        if dispatch is None:
+            dispatch = self._find(value_type, value, _IN_TREES)
+            if dispatch.leaf is not None and self._wrap_leaf is not None:
+                dispatch = Dispatch(leaf=self._wrap_leaf(dispatch.leaf))
+            if dispatch.leaf is not None and type(dispatch.leaf).parts_handler is not LeafHandler.parts_handler:
+                dispatch = dispatch._replace(has_parts=True)
+            if dispatch != Dispatch():  # a type without a handler may be registered with its framework later
+                self._dispatch[value_type] = dispatch
+        if dispatch.has_parts and dispatch.leaf is not None:
+            parts = dispatch.leaf.parts_handler(value)
+            if parts is not None:
+                return Dispatch(checkpointable=parts)
+        return dispatch
 
     def dispatch_named(self, value: object) -> Dispatch:
         """Return the handler of a checkpointable, which may be a files handler.
@@ -302,7 +288,7 @@ class Plugins:
         factories = self._named("ckpt_layouts", "layout")
         if layout not in factories:
             hint = install_hint(layout=layout)
-            known = sorted({*factories, *(name for one in DISTRIBUTIONS for name in one.layouts)})
+            known = sorted({*factories, *(name for distribution in DISTRIBUTIONS for name in distribution.layouts)})
             remedy = f"; install it with {hint}" if hint else did_you_mean(LAYOUTS.get(layout, layout), known)
             raise UnknownPluginError(
                 f"no installed plugin has a layout {layout!r}. Installed: {', '.join(sorted(factories))}"
@@ -323,9 +309,7 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
         """
-        return [
-            layout for layout in _create_layouts(self._layout_factories()).values() if not isinstance(layout, Exception)
-        ]
+        return [layout for layout in self._created_layouts().values() if not isinstance(layout, Exception)]
 
     def failed_layouts(self) -> Mapping[str, str]:
         """Return the errors of layouts that cannot be created, by name.
@@ -333,10 +317,10 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
         """
-        return _failures_of(_create_layouts(self._layout_factories()))
+        return _failures_of(self._created_layouts())
 
-    def _layout_factories(self) -> Mapping[str, object]:
-        return {name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()}
+    def _created_layouts(self) -> Mapping[str, Layout | Exception]:
+        return _create_layouts({name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()})
 
     def storage(self, scheme: str) -> StorageOpener:
         """Return the opener of URLs of a scheme.
@@ -348,12 +332,12 @@ class Plugins:
         openers = self._named("ckpt_storages", "URL scheme")
         if scheme in openers:
             return cast(StorageOpener, openers[scheme][1])
-        found = _call_hook(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
-        if len(found) > 1:
-            names = " and ".join(name for name, _ in found)
+        named_openers = _call_hook(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
+        if len(named_openers) > 1:
+            names = " and ".join(name for name, _ in named_openers)
             raise PluginConflictError(f"the plugins {names} both open {scheme}:// locations; uninstall one of them")
-        if not found:
-            known = [name for one in DISTRIBUTIONS for name in one.schemes]
+        if not named_openers:
+            known = [name for distribution in DISTRIBUTIONS for name in distribution.schemes]
             remedy = did_you_mean(scheme, sorted({*openers, *known}))
             if hint := install_hint(scheme=scheme if scheme in known else "https"):
                 # The plugin of https:// opens further schemes, which no table lists.
@@ -364,7 +348,7 @@ class Plugins:
                 f"no installed plugin opens {scheme}:// locations. Installed: "
                 f"{', '.join(f'{name}://' for name in sorted(openers))}{self._failures()}{remedy}"
             )
-        return cast(StorageOpener, found[0][1])
+        return cast(StorageOpener, named_openers[0][1])
 
     def coordinator(self) -> Coordinator:
         """Return the coordinator of the job of this process.
@@ -372,10 +356,10 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins report a job of more than one process.
         """
-        found = _call_hook(self._manager.hook.ckpt_coordinator, {})
-        several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
+        coordinators = _call_hook(self._manager.hook.ckpt_coordinator, {})
+        several = [(name, coordinator) for name, coordinator in coordinators if coordinator.size > 1]
         job = _only(several, "a job", "JobOptions(coordinator=...)")
-        return cast(Coordinator, found[0][1] if job is None else job)
+        return cast(Coordinator, coordinators[0][1] if job is None else job)
 
     def executor(self) -> Executor | None:
         """Return the workers of this process if it is a single controller, else None.
@@ -383,8 +367,8 @@ class Plugins:
         Raises:
             PluginConflictError: two plugins report workers.
         """
-        found = _call_hook(self._manager.hook.ckpt_executor, {})
-        return cast(Executor | None, _only(found, "workers", "JobOptions(executor=...)"))
+        executors = _call_hook(self._manager.hook.ckpt_executor, {})
+        return cast(Executor | None, _only(executors, "workers", "JobOptions(executor=...)"))
 
     def collectives(self) -> Collectives | None:
         """Return the collectives of the job of this process, or None if no plugin has any.
@@ -392,36 +376,29 @@ class Plugins:
         Raises:
             PluginConflictError: several plugins have collectives.
         """
-        found = _call_hook(self._manager.hook.ckpt_collectives, {})
-        return cast(Collectives | None, _only(found, "collectives", "JobOptions(collectives=...)"))
+        collectives = _call_hook(self._manager.hook.ckpt_collectives, {})
+        return cast(Collectives | None, _only(collectives, "collectives", "JobOptions(collectives=...)"))
 
     def thread_settings(self) -> AbstractContextManager[None]:
         """Return a context manager that gives another thread the settings of this one. See the hook."""
-        return _entering([found for _, found in _call_hook(self._manager.hook.ckpt_thread_settings, {})])
+        return _entering([context for _, context in _call_hook(self._manager.hook.ckpt_thread_settings, {})])
 
     def describe(self) -> Sequence[PluginInfo]:
         """Describe the plugins, sorted by name. A plugin of a Context has an empty distribution."""
         distributions = {**self._distributions, "builtin": f"ckptcore {version_of('ckptcore')}"}
-        found = []
+        plugins = []
         for name, plugin in self._manager.list_name_plugin():
             if plugin is None:
                 continue
             hooks = tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
-            layouts: Mapping[str, object] = getattr(plugin, "ckpt_layouts", dict)() if "ckpt_layouts" in hooks else {}
-            storages: Mapping[str, object] = (
-                getattr(plugin, "ckpt_storages", dict)() if "ckpt_storages" in hooks else {}
-            )
-            found.append(
-                PluginInfo(
-                    name,
-                    distributions.get(name, ""),
-                    hooks,
-                    tuple(sorted(layouts)),
-                    tuple(sorted(storages)),
-                    _failures_of(_create_layouts(layouts)),
-                )
-            )
-        return sorted(found, key=lambda info: info.name)
+            names: dict[str, Mapping[str, object]] = {
+                hook: getattr(plugin, hook, dict)() for hook in hooks if hook in ("ckpt_layouts", "ckpt_storages")
+            }
+            layouts, schemes = names.get("ckpt_layouts", {}), tuple(sorted(names.get("ckpt_storages", {})))
+            failed = _failures_of(_create_layouts(layouts))
+            distribution = distributions.get(name, "")
+            plugins.append(PluginInfo(name, distribution, hooks, tuple(sorted(layouts)), schemes, failed))
+        return sorted(plugins, key=lambda info: info.name)
 
     def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
         """Return the objects that plugins return by name, each with the name of its plugin. Cached."""
@@ -458,23 +435,23 @@ def _call_hook(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, 
 @contextmanager
 def _entering(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
-def _only(found: Sequence[tuple[str, object]], what: str, option: str) -> object:
+def _only(results: Sequence[tuple[str, object]], what: str, option: str) -> object:
     """Return the only result of a hook, or None if there is none.
 
     Raises:
         PluginConflictError: there are several.
     """
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
+    if len(results) > 1:
+        names = " and ".join(name for name, _ in results)
         raise PluginConflictError(
             f"the plugins {names} report {what} for this process; choose one with Context(job={option})"
         )
-    return found[0][1] if found else None
+    return results[0][1] if results else None
 
 
 def _as_dispatch(handler: Handler) -> Dispatch:
@@ -544,16 +521,16 @@ def installed_plugins() -> Plugins:
     manager.register(BuiltinPlugin(), "builtin")
     distributions = {"builtin": "ckptcore"}
     failed = []
-    for found in entry_points(PROJECT_NAME):
+    for point in entry_points(PROJECT_NAME):
         try:
-            if found.name in distributions:
+            if point.name in distributions:
                 raise PluginConflictError(
-                    f"{distributions[found.name]} also has a plugin named {found.name!r}; uninstall one"
+                    f"{distributions[point.name]} also has a plugin named {point.name!r}; uninstall one"
                 )
-            manager.register(found.load(), found.name)
-            distributions[found.name] = found.distribution
+            manager.register(point.load(), point.name)
+            distributions[point.name] = point.distribution
         except Exception as error:  # noqa: BLE001  # a broken plugin must not disable the others
-            failed.append(FailedPlugin(found.name, found.distribution, _reason(error)))
-            logger.warning("the plugin %s of %s failed to load: %s", found.name, found.distribution, error)
+            failed.append(FailedPlugin(point.name, point.distribution, _reason(error)))
+            logger.warning("the plugin %s of %s failed to load: %s", point.name, point.distribution, error)
     manager.check_pending()
-    return Plugins(manager, failed=failed, distributions=distributions)
+    return Plugins(manager, tuple(failed), _distributions=distributions)

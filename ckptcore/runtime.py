@@ -16,7 +16,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.job.gathering import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.progress import ProgressCallback, show_progress
@@ -59,11 +59,7 @@ class Runtime:
     @cached_property
     def registry(self) -> Plugins:
         """The plugins in use."""
-        return (
-            self._registry
-            if self._registry is not None
-            else installed_plugins().with_plugins(self._plugins.extra, self._plugins.handlers)
-        )
+        return self._registry or installed_plugins().with_plugins(self._plugins.extra, self._plugins.handlers)
 
     @cached_property
     def io_threads(self) -> IOThreads:
@@ -102,11 +98,11 @@ class Runtime:
             location: the location, with the kind of the operation.
             job: the job of the exchanges; None: the current job of this process.
         """
-        found = self._job.coordinator
-        if found is None:
+        coordinator = self._job.coordinator
+        if coordinator is None:
             joined = self.registry.coordinator() if job is None else job
-            found = joined if isinstance(joined, Rejoinable) else None
-        return exchange_counts().key(found, str(location))
+            coordinator = joined if isinstance(joined, Rejoinable) else None
+        return exchange_counts().key(coordinator, str(location))
 
     def job(self) -> Coordinator:
         """Return the coordinator of the job."""
@@ -139,11 +135,11 @@ class Runtime:
 
 def runtime_of(context: Context) -> Runtime:
     """Return the Runtime of a Context. The first call creates it; it lives as long as the Context. Thread-safe."""
-    found: Runtime | None = context.__dict__.get(_ATTRIBUTE)
-    if found is None:
+    runtime: Runtime | None = context.__dict__.get(_ATTRIBUTE)
+    if runtime is None:
         # `setdefault` is atomic, so concurrent first calls get the same Runtime.
-        found = context.__dict__.setdefault(_ATTRIBUTE, Runtime(context))
-    return found
+        runtime = context.__dict__.setdefault(_ATTRIBUTE, Runtime(context))
+    return runtime
 
 
 def with_registry(context: Context, registry: Plugins) -> Context:

@@ -31,12 +31,12 @@ from typing import Any, Final, NamedTuple
 
 from ckptcore.builtin.safetensors_files import METADATA, PART, PART_VERSION, SHARDING, encode_file, header_entry
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
+from ckptcore.io.elements import flat_range
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import ChunkColumns, ChunkTable, leaf_names
-from ckptcore.planning.partition import flat_range
 from ckptcore.protocols import (
     ChunkIndex,
     InspectedComposite,

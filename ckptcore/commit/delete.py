@@ -34,7 +34,8 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
-from ckptcore.io.requests import IOThreads, map_ordered, requests_of
+from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import IOThreads, map_ordered
 from ckptcore.protocols import StorageBackend
 
 logger = logger_named("ckptcore.commit")

@@ -26,7 +26,7 @@ from typing import Final, Literal, NamedTuple
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.events import logger_named
-from ckptcore.io.requests import reset_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import IfTag, PutCondition, StorageBackend
 

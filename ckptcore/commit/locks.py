@@ -58,8 +58,7 @@ from ckptcore.errors import (
     StorageFullError,
 )
 from ckptcore.events import logger_named
-from ckptcore.io.background import call_within
-from ckptcore.io.requests import reset_in_children
+from ckptcore.io.threads import call_within, reset_in_children
 from ckptcore.protocols import StorageBackend
 
 logger = logger_named("ckptcore.commit")

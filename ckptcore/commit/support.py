@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, cast
 from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.errors import StorageError
 from ckptcore.events import logger_named
-from ckptcore.io.requests import reset_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.protocols import AtomicDirectories, DirectoryFeatures, StorageBackend
 
 if TYPE_CHECKING:

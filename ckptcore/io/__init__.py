@@ -1,7 +1,8 @@
 """The engine that moves bytes between arrays and storages. It knows boxes and blocks, but no layout and no framework.
 
-- `requests`: threads for requests, their number and their size
-- `background`: threads of asynchronous saves and loads, and their handles
+- `threads`: threads for requests and copies, and for work in the background
+- `background`: asynchronous saves and loads, and their handles
+- `requests`: the number and the size of requests
 - `memory`, `snapshot`: buffers of loads, staging memory of saves, and the arrays of one save
 - `elements`: elements of arrays as bytes, and boxes as runs
 - `checksums`: checksums of blocks, and checksums inside objects

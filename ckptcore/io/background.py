@@ -8,134 +8,18 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
-from ckptcore.io.requests import call_into, reset_in_children
+from ckptcore.io.threads import BackgroundThreads, reset_in_children
 from ckptcore.other_libraries import ExplainsAttributes
 from ckptcore.progress import ByteProgress, Progress, ProgressCallback
 from ckptcore.redaction import redacted_location
 
 T = TypeVar("T")
-
-
-class BackgroundThreads:
-    """Threads that call functions in the order of submission, and end once the queue is empty. Thread-safe.
-
-    The interpreter waits for them at exit, unless they are daemons. The executors of `concurrent.futures` refuse work
-    once the main thread has ended, and their module cannot be imported then. Here `submit` calls the function itself if
-    no thread can be started, and in exit handlers.
-    """
-
-    def __init__(self, most: int, name: str, *, daemon: bool = False) -> None:
-        """Start no thread yet.
-
-        Args:
-            most: the most functions that run at once.
-            name: the name of the threads.
-            daemon: the interpreter does not wait for them at exit.
-        """
-        self._most = most
-        self._daemon = daemon
-        self._name = name
-        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._serving: set[int] = set()  # identifiers of threads
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-
-    def submit(self, function: Callable[[], T], *, inline: bool = True) -> Future[T]:
-        """Call a function on one of the threads.
-
-        Args:
-            function: the function.
-            inline: call it on this thread if no other can be started.
-
-        Raises:
-            RuntimeError: no thread can be started, and `inline` is False.
-        """
-        future: Future[T] = Future()
-        work = future, function
-        with self._lock:
-            self._work.append(work)
-            if len(self._serving) >= self._most:
-                return future
-        main = threading.main_thread()
-        if main.is_alive() or threading.current_thread() is not main:
-            try:
-                threading.Thread(target=self._serve, name=self._name, daemon=self._daemon).start()
-            except RuntimeError:  # the system has no more threads
-                pass
-            else:
-                return future
-        # The main thread runs exit handlers after all threads were joined: nothing would wait for a new thread.
-        if not inline:
-            with self._lock:
-                self._work.remove(work)
-            raise RuntimeError("no thread can be started: the program is ending, or the system has no more threads")
-        self._serve()
-        return future
-
-    def join(self, seconds: float | None = None, *, cancel: bool = False) -> None:
-        """Wait until all functions have returned.
-
-        Args:
-            seconds: the longest time to wait; None: no limit.
-            cancel: drop functions that have not started.
-        """
-        with self._lock:
-            while cancel and self._work:
-                future, _ = self._work.popleft()
-                future.cancel()
-        self._serve()  # functions for which an interrupted `submit` started no thread
-        with self._lock:
-            self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
-
-    def _serve(self) -> None:
-        """Call functions until the queue is empty. Return immediately if enough threads do."""
-        thread = threading.get_ident()
-        with self._lock:
-            if len(self._serving) >= self._most or thread in self._serving:
-                return
-            self._serving.add(thread)
-        try:
-            while True:
-                with self._lock:
-                    if not self._work:
-                        self._serving.remove(thread)
-                        self._idle.notify_all()
-                        return
-                    future, function = self._work.popleft()
-                call_into(future, function)
-                del future, function  # release them before the next wait
-        except BaseException:  # an interrupt; another thread serves the rest of the queue
-            with self._lock:
-                self._serving.discard(thread)
-                self._idle.notify_all()
-            raise
-
-
-def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
-    """Call a function that may wait for a storage. Return False if it has not returned within `seconds`.
-
-    Then it continues on a thread that ends with the program.
-
-    Args:
-        seconds: the longest time to wait; None: no limit.
-        function: the function; it should log its errors.
-    """
-    thread = threading.Thread(target=function, name="ckptcore-close", daemon=True)
-    try:
-        if seconds is not None:
-            thread.start()
-            thread.join(seconds)
-            return not thread.is_alive()
-    except RuntimeError:
-        pass  # no thread can be started: the program is ending, or the system has no more threads
-    function()
-    return True
 
 
 class SaveHandle(ExplainsAttributes):
@@ -292,7 +176,7 @@ class BackgroundSaves:
             try:
                 self._threads.submit(functools.partial(_run, handle, work, turn), inline=inline)
             except BaseException:
-                turn.end()
+                _ORDER.end(turn)
                 self._forget(handle)
                 raise
 
@@ -310,17 +194,16 @@ class BackgroundSaves:
         for handle in self._running()[:-1]:
             handle._future.exception()
 
-    def busy(self) -> bool:
-        """Return True if a save is running."""
-        return bool(self._running())
-
     def raise_unnoticed(self) -> None:
         """Raise the error of an earlier save, if it was not retrieved.
 
         Raises:
             BackgroundSaveError: the error of the save is its cause.
         """
-        for handle in self._failed_unnoticed():
+        with self._lock:
+            failed = [handle for handle in self._handles if handle.done() and handle.matters]
+        if failed:
+            handle = failed[0]
             error = handle.exception()
             raise BackgroundSaveError(f"the earlier save to {handle.location} failed: {error}") from error
 
@@ -328,36 +211,20 @@ class BackgroundSaves:
         with self._lock:
             return [handle for handle in self._handles if not handle.done()]
 
-    def _failed_unnoticed(self) -> list[SaveHandle]:
-        with self._lock:
-            return [handle for handle in self._handles if handle.done() and handle.matters]
 
-
+@dataclass(slots=True, eq=False)
 class _Turn:
-    """The position of an asynchronous save in the queue of each of its locations."""
+    """The position of an asynchronous save in the queue of each of its locations.
 
-    def __init__(self, order: _SaveOrder, locations: Sequence[str], before: Sequence[_Turn]) -> None:
-        self.locations = locations
-        self._order = order
-        self._before = before
-        self._ended = threading.Event()
+    Attributes:
+        locations: the locations.
+        before: set once an earlier save to one of the locations has ended.
+        ended: set once this save has ended.
+    """
 
-    def begin(self) -> None:
-        """Wait for earlier saves, on the thread that runs this save."""
-        for turn in self._before:
-            turn.wait()
-        self._before = ()
-        self._order.running.turn = self
-
-    def wait(self) -> None:
-        """Wait until the save is committed or failed."""
-        self._ended.wait()
-
-    def end(self) -> None:
-        """End the turn, so that later saves start."""
-        self._order.running.turn = None
-        self._order.remove(self)
-        self._ended.set()
+    locations: Sequence[str]
+    before: Sequence[threading.Event]
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class _SaveOrder:
@@ -371,31 +238,39 @@ class _SaveOrder:
         """Forget all saves: they do not run in a forked child."""
         self._lock = threading.Lock()
         self._last: dict[str, _Turn] = {}
-        self.running = threading.local()
+        self._running = threading.local()
 
     def take(self, locations: Sequence[str]) -> _Turn:
         """Return the turn of a new save, after all earlier saves."""
         with self._lock:
-            before = [self._last[location] for location in locations if location in self._last]
-            turn = _Turn(self, locations, before)
+            before = [self._last[location].ended for location in locations if location in self._last]
+            turn = _Turn(locations, before)
             self._last.update(dict.fromkeys(locations, turn))
             return turn
 
-    def remove(self, turn: _Turn) -> None:
-        """Remove a save that ended."""
+    def begin(self, turn: _Turn) -> None:
+        """Wait for earlier saves, on the thread that runs the save of a turn."""
+        for ended in turn.before:
+            ended.wait()
+        self._running.turn = turn
+
+    def end(self, turn: _Turn) -> None:
+        """End a turn, so that later saves start."""
+        self._running.turn = None
         with self._lock:
             for location in turn.locations:
                 if self._last.get(location) is turn:
                     del self._last[location]
+        turn.ended.set()
 
     def wait_for(self, location: str) -> None:
         """Wait for earlier saves to a location. Inside an asynchronous save, do not wait again."""
-        if getattr(self.running, "turn", None) is not None:
+        if getattr(self._running, "turn", None) is not None:
             return
         with self._lock:
             turn = self._last.get(location)
         if turn is not None:
-            turn.wait()
+            turn.ended.wait()
 
 
 _ORDER: Final = _SaveOrder()
@@ -408,11 +283,11 @@ def wait_for_saves_to(location: str) -> None:
 
 def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
     try:
-        turn.begin()
+        _ORDER.begin(turn)
         try:
             work()
         finally:
-            turn.end()
+            _ORDER.end(turn)
         handle._progress.end()
     except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
         del work
@@ -430,14 +305,14 @@ def _clear_frames(error: BaseException) -> None:
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
+        cause = pending.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        pending += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            pending += one.exceptions
+        seen.add(id(cause))
+        traceback.clear_frames(cause.__traceback__)
+        pending += [cause.__cause__, cause.__context__]
+        if isinstance(cause, BaseExceptionGroup):
+            pending += cause.exceptions
 
 
 class _ExitReport:

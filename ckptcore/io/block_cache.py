@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -10,7 +11,7 @@ from typing import Final, cast
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.elements import new_bytes
-from ckptcore.io.requests import IOThreads, for_each, is_stamped_reader
+from ckptcore.io.threads import IOThreads, for_each
 from ckptcore.protocols import Buffer, RangeReader, StampedReader
 
 _FEW_BLOCKS: Final = 8
@@ -52,10 +53,10 @@ class RecentBlocks:
     def find(self, key: str, start: int) -> Buffer | None:
         """Return the block of an object that starts at a byte, or None if it is not cached."""
         with self._lock:
-            found = self._blocks.get((key, start))
-            if found is not None:
+            block = self._blocks.get((key, start))
+            if block is not None:
                 self._blocks.move_to_end((key, start))
-            return found
+            return block
 
     def keep(self, key: str, start: int, block: Buffer) -> None:
         """Cache a block. Drops the least recently used one."""
@@ -109,7 +110,7 @@ class BlockCache:
         self.is_verified = sums is not None
         self._key = key
         self._reader = reader
-        self._stamped = cast(StampedReader, reader) if is_stamped_reader(type(reader)) else None
+        self._stamped = cast(StampedReader, reader) if _is_stamped(type(reader)) else None
         self._size = size
         self._sums = sums
         self._block_bytes = block_bytes
@@ -277,3 +278,9 @@ class BlockCache:
                 start=start,
                 stop=stop,
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _is_stamped(kind: type[RangeReader]) -> bool:
+    """Return True if readers of a type are `StampedReader`. Cached: the check is slow."""
+    return issubclass(kind, StampedReader)

@@ -6,6 +6,7 @@ import bisect
 import struct
 import threading
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Final
 
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -157,14 +158,14 @@ class RecordedChecksums:
                     digest = None
                 begin = position
 
-    def _compare(self, start: int, nbytes: int, found: int) -> None:
+    def _compare(self, start: int, nbytes: int, computed: int) -> None:
         (expected,) = _SUM.unpack_from(self._sums, start // self._block_bytes * CHECKSUM_BYTES)
-        if found != expected:
+        if computed != expected:
             raise _checksum_error(
                 self._key,
                 start,
                 start + nbytes,
-                f"expected {CHECKSUM_ALGORITHM}:{expected:016x}, found {CHECKSUM_ALGORITHM}:{found:016x}",
+                f"expected {CHECKSUM_ALGORITHM}:{expected:016x}, found {CHECKSUM_ALGORITHM}:{computed:016x}",
             )
 
 
@@ -256,17 +257,17 @@ def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[
     Raises:
         PluginError: a checksum covers invalid segments.
     """
-    found: dict[int, InlineChecksum] = {}
+    checksums: dict[int, InlineChecksum] = {}
     before = -1
     for number, segment in enumerate(segments):
         if not isinstance(segment, ChecksumSegment):
             continue
         first = first_covered(segments, number, segment, before)
-        one = InlineChecksum(segment.checksum, sizes[first] if number - first == 1 else sum(sizes[first:number]))
+        inline = InlineChecksum(segment.checksum, sum(sizes[first:number]))
         for covered in range(first, number + 1):
-            found[covered] = one
+            checksums[covered] = inline
         before = number
-    return found
+    return checksums
 
 
 class ChunkCheck:
@@ -311,11 +312,9 @@ class ChunkCheck:
                 self._stored = b"".join(_between(buffers, high, self.end))
             if not self._sum.add(low, high - low, value):
                 return False
-        found = self._sum.data
-        if found != self._stored:
-            difference = (
-                f"expected the stored {checksum.name} {self._stored.hex()}, found {found.hex() if found else ''}"
-            )
+        computed = self._sum.data or b""
+        if computed != self._stored:
+            difference = f"expected the stored {checksum.name} {self._stored.hex()}, found {computed.hex()}"
             if checksum.nbytes > _SHOWN_BYTES:  # a record with more than a checksum
                 difference = f"they do not match their {checksum.name} in bytes {self.stop} to {self.end}"
             raise _checksum_error(self._key, self.start, self.end, difference)
@@ -324,15 +323,11 @@ class ChunkCheck:
 
 def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
     """Return bytes `start` to `stop` of an object from buffers (position in the object, bytes)."""
-    index = bisect.bisect_right(buffers, start, key=_position) - 1
+    index = bisect.bisect_right(buffers, start, key=itemgetter(0)) - 1
     position, buffer = buffers[index]
-    found = [buffer[start - position : stop - position]]
+    parts = [buffer[start - position : stop - position]]
     while (position := position + len(buffer)) < stop:
         index += 1
         buffer = buffers[index][1]
-        found.append(buffer[: stop - position])
-    return found
-
-
-def _position(entry: tuple[int, memoryview]) -> int:
-    return entry[0]
+        parts.append(buffer[: stop - position])
+    return parts

@@ -226,8 +226,8 @@ class _Located:
         """Yield the number of each target once all of its chunks are complete, including exact chunks."""
         for of_leaf in requested.values():
             self._locate(list(of_leaf.values()))
-        for one in self._encoded:
-            for number, _, _ in one.requested.targets:
+        for encoded in self._encoded:
+            for number, _, _ in encoded.requested.targets:
                 self._left[number] = self._left.get(number, 0) + 1
         if self._copied:
             in_reads = {number for read in self._reads for number, _, _ in read.targets}
@@ -240,36 +240,35 @@ class _Located:
 
     def _locate(self, chunks: Sequence[_RequestedChunk]) -> None:
         """Locate the chunks of one array. Copies inline chunks and fill values, and collects the others."""
-        located = self._index.locate([one.chunk for one in chunks], self._store)
+        located = self._index.locate([requested.chunk for requested in chunks], self._store)
         encoded, inline, fills, checksums = located.encoded, located.inline, located.fills, located.checksums
         at: dict[tuple[str, int], Chunk] = {}
-        for row, (one, key, start) in enumerate(zip(chunks, located.keys, located.starts, strict=True)):
+        for row, (requested, key, start) in enumerate(zip(chunks, located.keys, located.starts, strict=True)):
             if row in encoded:
-                self._encoded.append(_Encoded(one, key, start, located.stops.get(row), inline.get(row)))
+                self._encoded.append(_Encoded(requested, key, start, located.stops.get(row), inline.get(row)))
             elif row in fills or row in inline:
                 if row in fills:
-                    _fill(one, fills[row])
+                    _fill(requested, fills[row])
                 else:
-                    _copy(one, _elements(one, inline[row], start, checksums.get(row)))
-                self._copied.update(dict.fromkeys([number for number, _, _ in one.targets]))
-            elif at.setdefault((key, start), one.chunk) is not one.chunk:
+                    _copy(requested, _elements(requested, inline[row], start, checksums.get(row)))
+                self._copied.update(dict.fromkeys([number for number, _, _ in requested.targets]))
+            elif at.setdefault((key, start), requested.chunk) is not requested.chunk:
                 raise CorruptCheckpointError(
-                    f"leaf {one.chunk.leaf} has two chunks at byte {start} of {key}: the metadata is damaged. Restore "
-                    "the checkpoint from a copy, or load another one",
+                    f"leaf {requested.chunk.leaf} has two chunks at byte {start} of {key}: the metadata is damaged. "
+                    "Restore the checkpoint from a copy, or load another one",
                     key=key,
                 )
             else:
-                self._reads.append(_chunk_read(one, key, start, checksums.get(row)))
+                self._reads.append(_chunk_read(requested, key, start, checksums.get(row)))
 
     def _decode(self, encoded: Sequence[_Encoded]) -> Iterator[int]:
         """Decode whole chunks, each once and several at a time, and copy their elements to targets."""
         started: deque[_Decoding] = deque()
         decoded_bytes = 0
         try:
-            for one, data in _fetched(encoded, self._store):
-                targets = one.requested.targets
-                nbytes = max(one.requested.chunk.box.size, 1) * targets[0][2].itemsize
-                started.append(_Decoding(one.requested, nbytes, self._index.decode(one.requested.chunk, data)))
+            for requested, data in _fetched(encoded, self._store):
+                nbytes = max(requested.chunk.box.size, 1) * requested.targets[0][2].itemsize
+                started.append(_Decoding(requested, nbytes, self._index.decode(requested.chunk, data)))
                 decoded_bytes += nbytes
                 while decoded_bytes > _DECODED_BYTES and len(started) > _LEAST_STARTED:
                     decoded_bytes -= started[0].nbytes
@@ -279,7 +278,8 @@ class _Located:
         finally:
             # After an error, wait for decoders: they may still write into memory that is about to be freed.
             for left in started:
-                _settle(left.elements)
+                with suppress(Exception):  # another error is being raised
+                    left.elements.result()
 
     def _take(self, started: deque[_Decoding]) -> Iterator[int]:
         oldest = started[0]
@@ -289,11 +289,6 @@ class _Located:
             self._left[number] -= 1
             if not self._left[number]:
                 yield number
-
-
-def _settle(elements: Pending[HostArray]) -> None:
-    with suppress(Exception):  # another error is being raised
-        elements.result()
 
 
 def _copy(requested: _RequestedChunk, elements: HostArray) -> None:
@@ -339,32 +334,33 @@ def _elements(requested: _RequestedChunk, data: bytes, start: int, checksum: Che
     return np.frombuffer(elements, little_dtype(dtype)).reshape(box.shape)
 
 
-def _fetched(encoded: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
+def _fetched(encoded: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_RequestedChunk, bytes]]:
     """Fetch encoded chunks. One request fetches several if they are close to each other."""
     group: list[_Encoded] = []
-    for one in sorted(encoded, key=lambda one: (one.requested.chunk.leaf, one.key, one.start)):
-        if group and not _follows(group, one):
+    for chunk in sorted(encoded, key=lambda chunk: (chunk.requested.chunk.leaf, chunk.key, chunk.start)):
+        if group and not _follows(group, chunk):
             yield from _fetched_together(group, store)
             group = []
-        group.append(one)
+        group.append(chunk)
     if group:
         yield from _fetched_together(group, store)
 
 
-def _follows(group: Sequence[_Encoded], one: _Encoded) -> bool:
+def _follows(group: Sequence[_Encoded], chunk: _Encoded) -> bool:
     last = group[-1]
-    if one.inline is not None or last.key != one.key or last.stop is None or one.stop is None:
+    if chunk.inline is not None or last.key != chunk.key or last.stop is None or chunk.stop is None:
         return False
     # The next array may have chunks before those of this one; a group only continues forward.
-    return 0 <= one.start - last.stop <= _GAP_BYTES and one.stop - group[0].start <= _FETCHED_BYTES
+    return 0 <= chunk.start - last.stop <= _GAP_BYTES and chunk.stop - group[0].start <= _FETCHED_BYTES
 
 
-def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_Encoded, bytes]]:
+def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[tuple[_RequestedChunk, bytes]]:
     first = group[0]
     if first.inline is not None:
-        yield first, first.inline[first.start : first.stop]
+        yield first.requested, first.inline[first.start : first.stop]
         return
-    stop = None if first.stop is None else max(one.stop or 0 for one in group)
+    # A hostile index may state chunks that end before they start: the last one need not end last.
+    stop = None if first.stop is None else max(chunk.stop or 0 for chunk in group)
     try:
         data = store.get(first.key, first.start, stop)
     except ObjectNotFoundError as error:
@@ -377,6 +373,6 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
             "it from a copy, or load another checkpoint",
             key=first.key, start=first.start + len(data), stop=stop,
         )  # fmt: skip
-    for one in group:
-        end = None if one.stop is None else one.stop - first.start
-        yield one, data[one.start - first.start : end] if len(group) > 1 else data
+    for chunk in group:
+        end = None if chunk.stop is None else chunk.stop - first.start
+        yield chunk.requested, data[chunk.start - first.start : end]  # a whole slice of bytes is no copy

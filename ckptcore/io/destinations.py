@@ -10,11 +10,8 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.elements import (
-    Extent,
     bytes_of,
     c_strides,
-    flat_boxes,
-    intersect,
     is_little,
     little_dtype,
     run_axis,
@@ -23,6 +20,7 @@ from ckptcore.io.elements import (
 )
 from ckptcore.io.requests import Sizes
 from ckptcore.model import Box, ChunkRead, HostArray
+from ckptcore.planning.partition import boxes_of_range
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to this size an array is filled by NumPy assignment, which for some dtypes holds the interpreter lock."""
@@ -107,7 +105,7 @@ class BoxDestination:
 
     __slots__ = (
         "_array",
-        "_extent",
+        "_box",
         "_itemsize",
         "_offset",
         "_origin",
@@ -123,7 +121,7 @@ class BoxDestination:
         number: int,
         offset: int,
         shape: tuple[int, ...],
-        extent: Extent,
+        box: Box,
         array: HostArray,
         origin: tuple[int, ...],
     ) -> None:
@@ -133,26 +131,26 @@ class BoxDestination:
             number: the number of the target.
             offset: the position of the chunk in the object, in bytes.
             shape: the shape of the chunk.
-            extent: the box, relative to the chunk; not empty.
+            box: the box, relative to the chunk; not empty.
             array: an array of the little endian dtype of the object.
             origin: the first element of the array, relative to the chunk.
         """
         self.number = number
         self._offset = offset
         self._shape = shape
-        self._extent = extent
+        self._box = box
         self._array = array
         self._origin = origin
         self._itemsize = array.itemsize
         self._strides = tuple([stride * array.itemsize for stride in c_strides(shape)])
-        self.start = offset + sum(map(int.__mul__, extent[0], self._strides))
-        last = sum([(index - 1) * stride for index, stride in zip(extent[1], self._strides, strict=True)])
+        self.start = offset + sum(map(int.__mul__, box.start, self._strides))
+        last = sum([(index - 1) * stride for index, stride in zip(box.stop, self._strides, strict=True)])
         self.stop = offset + last + array.itemsize
 
     def spans(self, most_gap: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of bytes of the object that cover the box, in ascending order."""
         size = self._itemsize
-        for start, stop in spans(self._shape, self._extent, most_gap // size):
+        for start, stop in spans(self._shape, self._box, most_gap // size):
             yield self._offset + start * size, self._offset + stop * size
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
@@ -161,16 +159,12 @@ class BoxDestination:
         first = max(self.start, start) - self._offset
         last = min(self.stop, stop) - self._offset
         taken = 0
-        for box in flat_boxes(self._shape, first // size, last // size):
-            if (common := intersect(box, self._extent)) is None:
+        for run in boxes_of_range(self._shape, first // size, last // size):
+            if (common := run.intersect(self._box)) is None:
                 continue
-            low, high = common
-            shape = tuple(map(int.__sub__, high, low))
-            position = self._offset + sum(map(int.__mul__, low, self._strides)) - base
-            source = np.ndarray(shape, self._array.dtype, window, position, self._strides)
-            origin = self._origin
-            slices = tuple(map(slice, map(int.__sub__, low, origin), map(int.__sub__, high, origin)))
-            np.copyto(self._array[slices], source)
+            position = self._offset + sum(map(int.__mul__, common.start, self._strides)) - base
+            source = np.ndarray(common.shape, self._array.dtype, window, position, self._strides)
+            np.copyto(self._array[common.relative(self._origin).slices], source)
             taken += source.nbytes
         return taken
 
@@ -230,40 +224,35 @@ def _part_destinations(
     array: HostArray,
 ) -> Iterator[Destination]:
     corner, itemsize = read.box.start, read.itemsize
-    common = intersect((box.start, box.stop), (corner, read.box.stop))
+    common = box.intersect(read.box)
     if common is None:
         return
-    extent = _relative(common, corner)
-    origin = tuple(map(int.__sub__, box.start, corner))
-    inside = _relative(common, box.start)
-    axis = max(run_axis(chunk_shape, extent), run_axis(array.shape, inside))
-    lengths = tuple(map(int.__sub__, extent[1], extent[0]))
+    in_chunk, in_array = common.relative(corner), common.relative(box.start)
+    origin = box.relative(corner).start
+    axis = max(run_axis(chunk_shape, in_chunk), run_axis(array.shape, in_array))
+    lengths = common.shape
     run_bytes = prod(lengths[axis:]) * itemsize
     little = is_little(array.dtype)
     if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
-        array_runs = runs(array.shape, inside, axis)
-        for (_, flat), (_, first) in zip(runs(chunk_shape, extent, axis), array_runs, strict=True):
+        array_runs = runs(array.shape, in_array, axis)
+        for (_, flat), (_, first) in zip(runs(chunk_shape, in_chunk, axis), array_runs, strict=True):
             start = read.offset + flat * itemsize
             yield RunDestination(number, start, start + run_bytes, array, first * itemsize)
     elif shape.keeps_elements(read.offset - base, itemsize):
-        yield BoxDestination(number, read.offset, chunk_shape, extent, array.view(little_dtype(array.dtype)), origin)
+        yield BoxDestination(number, read.offset, chunk_shape, in_chunk, array.view(little_dtype(array.dtype)), origin)
     else:
         # Reads may start or end inside elements: read them as bytes, with the bytes of an element as a last axis.
         if not little:
             raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
         as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
-        extent = (*extent[0], 0), (*extent[1], itemsize)
-        yield BoxDestination(number, read.offset, (*chunk_shape, itemsize), extent, as_bytes, (*origin, 0))
+        in_bytes = Box((*in_chunk.start, 0), (*in_chunk.stop, itemsize))
+        yield BoxDestination(number, read.offset, (*chunk_shape, itemsize), in_bytes, as_bytes, (*origin, 0))
 
 
 def _shape(read: ChunkRead, box: Box) -> tuple[int, ...]:
     if len(box.start) != len(box.stop) or any(map(int.__gt__, box.start, box.stop)):
         raise _mismatch(read, f"a box from {list(box.start)} to {list(box.stop)}")
     return tuple(map(int.__sub__, box.stop, box.start))
-
-
-def _relative(extent: Extent, origin: tuple[int, ...]) -> Extent:
-    return tuple(map(int.__sub__, extent[0], origin)), tuple(map(int.__sub__, extent[1], origin))
 
 
 def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:

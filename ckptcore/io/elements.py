@@ -7,11 +7,11 @@ import itertools
 import sys
 from collections.abc import Iterator
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.model import HostArray
+from ckptcore.model import Box, HostArray
 
 _LITTLE_HOST: Final = sys.byteorder == "little"
 """True if this host has the byte order of objects."""
@@ -66,10 +66,6 @@ def bytes_of(array: HostArray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""A box as plain tuples, (start, stop), half-open; cheaper than a `ckptcore.model.Box` in loops."""
-
-
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the distance of neighbours along each axis in C order, in elements."""
     strides = [1] * len(shape)
@@ -78,16 +74,9 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def intersect(first: Extent, second: Extent) -> Extent | None:
-    """Return the elements in both boxes, or None if there are none."""
-    start = tuple(map(max, first[0], second[0]))
-    stop = tuple(map(min, first[1], second[1]))
-    return None if any(map(int.__ge__, start, stop)) else (start, stop)
-
-
-def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
+def run_axis(shape: tuple[int, ...], box: Box) -> int:
     """Return the outermost axis so that the box is one run of elements for each index of the axes before it."""
-    start, stop = extent
+    start, stop = box
     axis = len(shape)
     while axis > 0:
         axis -= 1
@@ -96,27 +85,37 @@ def run_axis(shape: tuple[int, ...], extent: Extent) -> int:
     return 0
 
 
-def runs(shape: tuple[int, ...], extent: Extent, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
+def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """Return the half-open range of a box among the elements of an array in C order; None if it is not contiguous."""
+    if not box.size:
+        return (0, 0)
+    if prod(box.shape[: run_axis(shape, box)]) != 1:
+        return None
+    first = sum(map(int.__mul__, box.start, c_strides(shape)))
+    return first, first + box.size
+
+
+def runs(shape: tuple[int, ...], box: Box, axis: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield the start of each run of a box, as an index and as a number of elements in C order.
 
     Args:
         shape: the shape of the array.
-        extent: the box; not empty.
+        box: the box; not empty.
         axis: the `run_axis` of the box, or a later axis.
     """
-    start, stop = extent
+    start, stop = box
     strides = c_strides(shape)
     tail = sum(map(int.__mul__, start[axis:], strides[axis:]))
     for index in itertools.product(*map(range, start[:axis], stop[:axis])):
         yield (*index, *start[axis:]), sum(map(int.__mul__, index, strides)) + tail
 
 
-def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tuple[int, int]]:
+def spans(shape: tuple[int, ...], box: Box, most_gap: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of elements in C order that together cover a box. The box must not be empty.
 
     Ranges are in ascending order and do not touch. Gaps of up to `most_gap` elements outside the box are covered too.
     """
-    start, stop = extent
+    start, stop = box
     strides = c_strides(shape)
     # Elements from the first to the last one of the box, along the axes from `axis` on.
     inner = 1
@@ -128,38 +127,5 @@ def spans(shape: tuple[int, ...], extent: Extent, most_gap: int) -> Iterator[tup
             break
         inner += (count - 1) * strides[axis - 1]
         axis -= 1
-    for _, flat in runs(shape, extent, axis):
+    for _, flat in runs(shape, box, axis):
         yield flat, flat + inner
-
-
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Extent]:
-    """Return boxes of exactly the elements `start` to `stop` in C order. Each is one run of elements, in that order.
-
-    At most two boxes for each axis except the last one, plus one.
-    """
-    found: list[Extent] = []
-    if start < stop:
-        _cut(shape, 0, (), start, stop, found)
-    return found
-
-
-def _cut(shape: tuple[int, ...], axis: int, index: tuple[int, ...], start: int, stop: int, found: list[Extent]) -> None:
-    """Cut the elements `start` to `stop` of the part of an array at `index` along the axes before `axis`."""
-    if axis == len(shape):
-        found.append((index, tuple([i + 1 for i in index])))
-        return
-    rest = shape[axis + 1 :]
-    inner = prod(rest)
-    first, skipped = divmod(start, inner)
-    last, kept = divmod(stop, inner)
-    if first == last:
-        _cut(shape, axis + 1, (*index, first), skipped, kept, found)
-        return
-    if skipped:
-        _cut(shape, axis + 1, (*index, first), skipped, inner, found)
-        first += 1
-    if first < last:
-        above = tuple([i + 1 for i in index])
-        found.append(((*index, first, *(0,) * len(rest)), (*above, last, *rest)))
-    if kept:
-        _cut(shape, axis + 1, (*index, last), 0, kept, found)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptcore.errors import InsufficientMemoryError
 from ckptcore.io.elements import copy_elements, plain
-from ckptcore.io.requests import IOThreads, reset_in_children
+from ckptcore.io.threads import IOThreads, reset_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
 PAGE_BYTES: Final = 4096

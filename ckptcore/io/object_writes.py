@@ -9,8 +9,9 @@ from typing import Final, NamedTuple
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, IOThreads, Sizes, requests_of
+from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
 
@@ -90,10 +91,7 @@ class ObjectWrites:
         """
         if error is not None:
             self._stop(error)
-        failure, self._error = (
-            self._error,
-            None,
-        )  # break the cycle with the frames of the error
+        failure, self._error = self._error, None  # break the cycle with the frames of the error
         if failure is None:
             return tuple([record for _, record in sorted(self._records.items())])
         for target in self._unfinished.values():
@@ -147,10 +145,10 @@ class ObjectWrites:
             return None
 
     def _start(self) -> _Small | _Large | None:
-        found = next(self._objects, None)
-        if found is None:
+        following = next(self._objects, None)
+        if following is None:
             return None
-        key, segments = found
+        key, segments = following
         number = self._started
         self._started += 1
         nbytes = [segment.nbytes for segment in segments]
@@ -407,8 +405,8 @@ class ObjectRecorder:
         parallelism = _CONCURRENT_SMALL_OBJECTS if len(some) > 1 else 1  # one object needs no threads
         self._write_all(itertools.chain(some, objects), parallelism, parallelism)
 
-    def _is_small(self, one: tuple[str, Sequence[Segment]]) -> bool:
-        return sum([segment.nbytes for segment in one[1]]) < self._sizes.inline
+    def _is_small(self, entry: tuple[str, Sequence[Segment]]) -> bool:
+        return sum([segment.nbytes for segment in entry[1]]) < self._sizes.inline
 
     def _write_all(self, objects: Iterator[tuple[str, Sequence[Segment]]], parallelism: int, concurrency: int) -> None:
         writing = ObjectWrites(

@@ -41,14 +41,6 @@ class ReadPart:
         self.direct: list[tuple[RunDestination, int, int]] = []
         self.checks: list[ChunkCheck] = []
 
-    def memory(self) -> memoryview | None:
-        """Return the memory of the array into which all bytes are read directly; None if there is no such array."""
-        if len(self.direct) == 1 and not self.checks:
-            destination, start, stop = self.direct[0]
-            if start == self.start and stop == self.stop:
-                return destination.memory(start, stop)
-        return None
-
     def choose_direct(self, least: int) -> None:
         """Read directly into arrays that need `least` bytes or more, if no two arrays need the same bytes."""
         for _, start, stop in self.destinations:
@@ -56,29 +48,29 @@ class ReadPart:
                 break
         else:
             return
-        wanted: list[tuple[int, int, RunDestination]] = []
+        runs: list[tuple[int, int, RunDestination]] = []
         for destination, start, stop in self.destinations:
             if isinstance(destination, BoxDestination):
                 return
-            wanted.append((max(start, destination.start), min(stop, destination.stop), destination))
-        wanted.sort(key=_FIRST)
-        if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
+            runs.append((max(start, destination.start), min(stop, destination.stop), destination))
+        runs.sort(key=_FIRST)
+        if any(after[0] < before[1] for before, after in itertools.pairwise(runs)):
             return
-        self.destinations = [(destination, start, stop) for start, stop, destination in wanted if stop - start < least]
-        self.direct = [(destination, start, stop) for start, stop, destination in wanted if stop - start >= least]
+        self.destinations = [(destination, start, stop) for start, stop, destination in runs if stop - start < least]
+        self.direct = [(destination, start, stop) for start, stop, destination in runs if stop - start >= least]
 
     def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
         """Return the memory for the bytes: `spare`, which has the length of the part, except for `direct` ranges."""
-        found: list[tuple[int, memoryview]] = []
+        buffers: list[tuple[int, memoryview]] = []
         position = self.start
         for destination, start, stop in self.direct:
             if position < start:
-                found.append((position, spare[position - self.start : start - self.start]))
-            found.append((start, destination.memory(start, stop)))
+                buffers.append((position, spare[position - self.start : start - self.start]))
+            buffers.append((start, destination.memory(start, stop)))
             position = stop
         if position < self.stop:
-            found.append((position, spare[position - self.start :]))
-        return found
+            buffers.append((position, spare[position - self.start :]))
+        return buffers
 
 
 class ReadTask:
@@ -86,19 +78,17 @@ class ReadTask:
 
     Attributes:
         key: the object.
-        most: the most bytes of a request.
         nbytes: the bytes to read.
-        requests: the parts of each request, in order. A part that is read directly into its array may be larger than a
-            request, and is then alone.
+        requests: the parts of each request, in order.
         numbers: the targets that take part, each once.
         checked_numbers: the targets that wait for chunks which end here, once for each chunk.
     """
 
-    __slots__ = ("checked_numbers", "key", "most", "nbytes", "numbers", "requests")
+    __slots__ = ("checked_numbers", "key", "nbytes", "numbers", "requests")
 
     def __init__(self, key: str, parts: Sequence[ReadPart], most: int) -> None:
+        """Group parts into requests of at most `most` bytes."""
         self.key = key
-        self.most = most
         self.nbytes = parts[-1].stop - parts[0].start
         self.requests: list[list[ReadPart]] = []
         for part in parts:
@@ -155,14 +145,14 @@ def plan_object(
         checksum = read.checksum if verify else None
         if checksum is None:
             others.extend(destinations_of(shape, read))
-        elif found := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
+        elif destinations := list(destinations_of(shape, read, 0 if shape.step > 1 else read.offset)):
             stop = read.offset + prod(map(int.__sub__, read.box.stop, read.box.start)) * read.itemsize
             extent = read.offset, stop, checksum.name
             chunk = by_extent.get(extent)
             if chunk is None:
                 chunk = by_extent[extent] = _CheckedChunk(read.offset, stop, checksum)
             chunk.reads.append(read)
-            chunk.destinations.extend(found)
+            chunk.destinations.extend(destinations)
     if not by_extent:
         return _plan_destinations(shape, others)
     chunks = sorted(by_extent.values(), key=lambda chunk: chunk.start)
@@ -279,43 +269,24 @@ def _plan_chunks(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> list[Re
 
 def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) -> list[ReadTask]:
     """Plan tasks that read the bytes of destinations. Every needed step is read, and most steps only once."""
-    parts: list[ReadPart] = []
     ranges: list[tuple[int, int, Destination]] = []
     step = shape.step
-    # Contiguous bytes of at least this size are read directly into their array.
-    least = step if step > 1 else shape.sizes.direct
     for destination in destinations:
-        start, stop = destination.start, destination.stop
-        if isinstance(destination, BoxDestination):
-            mark = len(ranges)
-            for low, high in destination.spans(shape.gap_bytes):
-                begin, end = low // step * step, shape.above(high)
-                if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise shared bytes are taken twice
-                    ranges[-1] = ranges[-1][0], end, destination
-                else:
-                    ranges.append((begin, end, destination))
+        if isinstance(destination, RunDestination):
+            ranges.append((destination.start // step * step, shape.above(destination.stop), destination))
             continue
-        first = shape.above(start)
-        last = stop if stop == shape.size else stop // step * step
-        if stop - start < least or last <= first:
-            ranges.append((start // step * step, shape.above(stop), destination))
-            continue
-        for begin, end in _cut(first, last, shape.task_bytes):
-            part = ReadPart(begin, end)
-            part.direct.append((destination, begin, end))
-            parts.append(part)
-        if start < first:
-            ranges.append((first - step, first, destination))
-        if last < stop:
-            ranges.append((last, shape.above(stop), destination))
-    parts.sort(key=_START)
-    parts.extend(_windows(shape, ranges, list(map(_START, parts))))
-    parts.sort(key=_START)
-    return _group(shape, parts)
+        mark = len(ranges)
+        for low, high in destination.spans(shape.gap_bytes):
+            begin, end = low // step * step, shape.above(high)
+            if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise shared bytes are taken twice
+                ranges[-1] = ranges[-1][0], end, destination
+            else:
+                ranges.append((begin, end, destination))
+    return _group(shape, _windows(shape, ranges))
 
 
 def _group(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
-    """Group parts into tasks. Parts are in order, and overlap only if two arrays need the same bytes."""
+    """Group adjacent parts into tasks. Parts are in order, and do not overlap."""
     tasks: list[ReadTask] = []
     group: list[ReadPart] = []
     for part in parts:
@@ -328,35 +299,25 @@ def _group(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
     return tasks
 
 
-def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a range at multiples of `most`."""
-    while start < stop:
-        end = min(stop, (start // most + 1) * most)
-        yield start, end
-        start = end
-
-
-def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]], direct: Sequence[int]) -> list[ReadPart]:
+def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]]) -> list[ReadPart]:
     """Return parts that together contain all ranges, without overlap, each with its destinations.
 
     Args:
         shape: the sizes of reads of the object.
         ranges: the needed bytes, with their destinations; sorted here.
-        direct: the starts of parts that are read directly into arrays, sorted. No gap across them is read.
     """
     ranges.sort(key=_FIRST)
     merged: list[tuple[int, int]] = []
     for start, stop, _ in ranges:
-        before = merged[-1][1] if merged else -1
-        near = 0 <= before and start <= before + shape.gap_bytes
-        if near and (start <= before or bisect.bisect_left(direct, before) == bisect.bisect_left(direct, start)):
-            merged[-1] = (merged[-1][0], max(before, stop))
+        if merged and start <= merged[-1][1] + shape.gap_bytes:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
             merged.append((start, stop))
     windows: list[ReadPart] = []
+    most = shape.part_bytes
     for start, stop in merged:
-        for begin, end in _cut(start, stop, shape.part_bytes):
-            windows.append(ReadPart(begin, end))
+        edges = [start, *range((start // most + 1) * most, stop, most), stop]
+        windows.extend(itertools.starmap(ReadPart, itertools.pairwise(edges)))
     _share(shape, windows, ranges)
     return windows
 
@@ -369,11 +330,11 @@ def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tup
         while start < stop:
             window = windows[index]
             end = min(window.stop, stop)
-            found = window.destinations
-            if found and found[-1][0] is destination and isinstance(destination, BoxDestination):
-                found[-1] = (destination, found[-1][1], max(found[-1][2], end))
+            takers = window.destinations
+            if takers and takers[-1][0] is destination and isinstance(destination, BoxDestination):
+                takers[-1] = (destination, takers[-1][1], max(takers[-1][2], end))
             else:
-                found.append((destination, start, end))
+                takers.append((destination, start, end))
             start = end
             index += 1
     for window in windows:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.block_cache import BlockCache, RecentBlocks
@@ -17,19 +17,14 @@ from ckptcore.io.chunk_reads import read_boxes
 from ckptcore.io.destinations import ObjectShape
 from ckptcore.io.memory import map_pages
 from ckptcore.io.read_tasks import ReadPart, ReadTask, plan_object
-from ckptcore.io.requests import (
-    SIZES,
-    CoalescedRange,
-    IOThreads,
-    Sizes,
-    WorkerPool,
-    coalesce,
-    map_ordered,
-    requests_of,
-)
+from ckptcore.io.requests import SIZES, CoalescedRange, Sizes, coalesce, requests_of
+from ckptcore.io.threads import IOThreads, WorkerPool, map_ordered
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 from ckptcore.protocols.storage import RangeReader, ReaderByKey
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _RECENT_BYTES: Final = 32 << 20
 """Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
@@ -119,11 +114,13 @@ class ObjectReader:
             ObjectNotFoundError
         """
         asked = list(keys)
-        if self._is_remote and len(asked) > 1:
-            sizes = map_ordered(self._threads, asked, self._storage.size, parallelism=self._concurrency)
-        else:
-            sizes = [self._storage.size(key) for key in asked]
-        return dict(zip(asked, sizes, strict=True))
+        return dict(zip(asked, self._ask_each(asked, self._storage.size), strict=True))
+
+    def _ask_each(self, items: Sequence[S], ask: Callable[[S], T]) -> Sequence[T]:
+        """Return the result of a request for each item, with concurrent requests if that is faster."""
+        if self._is_remote and len(items) > 1:
+            return map_ordered(self._threads, items, ask, parallelism=self._concurrency)
+        return [ask(item) for item in items]
 
     def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
         """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
@@ -213,18 +210,14 @@ class ObjectReader:
             CorruptCheckpointError: an object is shorter than recorded, or has no record and the reader is `strict`.
         """
         groups = list(coalesce(ranges, self._gap_bytes, self._request_bytes))
-        if self._is_remote and len(groups) > 1:
-            asked = map_ordered(self._threads, groups, self._get_or_none, parallelism=self._concurrency)
-        else:
-            asked = [self._get_or_none(group) for group in groups]
-        found: list[bytes | None] = [None] * len(ranges)
-        for group, data in zip(groups, asked, strict=True):
+        results: list[bytes | None] = [None] * len(ranges)
+        for group, data in zip(groups, self._ask_each(groups, self._get_or_none), strict=True):
             if data is None:
                 continue
             for number in group.numbers:
                 _, start, stop = ranges[number]
-                found[number] = data[start - group.start : None if stop is None else stop - group.start]
-        return found
+                results[number] = data[start - group.start : None if stop is None else stop - group.start]
+        return results
 
     def _get_or_none(self, group: CoalescedRange) -> bytes | None:
         try:
@@ -390,18 +383,12 @@ class _ChunkReading:
         except IndexError:
             return None
         sums = self._sums[task.key]
-        taken = requests = 0
+        taken = 0
         checked: list[int] = []
         for parts in task.requests:
             if self.stopped:
                 return None
-            memory = parts[0].memory() if len(parts) == 1 else None
-            if memory is not None:
-                requests += self._read_direct(task, parts[0].start, memory, sums)
-                taken += len(memory)
-            else:
-                requests += 1
-                taken += self._read_parts(task.key, parts, sums, scratch, checked)
+            taken += self._read_parts(task.key, parts, sums, scratch, checked)
         with self._opening:
             self._left[task.key] -= 1
             if not self._left[task.key]:
@@ -411,7 +398,7 @@ class _ChunkReading:
         complete = []
         with self._counting:
             self._reader.bytes_read += task.nbytes
-            self._reader.requests += requests
+            self._reader.requests += len(task.requests)
             for number in itertools.chain(task.numbers, checked):
                 left = self._waiting[number] - 1
                 self._waiting[number] = left
@@ -421,28 +408,14 @@ class _ChunkReading:
             self._progress(taken)
         return complete
 
-    def _read_direct(self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None) -> int:
-        """Read directly into an array, and verify pieces while they are in the cache. Return the number of requests."""
-        most = task.most
-        position, stop, requests = start, start + len(memory), 0
-        while position < stop and not self.stopped:
-            end = min(stop, (position // most + 1) * most)
-            piece = memory[position - start : end - start]
-            self._read_into(task.key, ((position, piece),))
-            requests += 1
-            if sums is not None:
-                sums.verify(position, piece)
-            position = end
-        return requests
-
     def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        opened = self._objects.get(key)
-        if opened is None:
+        reader = self._objects.get(key)
+        if reader is None:
             with self._opening:
-                if (opened := self._objects.get(key)) is None:
-                    opened = self._objects[key] = self._storage.open_reader(key)
+                if (reader := self._objects.get(key)) is None:
+                    reader = self._objects[key] = self._storage.open_reader(key)
         try:
-            opened.get_into(ranges)
+            reader.get_into(ranges)
         except CorruptCheckpointError as error:
             error.key = key  # a wrapping storage may name the object by a longer key, which matches no array
             raise
@@ -491,12 +464,12 @@ class _Scratch:
         return self._memory[:nbytes]
 
 
-def _too_short(key: str, start: int, stop: int, found: int) -> CorruptCheckpointError:
+def _too_short(key: str, start: int, stop: int, nbytes: int) -> CorruptCheckpointError:
     """Return the error for an object that ends before its recorded size."""
     return CorruptCheckpointError(
-        f"{key!r} is too short: expected bytes {start} to {stop}, found {found} of them; "
+        f"{key!r} is too short: expected bytes {start} to {stop}, found {nbytes} of them; "
         "it was cut off or replaced: restore it from a copy, or load another checkpoint",
         key=key,
-        start=start + found,
+        start=start + nbytes,
         stop=stop,
     )

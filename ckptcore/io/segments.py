@@ -10,19 +10,10 @@ import numpy as np
 
 from ckptcore.errors import PluginError
 from ckptcore.io.checksums import InlineChecksum, encoded, first_covered, inline_checksums
-from ckptcore.io.elements import (
-    Extent,
-    bytes_of,
-    c_strides,
-    flat_boxes,
-    intersect,
-    is_little,
-    little_dtype,
-    plain,
-    run_axis,
-)
+from ckptcore.io.elements import bytes_of, flat_range, is_little, little_dtype, plain
 from ckptcore.io.requests import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
+from ckptcore.planning.partition import boxes_of_range
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to this size, copying the bytes of an array is faster than keeping a reference to it."""
@@ -199,11 +190,11 @@ class _Gathering:
 
     __slots__ = ("_dtype", "_itemsize", "_shape", "_sources")
 
-    def __init__(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[tuple[Extent, HostArray]]) -> None:
+    def __init__(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[tuple[Box, HostArray]]) -> None:
         self._shape = shape
         self._itemsize = itemsize
         self._dtype = little_dtype(sources[0][1].dtype)
-        self._sources = [(extent, plain(array)) for extent, array in sources]
+        self._sources = [(box, plain(array)) for box, array in sources]
 
     def copy_range(self, start: int, stop: int, memory: memoryview) -> None:
         """Copy bytes `start` to `stop` of the elements in C order to `memory`."""
@@ -227,22 +218,12 @@ class _Gathering:
         return memory
 
     def _copy_elements(self, first: int, last: int, memory: memoryview, position: int) -> None:
-        for wanted in flat_boxes(self._shape, first, last):
-            shape = _shape(wanted)
-            destination = np.ndarray(shape, self._dtype, memory, position)
+        for run in boxes_of_range(self._shape, first, last):
+            destination = np.ndarray(run.shape, self._dtype, memory, position)
             position += destination.nbytes
-            for extent, array in self._sources:
-                if (common := intersect(wanted, extent)) is not None:
-                    np.copyto(destination[_within(common, wanted)], array[_within(common, extent)])
-
-
-def _shape(extent: Extent) -> tuple[int, ...]:
-    return tuple(map(int.__sub__, extent[1], extent[0]))
-
-
-def _within(extent: Extent, outer: Extent) -> tuple[slice, ...]:
-    origin = outer[0]
-    return tuple(map(slice, map(int.__sub__, extent[0], origin), map(int.__sub__, extent[1], origin)))
+            for box, array in self._sources:
+                if (common := run.intersect(box)) is not None:
+                    np.copyto(destination[common.within(run)], array[common.within(box)])
 
 
 def _open(segment: ArraySegment, size: int) -> list[tuple[int, int, memoryview | _Gathering]]:
@@ -272,7 +253,7 @@ def _open_parts(
     segment: ArraySegment, size: int, arrays: Sequence[tuple[Box, HostArray]]
 ) -> list[tuple[int, int, memoryview | _Gathering]]:
     shape, origin = segment.box.shape, segment.box.start
-    sources: list[tuple[Extent, HostArray]] = []
+    sources: list[tuple[Box, HostArray]] = []
     total = 0
     for box, array in arrays:
         if (
@@ -284,24 +265,19 @@ def _open_parts(
             raise _mismatch(segment, arrays)
         total += array.nbytes
         if array.size:
-            relative = tuple(map(int.__sub__, box.start, origin)), tuple(map(int.__sub__, box.stop, origin))
-            sources.append((relative, array))
+            sources.append((box.relative(origin), array))
     if total != size:
         raise _mismatch(segment, arrays)
-    strides = c_strides(shape)
-    found: list[tuple[int, int, memoryview | _Gathering]] = []
-    for extent, array in sources:
-        axis = run_axis(shape, extent)
-        if any(high - low != 1 for low, high in zip(extent[0][:axis], extent[1][:axis], strict=True)):
+    parts: list[tuple[int, int, memoryview | _Gathering]] = []
+    for box, array in sources:
+        elements = flat_range(shape, box)
+        if elements is None or not (array.flags.c_contiguous and is_little(array.dtype)):
             break
-        if not (array.flags.c_contiguous and is_little(array.dtype)):
-            break
-        start = sum(map(int.__mul__, extent[0], strides)) * segment.itemsize
-        found.append((start, start + array.nbytes, bytes_of(array)))
+        parts.append((elements[0] * segment.itemsize, elements[1] * segment.itemsize, bytes_of(array)))
     else:
-        found.sort(key=lambda part: part[0])
-        if all(before[1] == after[0] for before, after in itertools.pairwise(found)):
-            return found
+        parts.sort(key=lambda part: part[0])
+        if all(before[1] == after[0] for before, after in itertools.pairwise(parts)):
+            return parts
     return [(0, size, _Gathering(shape, segment.itemsize, sources))]
 
 
@@ -311,10 +287,10 @@ def _bytes_copy(array: HostArray) -> bytes:
 
 
 def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) -> PluginError:
-    found = ", ".join(f"{box.start} to {box.stop} in {array.dtype}{list(array.shape)}" for box, array in arrays)
+    parts = ", ".join(f"{box.start} to {box.stop} in {array.dtype}{list(array.shape)}" for box, array in arrays)
     return PluginError(
         f"the arrays of a segment do not make up its box: expected {segment.box.start} to {segment.box.stop} with "
-        f"{segment.itemsize} bytes per element, found {found or 'no array'}; a leaf handler or layout is wrong"
+        f"{segment.itemsize} bytes per element, found {parts or 'no array'}; a leaf handler or layout is wrong"
     )
 
 

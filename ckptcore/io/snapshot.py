@@ -65,7 +65,7 @@ class StateElements:
         Returns:
             The two functions, and the items that are not released yet.
         """
-        keys = [(id(one.leaf), one.boxes) for one in boxes]
+        keys = [(id(item.leaf), item.boxes) for item in boxes]
         self._users.update(keys)
         unreleased = set(range(len(keys)))
 
@@ -102,15 +102,12 @@ class StateCopy(Protocol):
 
     def wait(self) -> None:
         """Return once the part may change: everything is copied, or the writer ended."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Record that the part may have changed: no more of it is copied."""
-        ...
 
     def end_writing(self) -> None:
         """Record that the writer needs nothing more."""
-        ...
 
 
 class ViewedSnapshot:

@@ -144,6 +144,10 @@ class Box(NamedTuple):
             ]
         )
 
+    def relative(self, origin: tuple[int, ...]) -> Box:
+        """Return this box in coordinates that begin at an index of the array."""
+        return Box(tuple(map(operator.sub, self.start, origin)), tuple(map(operator.sub, self.stop, origin)))
+
     def band(self, axis: int, start: int, stop: int) -> Box:
         """Return the part from `start` to `stop` along an axis. Both are within the box."""
         return Box(
@@ -159,10 +163,7 @@ class Box(NamedTuple):
         """Return the box of elements in both, or None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        for low, high in zip(start, stop, strict=True):
-            if low >= high:
-                return None
-        return Box(start, stop)
+        return None if any(map(operator.ge, start, stop)) else Box(start, stop)
 
     def contains(self, other: Box) -> bool:
         """Return True if the bounds of `other` are within the bounds of this box."""

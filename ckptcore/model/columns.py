@@ -173,10 +173,10 @@ def _decode(kind: str, encoded: Any) -> Any:
     items = _decode_items(encoded["items"])
     if kind == "dict":
         keys = _decode_items(encoded["keys"])
-        found = dict(zip(keys, items, strict=True))
-        if len(found) != len(keys) or not {*map(type, keys)} <= {int, str}:
+        decoded = dict(zip(keys, items, strict=True))
+        if len(decoded) != len(keys) or not {*map(type, keys)} <= {int, str}:
             raise ValueError("duplicate or invalid keys")
-        return found
+        return decoded
     if "runs" in encoded:
         rest = iter(items)
         items = list(_build_runs(encoded["runs"], rest, _MAX_DEPTH))

@@ -48,8 +48,8 @@ class ArrayRecord(NamedTuple):
     @property
     def framework(self) -> str | None:
         """The framework of the saved array, such as ``"torch"``, by its notes; None if unknown."""
-        found = self.notes.get("framework")
-        return found if isinstance(found, str) else None
+        framework = self.notes.get("framework")
+        return framework if isinstance(framework, str) else None
 
 
 class ValueRecord(NamedTuple):

@@ -20,7 +20,6 @@ class Pending(Protocol[T_co]):
 
     def result(self) -> T_co:
         """Wait for the result, and return it or raise its error."""
-        ...
 
 
 class Ready(NamedTuple, Generic[T]):
@@ -155,16 +154,13 @@ class Checksum(Protocol):
     @property
     def name(self) -> str:
         """The name of the algorithm, for errors."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of a checksum in an object; at least one, equal for every value."""
-        ...
 
     def of(self, data: memoryview) -> int:
         """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for large views."""
-        ...
 
     def join(self, first: int, second: int, second_bytes: int) -> int:
         """Return the checksum of two adjacent runs of bytes.
@@ -174,11 +170,9 @@ class Checksum(Protocol):
             second: the checksum of the second run.
             second_bytes: the bytes of the second run; may be zero.
         """
-        ...
 
     def encode(self, value: int) -> bytes:
         """Encode a checksum for an object, as `nbytes` bytes."""
-        ...
 
 
 class ChecksumSegment(NamedTuple):
@@ -297,8 +291,8 @@ class IntegerColumn(Sequence[int]):
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         """Return an integer, or a list of integers."""
-        found: int | list[int] = self.array[index].tolist()
-        return found
+        numbers: int | list[int] = self.array[index].tolist()
+        return numbers
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over all integers."""
@@ -327,15 +321,15 @@ class IntegerColumn(Sequence[int]):
         return IntegerColumn, (self.array,)
 
 
-def list_of_column(found: object) -> list[int]:
+def list_of_column(column: object) -> list[int]:
     """Return a column as a list: for the argument `default` of `json.dumps`.
 
     Raises:
         TypeError: it is not a column.
     """
-    if isinstance(found, IntegerColumn):
-        return list(found)
-    raise TypeError(f"{type(found).__qualname__} is not JSON")
+    if isinstance(column, IntegerColumn):
+        return list(column)
+    raise TypeError(f"{type(column).__qualname__} is not JSON")
 
 
 class ItemColumns(Sequence[WriteItem]):

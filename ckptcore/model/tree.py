@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, NameCollisionError
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 """The content of a JSON document."""
@@ -168,6 +169,58 @@ def leaf_count(skeleton: Skeleton) -> int:
     if leaves == len(skeleton.children):
         return leaves
     return leaves + sum([leaf_count(child) for child in skeleton.children if child is not LEAF])
+
+
+def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (), root: str = "array") -> dict[int, str]:
+    """Return a name for each leaf of a flat layout: its keys joined by dots, as other software expects.
+
+    Leaves with equal or reserved names get escaped names: a backslash precedes each dot and each backslash within
+    a key, a str key that is empty or looks like an int is quoted, an attribute begins with ``\\@``, and a bool or a
+    tuple with a backslash. If the escaped name is reserved too, a backslash is put before it.
+
+    Args:
+        paths: by leaf, its path.
+        reserved: names that the layout uses itself.
+        root: name of the leaf if the tree is a single leaf.
+
+    Raises:
+        NameCollisionError: two leaves have the same escaped name.
+    """
+    names = {leaf: _printable(".".join(map(str, path))) if path else root for leaf, path in paths.items()}
+    counts = Counter(names.values())
+    if len(counts) == len(names) and not any(name in counts for name in reserved):
+        return names
+    for leaf, name in list(names.items()):
+        if counts[name] > 1 or name in reserved:
+            names[leaf] = _printable(".".join(map(_escape, paths[leaf]))) or "\\" + root
+            if names[leaf] in reserved:
+                names[leaf] = "\\" + names[leaf]
+    seen: dict[str, int] = {}
+    for leaf, name in names.items():
+        if name in seen:
+            raise NameCollisionError(
+                f"{format_path(paths[seen[name]])} and {format_path(paths[leaf])} would both be stored as {name!r}; "
+                "rename one of the keys. Nothing was written"
+            )
+        seen[name] = leaf
+    return names
+
+
+def _printable(name: str) -> str:
+    """Return a name with surrogates escaped, as ``\\ud800``: no file format can store them."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _escape(key: Key) -> str:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return str(key)
+    escaped = str(key).replace("\\", "\\\\").replace(".", "\\.")
+    if isinstance(key, bool | tuple):
+        return "\\" + escaped
+    if isinstance(key, Attribute):
+        return "\\@" + escaped
+    escaped = escaped.replace("'", "\\'")
+    return f"'{escaped}'" if escaped.lstrip("-").isdigit() or not escaped else escaped
 
 
 def text_to_json(text: str) -> JSON:

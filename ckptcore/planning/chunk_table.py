@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, PluginError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations, Pending
+from ckptcore.model.transfer import Chunk
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
+from ckptcore.protocols.layouts import ChunkIndex
 
 _MAX_OFFSET: Final = 1 << 62
 
@@ -64,26 +65,24 @@ class ChunkColumns:
         }
 
 
-class ChunkTable:
-    """A `ckptcore.protocols.ChunkIndex` of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
+class ChunkTable(ChunkIndex):
+    """A chunk index of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
 
     The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
     have a second table, ``slices``, for the arrays that are stored in several boxes.
     """
 
-    def __init__(self, tree: TreeMetadata, state: JSON, checksum: Checksum | None = None) -> None:
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Parse and check a state. It may be hostile.
 
         Args:
             tree: the tree that was saved.
             state: JSON of `ChunkColumns`.
-            checksum: the checksum that follows each chunk in its object; None if there is none.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
         self._tree = tree
-        self._checksum = checksum
         self._whole: dict[int, tuple[str, int]] = {}
         self._sliced: _SlicedArrays | None = None
         self._reasons: dict[int, str | None] = {}
@@ -112,7 +111,7 @@ class ChunkTable:
             return self._chunks(leaf, _spec(self._tree, leaf), box)
         shape = _spec(self._tree, leaf).shape
         whole = box if box.stop == shape and not any(box.start) else Box.whole(shape)
-        return (Chunk(location[0], location[1], whole, True, self._checksum is None, leaf),)
+        return (Chunk(location[0], location[1], whole, True, True, leaf),)
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
         """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
@@ -122,29 +121,7 @@ class ChunkTable:
         return location
 
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
-        return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within, self._checksum is None)
-
-    def locate(self, chunks: Sequence[Chunk], store: object) -> ChunkLocations:
-        """See `ChunkIndex.locate`. The table has all locations, so nothing is read."""
-        checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
-        return ChunkLocations([chunk.key for chunk in chunks], [chunk.offset for chunk in chunks], checksums=checksums)
-
-    def decode(self, chunk: Chunk, data: bytes) -> Pending[HostArray]:
-        """See `ChunkIndex.decode`. No chunk is encoded."""
-        raise PluginError(f"chunks of leaf {chunk.leaf} are not encoded")
-
-    @property
-    def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """See `ChunkIndex.stored_specs`. Arrays are stored as they are."""
-        return {}
-
-    def chunk_rows(self, leaf: int) -> int | None:
-        """See `ChunkIndex.chunk_rows`. Chunks can be read in part."""
-        return None
-
-    def unverified(self, leaf: int, store: Any) -> Collection[str]:
-        """See `ChunkIndex.unverified`. Chunks have no checksums, as far as their table says."""
-        return frozenset([key for key, _, _ in self.extents(leaf)])
+        return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within)
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
         """See `ChunkIndex.extents`."""
@@ -237,7 +214,7 @@ class _SlicedArrays:
             return None
         return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
 
-    def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None, is_exact: bool = True) -> list[Chunk]:
+    def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
         """Return the chunks of a leaf. With a box, leave out chunks outside of it, but not the only chunk of a leaf."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
@@ -245,27 +222,27 @@ class _SlicedArrays:
             starts, stops = self._bounds(rows, axes)
             rows = rows[((starts < np.array(within.stop)) & (stops > np.array(within.start))).all(axis=1)]
         files, offsets, bounds, begins = self._lists
-        found = []
+        chunks = []
         for row in rows.tolist():
             begin = begins[row]
             half = begin + axes
             box = Box(tuple(bounds[begin:half]), tuple(bounds[half : half + axes]))
-            found.append(Chunk(self._files[files[row]], offsets[row], box, True, is_exact, leaf, row))
-        return found
+            chunks.append(Chunk(self._files[files[row]], offsets[row], box, True, True, leaf, row))
+        return chunks
 
 
-def natural_column(found: Any, below: int, count: int | None = None) -> HostArray:
+def natural_column(column: Any, below: int, count: int | None = None) -> HostArray:
     """Check a column of whole numbers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
         TypeError, ValueError, IndexError, OverflowError: the column is not a list of ints, has another length, or has a
             number out of range.
     """
-    if not isinstance(found, list | tuple) or not {int}.issuperset(map(type, found)):
+    if not isinstance(column, list | tuple) or not {int}.issuperset(map(type, column)):
         raise TypeError("expected a column of whole numbers")
-    if count is not None and len(found) != count:
+    if count is not None and len(column) != count:
         raise ValueError("the columns have different lengths")
-    numbers: HostArray = np.array(found, np.int64)
+    numbers: HostArray = np.array(column, np.int64)
     if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):
         raise IndexError(f"expected numbers from 0 to {below - 1}, found {numbers.min()} to {numbers.max()}")
     return numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -15,88 +15,6 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import ItemColumns, Receipt
 from ckptcore.model.tree import format_path
-
-_MAX_RANGES: Final = 1 << 16
-"""Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
-_LEAST_PARTS: Final = 3
-"""Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
-of the band is requested, so two halves would each read the whole band."""
-
-
-def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
-    """Cut an array into consecutive boxes in C order, each of which is one flat range of elements.
-
-    Args:
-        spec: the array.
-        bands: preferred boundaries along the first axis, in elements and in any order. A band is the elements
-            between two boundaries. Boundaries outside of the array are ignored.
-        most_bytes: limit of the size of a box. A single element, or an uncut band, may exceed it.
-        band_bytes: bands up to this size are not cut.
-
-    Returns:
-        A single box for an array of up to `most_bytes`, also for an empty one.
-    """
-    if not spec.shape or spec.nbytes <= most_bytes:
-        return [Box.whole(spec.shape)]
-    most_bytes = max(most_bytes, -(-spec.nbytes // _MAX_RANGES))
-    rows, rest = spec.shape[0], spec.shape[1:]
-    itemsize = spec.numpy_dtype.itemsize
-    row_bytes = math.prod(rest) * itemsize
-    edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
-    found: list[Box] = []
-    first = 0
-    for low, high in itertools.pairwise(edges):
-        if low > first and (high - first) * row_bytes > most_bytes:
-            found.extend(_rows(first, low, rest))
-            first = low
-        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
-            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
-            first = high
-    if first < rows:
-        found.extend(_rows(first, rows, rest))
-    return found
-
-
-def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:
-    yield Box((first, *(0,) * len(rest)), (stop, *rest))
-
-
-def _cut(
-    above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
-) -> Iterator[Box]:
-    """Cut rows `first` to `stop` of the subarray at the index `above`, which have more than `most_bytes`."""
-    row_bytes = math.prod(rest) * itemsize
-    rows = stop - first
-    if row_bytes <= most_bytes or not rest:
-        count = min(rows, max(_LEAST_PARTS, -(-rows // max(1, most_bytes // row_bytes))))
-        bounds = [first + rows * number // count for number in range(count + 1)]
-        after = tuple([index + 1 for index in above])
-        for low, high in itertools.pairwise(bounds):
-            yield Box((*above, low, *(0,) * len(rest)), (*after, high, *rest))
-        return
-    for row in range(first, stop):
-        yield from _cut((*above, row), 0, rest[0], rest[1:], itemsize, most_bytes)
-
-
-def flat_range(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
-    """Return the half-open range of a box among the elements of an array in C order; None if it is not contiguous.
-
-    Args:
-        shape: shape of the array.
-        box: a box of the array.
-    """
-    one = True  # the box has extent 1 along each axis so far
-    first = 0
-    inner = math.prod(shape)
-    if not box.size:
-        return (0, 0)
-    for extent, start, stop in zip(shape, box.start, box.stop, strict=True):
-        if not one and stop - start != extent:
-            return None
-        inner //= extent
-        first += start * inner
-        one = one and stop - start == 1
-    return first, first + box.size
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
@@ -209,8 +127,8 @@ def _moved_volumes(starts: HostArray, stops: HostArray, keys: HostArray) -> Host
     volumes = extents[:, 0]
     for axis in range(1, extents.shape[1]):
         volumes = volumes * extents[:, axis] % _PRIMES[:, None]
-    found: HostArray = volumes.sum(axis=1) % _PRIMES
-    return found
+    sums: HostArray = volumes.sum(axis=1) % _PRIMES
+    return sums
 
 
 class WrittenBoxes:
@@ -330,30 +248,40 @@ def _span(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Divide a range of the elements of an array, in C order, into boxes in this order; at most two for each axis.
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Divide a range of the elements of an array, in C order, into boxes in this order. Each is one run of elements.
+
+    At most two boxes for each axis except the last one, plus one.
 
     Args:
         shape: the shape of the array, of which no extent is 0.
         start, stop: the range, in elements.
     """
-    if start >= stop:
+    boxes: list[Box] = []
+    if start < stop:
+        _divide_range(shape, 0, (), start, stop, boxes)
+    return boxes
+
+
+def _divide_range(
+    shape: tuple[int, ...], axis: int, index: tuple[int, ...], start: int, stop: int, boxes: list[Box]
+) -> None:
+    """Divide the elements `start` to `stop` of the part of an array at `index` along the axes before `axis`."""
+    if axis == len(shape):
+        boxes.append(Box(index, tuple([i + 1 for i in index])))
         return
-    if not shape:
-        yield Box((), ())
+    rest = shape[axis + 1 :]
+    inner = math.prod(rest)
+    first, skipped = divmod(start, inner)
+    last, kept = divmod(stop, inner)
+    if first == last:
+        _divide_range(shape, axis + 1, (*index, first), skipped, kept, boxes)
         return
-    rest = tuple(shape[1:])
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:
-        yield from _in_row(last, rest, start - last * row, stop - last * row)
-        return
-    yield from _in_row(first - 1, rest, start - (first - 1) * row, row if start < first * row else 0)
+    if skipped:
+        _divide_range(shape, axis + 1, (*index, first), skipped, inner, boxes)
+        first += 1
     if first < last:
-        yield Box((first, *(0 for _ in rest)), (last, *rest))
-    yield from _in_row(last, rest, 0, stop - last * row)
-
-
-def _in_row(number: int, rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of_range(rest, start, stop):
-        yield Box((number, *box.start), (number + 1, *box.stop))
+        above = tuple([i + 1 for i in index])
+        boxes.append(Box((*index, first, *(0,) * len(rest)), (*above, last, *rest)))
+    if kept:
+        _divide_range(shape, axis + 1, (*index, last), 0, kept, boxes)

@@ -2,147 +2,74 @@
 
 ::
 
-    values         handlers of leaves, containers and checkpointables
-    layouts        layouts, and the stores that they write and read
-    storage        storages
-    transaction    the right to write a checkpoint, and its commit
-    strategy       strategies of saves
-    read_strategy  strategies of loads
-    job            the processes of a job, their messages, and the workers of a single controller
-    transforms     changes of a tree while it is loaded, and derived arrays
+    values      handlers of leaves, containers and checkpointables
+    layouts     layouts, and the stores that they write and read
+    storage     storages
+    strategy    strategies of saves and loads, commits and transactions
+    job         the processes of a job, their messages, and the workers of a single controller
+    transforms  changes of a tree while it is loaded, and derived arrays
 """
 
-from ckptcore.protocols.job import (
-    Channels,
-    Collectives,
-    Coordinator,
-    Executor,
-    GathersInGroups,
-    Rejoinable,
-    ReportsAwaited,
-)
-from ckptcore.protocols.layouts import (
-    CheckpointInfo,
-    ChunkIndex,
-    InspectedComposite,
-    Inspection,
-    Layout,
-    LayoutCapabilities,
-    LayoutFactory,
-    MemberKind,
-    NativeReader,
-    ReadStore,
-    Snapshot,
-    WriteStore,
-)
-from ckptcore.protocols.read_strategy import ReadBoxes, ReadStrategy, ReadThrough, StagedLoad
-from ckptcore.protocols.storage import (
-    IF_ABSENT,
-    AtomicDirectories,
-    Buffer,
-    DirectoryFeatures,
-    DirectoryLock,
-    IfAbsent,
-    IfTag,
-    NameForm,
-    ObjectWriter,
-    PlaceLimits,
-    PutCondition,
-    RangeReader,
-    StampedReader,
-    StorageAddress,
-    StorageBackend,
-    StorageCapabilities,
-    StorageOpener,
-    StorageOptions,
-)
-from ckptcore.protocols.strategy import SaveCommit, SaveStrategy, StepStrategy
-from ckptcore.protocols.transaction import Transaction
-from ckptcore.protocols.transforms import (
-    DerivedArray,
-    DerivedTree,
-    Part,
-    Transform,
-    TransformedTree,
-    Transforms,
-    TransformSource,
-)
-from ckptcore.protocols.values import (
-    AbstractLeaves,
-    CheckpointableHandler,
-    ContainerHandler,
-    Continuation,
-    FilesHandler,
-    Flattened,
-    HostBytes,
-    HostMemory,
-    LeafHandler,
-    Priority,
-    StatefulCheckpointable,
-)
-
-__all__ = [
-    "IF_ABSENT",
-    "AbstractLeaves",
-    "AtomicDirectories",
-    "Buffer",
-    "Channels",
-    "CheckpointInfo",
-    "CheckpointableHandler",
-    "ChunkIndex",
-    "Collectives",
-    "ContainerHandler",
-    "Continuation",
-    "Coordinator",
-    "DerivedArray",
-    "DerivedTree",
-    "DirectoryFeatures",
-    "DirectoryLock",
-    "Executor",
-    "FilesHandler",
-    "Flattened",
-    "GathersInGroups",
-    "HostBytes",
-    "HostMemory",
-    "IfAbsent",
-    "IfTag",
-    "InspectedComposite",
-    "Inspection",
-    "Layout",
-    "LayoutCapabilities",
-    "LayoutFactory",
-    "LeafHandler",
-    "MemberKind",
-    "NameForm",
-    "NativeReader",
-    "ObjectWriter",
-    "Part",
-    "PlaceLimits",
-    "Priority",
-    "PutCondition",
-    "RangeReader",
-    "ReadBoxes",
-    "ReadStore",
-    "ReadStrategy",
-    "ReadThrough",
-    "Rejoinable",
-    "ReportsAwaited",
-    "SaveCommit",
-    "SaveStrategy",
-    "Snapshot",
-    "StagedLoad",
-    "StampedReader",
-    "StatefulCheckpointable",
-    "StepStrategy",
-    "StorageAddress",
-    "StorageBackend",
-    "StorageCapabilities",
-    "StorageOpener",
-    "StorageOptions",
-    "Transaction",
-    "Transform",
-    "TransformSource",
-    "TransformedTree",
-    "Transforms",
-    "WriteStore",
-]
+from ckptcore.protocols.job import Channels as Channels
+from ckptcore.protocols.job import Collectives as Collectives
+from ckptcore.protocols.job import Coordinator as Coordinator
+from ckptcore.protocols.job import Executor as Executor
+from ckptcore.protocols.job import GathersInGroups as GathersInGroups
+from ckptcore.protocols.job import Rejoinable as Rejoinable
+from ckptcore.protocols.job import ReportsAwaited as ReportsAwaited
+from ckptcore.protocols.layouts import CheckpointInfo as CheckpointInfo
+from ckptcore.protocols.layouts import ChunkIndex as ChunkIndex
+from ckptcore.protocols.layouts import InspectedComposite as InspectedComposite
+from ckptcore.protocols.layouts import Inspection as Inspection
+from ckptcore.protocols.layouts import Layout as Layout
+from ckptcore.protocols.layouts import LayoutCapabilities as LayoutCapabilities
+from ckptcore.protocols.layouts import LayoutFactory as LayoutFactory
+from ckptcore.protocols.layouts import MemberKind as MemberKind
+from ckptcore.protocols.layouts import NativeReader as NativeReader
+from ckptcore.protocols.layouts import ReadStore as ReadStore
+from ckptcore.protocols.layouts import Snapshot as Snapshot
+from ckptcore.protocols.layouts import WriteStore as WriteStore
+from ckptcore.protocols.storage import IF_ABSENT as IF_ABSENT
+from ckptcore.protocols.storage import AtomicDirectories as AtomicDirectories
+from ckptcore.protocols.storage import Buffer as Buffer
+from ckptcore.protocols.storage import DirectoryFeatures as DirectoryFeatures
+from ckptcore.protocols.storage import DirectoryLock as DirectoryLock
+from ckptcore.protocols.storage import IfAbsent as IfAbsent
+from ckptcore.protocols.storage import IfTag as IfTag
+from ckptcore.protocols.storage import NameForm as NameForm
+from ckptcore.protocols.storage import ObjectWriter as ObjectWriter
+from ckptcore.protocols.storage import PlaceLimits as PlaceLimits
+from ckptcore.protocols.storage import PutCondition as PutCondition
+from ckptcore.protocols.storage import RangeReader as RangeReader
+from ckptcore.protocols.storage import StampedReader as StampedReader
+from ckptcore.protocols.storage import StorageAddress as StorageAddress
+from ckptcore.protocols.storage import StorageBackend as StorageBackend
+from ckptcore.protocols.storage import StorageCapabilities as StorageCapabilities
+from ckptcore.protocols.storage import StorageOpener as StorageOpener
+from ckptcore.protocols.storage import StorageOptions as StorageOptions
+from ckptcore.protocols.strategy import ReadBoxes as ReadBoxes
+from ckptcore.protocols.strategy import ReadStrategy as ReadStrategy
+from ckptcore.protocols.strategy import ReadThrough as ReadThrough
+from ckptcore.protocols.strategy import SaveCommit as SaveCommit
+from ckptcore.protocols.strategy import SaveStrategy as SaveStrategy
+from ckptcore.protocols.strategy import StagedLoad as StagedLoad
+from ckptcore.protocols.strategy import StepStrategy as StepStrategy
+from ckptcore.protocols.strategy import Transaction as Transaction
+from ckptcore.protocols.transforms import DerivedArray as DerivedArray
+from ckptcore.protocols.transforms import DerivedTree as DerivedTree
+from ckptcore.protocols.transforms import Part as Part
+from ckptcore.protocols.transforms import Transform as Transform
+from ckptcore.protocols.transforms import TransformedTree as TransformedTree
+from ckptcore.protocols.transforms import Transforms as Transforms
+from ckptcore.protocols.transforms import TransformSource as TransformSource
+from ckptcore.protocols.values import AbstractLeaves as AbstractLeaves
+from ckptcore.protocols.values import CheckpointableHandler as CheckpointableHandler
+from ckptcore.protocols.values import ContainerHandler as ContainerHandler
+from ckptcore.protocols.values import Continuation as Continuation
+from ckptcore.protocols.values import FilesHandler as FilesHandler
+from ckptcore.protocols.values import Flattened as Flattened
+from ckptcore.protocols.values import HostBytes as HostBytes
+from ckptcore.protocols.values import HostMemory as HostMemory
+from ckptcore.protocols.values import LeafHandler as LeafHandler
+from ckptcore.protocols.values import Priority as Priority
+from ckptcore.protocols.values import StatefulCheckpointable as StatefulCheckpointable

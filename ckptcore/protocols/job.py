@@ -7,8 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending
-from ckptcore.protocols.read_strategy import ReadStrategy
-from ckptcore.protocols.strategy import SaveStrategy
+from ckptcore.protocols.strategy import ReadStrategy, SaveStrategy
 from ckptcore.protocols.values import LeafHandler
 
 
@@ -21,20 +20,16 @@ class Coordinator(Protocol):
     @property
     def rank(self) -> int:
         """The rank of this process. Rank 0 is the leader."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of processes."""
-        ...
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Send a payload to the leader. Return all payloads in order of rank on the leader, None elsewhere."""
-        ...
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Return the payload of the leader; other ranks pass None. After a timeout, a rank may repeat the call."""
-        ...
 
 
 @runtime_checkable
@@ -49,7 +44,6 @@ class Rejoinable(Protocol):
     @property
     def incarnation(self) -> int:
         """The number of the incarnation, for messages: of the job, or of this process if the job has none."""
-        ...
 
 
 @runtime_checkable
@@ -66,7 +60,6 @@ class GathersInGroups(Protocol):
             ranks: the ranks of the group in this coordinator, each once, including the rank of this process.
             deadlines: the time that an exchange of the group waits, as a multiple of this coordinator's deadline.
         """
-        ...
 
 
 @runtime_checkable
@@ -84,7 +77,6 @@ class ReportsAwaited(Protocol):
         Args:
             key: the key of the exchange.
         """
-        ...
 
 
 class Channels(Protocol):
@@ -93,14 +85,12 @@ class Channels(Protocol):
     @property
     def depth(self) -> int:
         """The number of broadcasts that may run at once; at least 1."""
-        ...
 
     def memory(self, nbytes: int) -> HostArray:
         """Return memory to broadcast from and into: ``uint8``, contiguous, writable, not initialised.
 
         The memory suits the devices, for example pinned memory. The caller may use it until the channels are closed.
         """
-        ...
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Start to send `data` from one member of a group to all others.
@@ -117,11 +107,9 @@ class Channels(Protocol):
         Raises:
             RankFailedError: another process failed, or is late. Raised by this call, or by the result.
         """
-        ...
 
     def close(self) -> None:
         """Release the memory. No broadcast may be running. After a failed one, the next use connects again."""
-        ...
 
 
 class Collectives(Protocol):
@@ -133,17 +121,14 @@ class Collectives(Protocol):
     @property
     def name(self) -> str:
         """The name of the framework and its transport, for errors."""
-        ...
 
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of processes."""
-        ...
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
         """Connect the members of groups of ranks. May wait for the others.
@@ -156,7 +141,6 @@ class Collectives(Protocol):
         Raises:
             RankFailedError: another process failed, or is late.
         """
-        ...
 
 
 class Executor(Protocol):
@@ -169,11 +153,9 @@ class Executor(Protocol):
 
     def leaves_to_save(self, handler: LeafHandler) -> LeafHandler:
         """Return a handler that describes leaves like another one. This process holds no boxes of those at workers."""
-        ...
 
     def save_strategy(self, strategy: SaveStrategy[Any, Any]) -> SaveStrategy[Any, Any]:
         """Return a strategy that saves like another one, and lets workers write the leaves at them."""
-        ...
 
     def read_strategy(self, strategy: ReadStrategy[Any] | None) -> ReadStrategy[Any]:
         """Return a strategy that loads like another one, and lets workers read the leaves at them.
@@ -181,4 +163,3 @@ class Executor(Protocol):
         Args:
             strategy: the other strategy; None: the stages of the load run as usual.
         """
-        ...

@@ -20,15 +20,12 @@ class Snapshot(Protocol):
     @property
     def plan(self) -> WritePlan:
         """The boxes that this process writes."""
-        ...
 
     def take(self, item: int) -> Sequence[HostArray]:
         """Wait for the elements of each box of ``plan.items[item]``, and return them, in any strides and byte order."""
-        ...
 
     def release(self, item: int) -> None:
         """Release the memory of an item after it was written. The item is not taken again."""
-        ...
 
 
 class WriteStore(Protocol):
@@ -37,11 +34,9 @@ class WriteStore(Protocol):
     @property
     def address(self) -> StorageAddress | None:
         """The address for native I/O, or None."""
-        ...
 
     def put(self, key: str, data: bytes) -> None:
         """Write a small object."""
-        ...
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write an object that consists of these segments, in this order, on the core's I/O threads.
@@ -52,7 +47,6 @@ class WriteStore(Protocol):
         Raises:
             PluginError: the arrays of a segment do not make up its box, or an inline checksum covers another one.
         """
-        ...
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
@@ -60,7 +54,6 @@ class WriteStore(Protocol):
         The iterator is advanced by one thread at a time, which may be another thread than this one. Objects are started
         in this order, and may be completed in any order. After the first error no further object is started.
         """
-        ...
 
 
 class ReadStore(Protocol):
@@ -69,7 +62,6 @@ class ReadStore(Protocol):
     @property
     def address(self) -> StorageAddress | None:
         """The address for native I/O, or None."""
-        ...
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes `start` to `stop` of an object; fewer if it ends earlier.
@@ -77,7 +69,6 @@ class ReadStore(Protocol):
         Raises:
             ObjectNotFoundError, ChecksumError
         """
-        ...
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """Return the result of `get` for each (key, start, stop), in order; None if there is no such object.
@@ -88,7 +79,6 @@ class ReadStore(Protocol):
         Raises:
             ChecksumError
         """
-        ...
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes.
@@ -96,11 +86,9 @@ class ReadStore(Protocol):
         Raises:
             ObjectNotFoundError
         """
-        ...
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Return the names one level below a directory, sorted. Names of directories end in ``/``."""
-        ...
 
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         """Fill targets on the core's I/O threads. Yields the number of a target once its chunks in `reads` are read.
@@ -112,7 +100,6 @@ class ReadStore(Protocol):
             ObjectNotFoundError, ChecksumError
             CorruptCheckpointError: an object ends too early, or different chunks with inline checksums overlap.
         """
-        ...
 
     def read_boxes(self, index: ChunkIndex, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> Iterator[int]:
         """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
@@ -126,7 +113,6 @@ class ReadStore(Protocol):
             CorruptCheckpointError: bytes are missing or wrong.
             UnsupportedLeafError: an array is stored in a way that cannot be read.
         """
-        ...
 
 
 _EMPTY: Final[Mapping[str, Any]] = {}
@@ -217,7 +203,6 @@ class ChunkIndex(Protocol):
             CorruptCheckpointError: the array is not stored completely.
             UnsupportedLeafError: the array is stored in a way that cannot be read.
         """
-        ...
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
@@ -233,7 +218,6 @@ class ChunkIndex(Protocol):
 
         Errors use them to name arrays, and they limit memory. Elements that are in no plain range are left out.
         """
-        ...
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
         """Return the objects in which a changed byte of an array may not be found, because the format has no checksum.
@@ -290,7 +274,6 @@ class NativeReader(Protocol):
 
     def reads(self, leaf: int, store: ReadStore) -> bool:
         """Return True if this index reads an array from a store natively."""
-        ...
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Fill ``buffers[i]`` with the box of ``items[i]``; yields `i` once it is complete and verified.
@@ -300,7 +283,6 @@ class NativeReader(Protocol):
         Raises:
             CorruptCheckpointError: bytes are missing or wrong.
         """
-        ...
 
 
 class LayoutCapabilities(NamedTuple):
@@ -327,7 +309,6 @@ class Layout(Protocol):
     @abstractmethod
     def name(self) -> str:
         """The name of the layout in the hook `ckpt_layouts`; may be a class attribute."""
-        ...
 
     @property
     def capabilities(self) -> LayoutCapabilities:
@@ -358,7 +339,6 @@ class Layout(Protocol):
     @abstractmethod
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the boxes of this process, without waiting for others. The result becomes `Receipt.state`."""
-        ...
 
     @abstractmethod
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
@@ -366,7 +346,6 @@ class Layout(Protocol):
 
         Called on the leader after all processes have written. The root stores the result, which `index` receives.
         """
-        ...
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
         """Write the files that foreign readers need besides the arrays. By default none.
@@ -413,7 +392,6 @@ class Layout(Protocol):
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
-        ...
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Find a checkpoint of this layout that other software wrote; None, the default, if there is none.

@@ -74,15 +74,12 @@ class ObjectWriter(Protocol):
 
         The caller may reuse the memory after the return.
         """
-        ...
 
     def finish(self) -> None:
         """Complete the object; durable if the storage was opened durable."""
-        ...
 
     def abort(self) -> None:
         """Abort, and remove the pieces. Never raises. May follow a failed `finish`."""
-        ...
 
 
 class RangeReader(Protocol):
@@ -90,7 +87,6 @@ class RangeReader(Protocol):
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset, on this thread. Raises the errors of `StorageBackend.get_into`."""
-        ...
 
 
 @runtime_checkable
@@ -106,7 +102,6 @@ class StampedReader(RangeReader, Protocol):
         Raises:
             StorageError
         """
-        ...
 
     def size(self) -> int:
         """Return the current size in bytes. Called for each read.
@@ -114,14 +109,12 @@ class StampedReader(RangeReader, Protocol):
         Raises:
             StorageError
         """
-        ...
 
     def memory(self) -> memoryview | None:
         """Map the object as read-only memory; None if touching it could end the process, as on network file systems.
 
         Bytes after `size` must not be touched.
         """
-        ...
 
 
 class StorageCapabilities(NamedTuple):
@@ -168,7 +161,6 @@ class StorageBackend(Protocol):
         Raises:
             ObjectNotFoundError
         """
-        ...
 
     @abstractmethod
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
@@ -177,7 +169,6 @@ class StorageBackend(Protocol):
         Raises:
             ObjectNotFoundError
         """
-        ...
 
     @abstractmethod
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
@@ -187,7 +178,6 @@ class StorageBackend(Protocol):
             ObjectNotFoundError
             CorruptCheckpointError: the object ends before a buffer is full.
         """
-        ...
 
     @abstractmethod
     def size(self, key: str) -> int:
@@ -196,7 +186,6 @@ class StorageBackend(Protocol):
         Raises:
             ObjectNotFoundError: also if the key is a directory.
         """
-        ...
 
     def open_reader(self, key: str) -> RangeReader:
         """Open an object for several reads. They read the current object, or fail.
@@ -231,12 +220,10 @@ class StorageBackend(Protocol):
             StorageFullError, or a StorageError that is a PermissionError: the put had no effect and will have none. If
                 an earlier attempt may have reached the storage, raise another StorageError.
         """
-        ...
 
     @abstractmethod
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """Start an object that is written in pieces; `size` in bytes if known."""
-        ...
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
         """Start an object as `open_writer` does, but replace nothing.
@@ -264,19 +251,16 @@ class StorageBackend(Protocol):
     @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
         """Make objects durable that native I/O wrote, and the directories that contain them."""
-        ...
 
     # --- names
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[str]:
         """Return the keys of all objects below a directory, sorted; none if it does not exist."""
-        ...
 
     @abstractmethod
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Return the names one level below a directory, sorted. Names of directories end in ``/``. May be empty."""
-        ...
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
         """Return the sizes in bytes of all objects below a directory, by key.
@@ -288,7 +272,6 @@ class StorageBackend(Protocol):
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; a missing object is no error. Directories that become empty disappear."""
-        ...
 
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
         """Delete objects like `delete`, and call `check` right before each request, including retries.
@@ -379,7 +362,6 @@ class DirectoryLock(AbstractContextManager[None], Protocol):
 
         Not if it was renamed, removed or replaced, or if another file system is mounted there, or none.
         """
-        ...
 
 
 @runtime_checkable
@@ -395,14 +377,12 @@ class AtomicDirectories(Protocol):
         Raises:
             AtomicityError: the file system has no locks. The directory exists.
         """
-        ...
 
     def has_locks(self) -> bool:
         """Return True if directories can be locked here. Changes nothing.
 
         If not, a caller locks by leases instead, which are objects that it puts on conditions.
         """
-        ...
 
     def probe(self, key: str) -> DirectoryFeatures:
         """Try what the file system of a directory does, with names in it that are removed again.
@@ -410,11 +390,9 @@ class AtomicDirectories(Protocol):
         Args:
             key: a directory that exists, and that this process has locked.
         """
-        ...
 
     def limits(self, key: str) -> PlaceLimits:
         """Return what limits a checkpoint at a key, which need not exist. Changes nothing."""
-        ...
 
     def can_move(self, key: str, onto: str) -> bool:
         """Return True if a directory can be renamed. Changes nothing.
@@ -423,7 +401,6 @@ class AtomicDirectories(Protocol):
             key: the directory.
             onto: a directory next to it that is not empty, so that a rename to its name fails.
         """
-        ...
 
     def rename(self, source: str, destination: str) -> None:
         """Rename a directory atomically; durable if the storage was opened durable.
@@ -431,7 +408,6 @@ class AtomicDirectories(Protocol):
         Raises:
             ConditionFailedError: the destination exists (an empty directory is replaced).
         """
-        ...
 
     def exchange(self, first: str, second: str) -> None:
         """Exchange two directories atomically; durable if the storage was opened durable.
@@ -439,7 +415,6 @@ class AtomicDirectories(Protocol):
         Raises:
             AtomicityError: the file system does not support this; nothing was changed.
         """
-        ...
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
         """Move objects of a directory into another one, each by one rename; durable if the storage was opened durable.
@@ -454,7 +429,6 @@ class AtomicDirectories(Protocol):
             ConditionFailedError: an object exists at the destination.
             ObjectNotFoundError: a directory or an object is missing.
         """
-        ...
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
         """Rename an object, and replace another one whose attributes it keeps; durable if the storage is.
@@ -467,15 +441,12 @@ class AtomicDirectories(Protocol):
             ConditionFailedError: there is another object, or none; nothing was changed.
             ObjectNotFoundError: the object, or the directory of the destination, is missing.
         """
-        ...
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
         """Return a stamp of each object that exists: another one if it was replaced or changed, the same if renamed."""
-        ...
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
         """Delete the objects that still have these stamps, like `StorageBackend.delete`."""
-        ...
 
     def hide_from_others(self, old: str, new: str) -> None:
         """Give a new directory the attributes of an old one, without access for users who cannot read all of the old.
@@ -483,22 +454,18 @@ class AtomicDirectories(Protocol):
         Attributes are owner, group, mode, ACL and extended attributes, as far as the file system has them and the
         process may set them. Does nothing if the old directory does not exist.
         """
-        ...
 
     def keep_attributes(self, old: str, new: str) -> None:
         """Give a new directory, and what is in it, the attributes of what has the same names in an old directory.
 
         See `hide_from_others`. Durable if the storage was opened durable.
         """
-        ...
 
     def sync_directory(self, key: str) -> None:
         """Make everything in a directory durable, including the names of objects and directories below it."""
-        ...
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory and its contents; a missing directory is no error."""
-        ...
 
 
 class StorageOpener(Protocol):
@@ -506,4 +473,3 @@ class StorageOpener(Protocol):
 
     def __call__(self, url: str, options: StorageOptions) -> StorageBackend:
         """Open the directory of a URL. A local directory may also be a plain path."""
-        ...

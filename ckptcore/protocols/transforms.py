@@ -33,16 +33,13 @@ class DerivedArray(Protocol):
     @property
     def spec(self) -> ArraySpec:
         """Shape and dtype of the array."""
-        ...
 
     @property
     def inputs(self) -> Sequence[DerivedArray]:
         """The arrays from which it is computed."""
-        ...
 
     def needed(self, box: Box) -> Sequence[Part]:
         """Return the boxes of inputs from which a box of the array is computed: as few elements as possible."""
-        ...
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
         """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.
@@ -54,7 +51,6 @@ class DerivedArray(Protocol):
             box: the box of the array that `out` is for.
             out: memory of the box's shape; of any strides.
         """
-        ...
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Fill `out` with a box of the array.
@@ -67,7 +63,6 @@ class DerivedArray(Protocol):
         Raises:
             ValueError: an element cannot be computed; the load names the array.
         """
-        ...
 
 
 class TransformSource(Protocol):
@@ -79,7 +74,6 @@ class TransformSource(Protocol):
         Raises:
             CheckpointError: it cannot be opened.
         """
-        ...
 
     def read_json(self, name: str) -> Mapping[str, JSON] | None:
         """Read a JSON file of other software next to the arrays, such as ``config.json``; None if it does not exist.
@@ -87,11 +81,9 @@ class TransformSource(Protocol):
         Raises:
             CorruptCheckpointError: the file is not a JSON object.
         """
-        ...
 
     def leaf_handler(self, value: object) -> LeafHandler | None:
         """Return the handler of a leaf; None if no installed plugin handles its type."""
-        ...
 
 
 class DerivedTree(NamedTuple):
@@ -120,7 +112,6 @@ class TransformedTree(Protocol):
     @property
     def source(self) -> TransformSource:
         """Further checkpoints, files and handlers."""
-        ...
 
     def finish(self) -> DerivedTree:
         """Return the tree as it is now.
@@ -128,7 +119,6 @@ class TransformedTree(Protocol):
         Raises:
             TransformError: it is not a tree, because there are leaves below a leaf.
         """
-        ...
 
 
 class Transform(Protocol):
@@ -142,11 +132,9 @@ class Transform(Protocol):
         Raises:
             TransformError, ValueError: the tree lacks the leaves to change, or they do not fit.
         """
-        ...
 
     def describe(self) -> str:
         """Describe the transform in one line. Equal on every process of a job."""
-        ...
 
 
 Transforms: TypeAlias = Sequence[Transform]

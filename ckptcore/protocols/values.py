@@ -60,12 +60,10 @@ class ContainerHandler(Protocol):
     @abstractmethod
     def priority(self) -> int:
         """See `Priority`; may be a class attribute."""
-        ...
 
     @abstractmethod
     def flatten(self, value: Any) -> Flattened:
         """Take `value` apart by one level."""
-        ...
 
     @abstractmethod
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
@@ -73,7 +71,6 @@ class ContainerHandler(Protocol):
 
         `children` are in the order of ``flatten(like)``.
         """
-        ...
 
     @property
     def remedy(self) -> str:
@@ -117,7 +114,6 @@ class CheckpointableHandler(Protocol):
     @abstractmethod
     def priority(self) -> int:
         """See `Priority`; may be a class attribute."""
-        ...
 
     @property
     def is_object(self) -> bool:
@@ -139,7 +135,6 @@ class CheckpointableHandler(Protocol):
     @abstractmethod
     def flatten(self, value: Any) -> object:
         """Return the state of `value`: a tree of containers and leaves. Its arrays may be the object's own."""
-        ...
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
         """Return the state of `value` to load, with abstract leaves for missing state; by default equal to `flatten`.
@@ -155,7 +150,6 @@ class CheckpointableHandler(Protocol):
     @abstractmethod
     def unflatten(self, like: Any, state: object) -> object:
         """Return the result of a load with the abstract object `like`; `state` is a tree like ``flatten(like)``."""
-        ...
 
     @abstractmethod
     def restore(self, target: Any, state: object) -> None:
@@ -163,7 +157,6 @@ class CheckpointableHandler(Protocol):
 
         In place of an object inside `state`, it has the live object, which is restored already.
         """
-        ...
 
     def has_memory(self, target: Any) -> bool:
         """Return True, the default, if `restore` can change `target`. Only asked about values that are no objects.
@@ -215,14 +208,12 @@ class FilesHandler(Protocol):
             directory: an empty directory that only this process uses. Everything in it, including directories, is
                 stored after the continuation.
         """
-        ...
 
     def load(self, like: Any, directory: Path) -> object:
         """Load the object that ``like`` requests from its files: often ``like`` itself, restored in place.
 
         `directory` is a copy of the files, which the caller removes afterwards.
         """
-        ...
 
 
 @runtime_checkable
@@ -235,11 +226,9 @@ class StatefulCheckpointable(Protocol):
 
     def save(self, directory: Path) -> Continuation | None:
         """Save the object's files. See `FilesHandler.save`."""
-        ...
 
     def load(self, directory: Path) -> None:
         """Load the state from the files in `directory`."""
-        ...
 
 
 class HostMemory(Protocol):
@@ -247,11 +236,9 @@ class HostMemory(Protocol):
 
     def empty(self, spec: ArraySpec) -> HostArray:
         """Return a C-contiguous array to fill; not initialised."""
-        ...
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
         """Copy `source` into memory of the save, on the core's threads. `source` must not change before the result."""
-        ...
 
 
 class HostBytes(NamedTuple):
@@ -285,7 +272,6 @@ class LeafHandler(Protocol):
     @abstractmethod
     def priority(self) -> int:
         """See `Priority`; may be a class attribute."""
-        ...
 
     @abstractmethod
     def describe(self, leaf: Any) -> LeafRecord:
@@ -294,7 +280,6 @@ class LeafHandler(Protocol):
         Raises:
             UnsupportedLeafError: the leaf cannot be stored; with the reason and a remedy.
         """
-        ...
 
     @abstractmethod
     def abstract(self, leaf: Any) -> object:
@@ -307,7 +292,6 @@ class LeafHandler(Protocol):
         Raises:
             UnsupportedLeafError: see `describe`; also if no abstract leaf can request a leaf like this.
         """
-        ...
 
     def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
         """Return the handler of a leaf that is not one array, which takes it apart; None, the default, for an array.
@@ -329,7 +313,6 @@ class LeafHandler(Protocol):
         the position of this process among them. If one of them has no elements, because there are fewer rows than
         processes, it returns an empty sequence instead of None.
         """
-        ...
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
@@ -374,12 +357,10 @@ class LeafHandler(Protocol):
         Memory that cannot change needs no copy. An immutable array is not sufficient, because other objects may share
         its memory and change it. Starts the copies and does not wait for them.
         """
-        ...
 
     @abstractmethod
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return the elements of each box, for blocking saves. They may alias the leaf and have any strides."""
-        ...
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
         """Return the elements of a box that a save compares with those of other processes. None: do not compare.
@@ -397,7 +378,6 @@ class LeafHandler(Protocol):
     @abstractmethod
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         """Return the boxes of the stored array that this process needs to build `abstract`, without duplicates."""
-        ...
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """Return memory of `abstract` for a box, to read into: of the stored dtype, C-contiguous, writable.
@@ -412,7 +392,6 @@ class LeafHandler(Protocol):
 
         `boxes` is empty for a `ValueRecord`.
         """
-        ...
 
     def keeps_memory(self, abstract: Any) -> bool:
         """Return False if the results of `build` do not use the arrays that were passed to it, which are then freed.

@@ -24,7 +24,7 @@ from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Receipt, Segment, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.planning.replicas import ReplicaOptions
+from ckptcore.planning.plans import ReplicaOptions
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Continuation,

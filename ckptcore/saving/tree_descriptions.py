@@ -14,7 +14,7 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
-from ckptcore.planning.replicas import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
+from ckptcore.planning.plans import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Layout,

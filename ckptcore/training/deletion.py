@@ -31,7 +31,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording, logger_named
 from ckptcore.inspection.completeness import has_expected_sizes
-from ckptcore.io.background import BackgroundThreads
+from ckptcore.io.threads import BackgroundThreads
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

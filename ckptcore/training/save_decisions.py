@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeAlias
 
-from ckptcore.io.requests import reset_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore.policies import AnySave, PreemptionCheckpointing, SaveContext, SavePolicy

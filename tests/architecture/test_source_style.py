@@ -13,7 +13,7 @@ VAGUE = {"base", "common", "helper", "helpers", "manager", "misc", "util", "util
 STATEFUL = {
     "ckptcore.io.background": "a forked child has no saves under way",
     "ckptcore.builtin.local_calls": "a forked child must close the files that it inherits",
-    "ckptcore.io.requests": "a forked child must start threads of its own",
+    "ckptcore.io.threads": "a forked child must start threads of its own",
 }
 """Modules that may keep state, and why."""
 

@@ -18,7 +18,6 @@ from ckptcore.builtin.local_calls import exchange
 from ckptcore.commit.names import name_of_partial, name_of_save
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, Claim
 from ckptcore.commit.root_json import encode_claim
-from tests.copying.places import objects_at, store_at
 
 LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
 """Every layout that saves."""

@@ -15,9 +15,8 @@ from ckptcore_testing.trees import same_value
 import ckptcore
 from ckptcore import Checkpointer, Context, Matching, SafetensorsLayout, policies, select
 from ckptcore.builtin.safetensors_files import read_header
-from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
+from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions, ReadGroups, ReplicaOptions
 from ckptcore.errors import TreeMismatchError
-from ckptcore.planning.replicas import ReadGroups, ReplicaOptions
 from ckptcore.protocols import Coordinator
 from ckptcore.step_names import StepNameFormat, StepNames
 from tests.errors.refusals import ONE, TWO, refused

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.io.block_cache import BlockCache, RecentBlocks
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import RangeReader
 

@@ -19,7 +19,7 @@ import numpy as np
 from ckptcore.io.memory import allocate
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.object_writes import ObjectRecorder
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, ChunkRead
 from ckptcore.protocols import StorageCapabilities
 

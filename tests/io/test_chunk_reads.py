@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySpec, Box, Chunk, ChunkLocations, HostArray, Pending, ReadItem
 from ckptcore.planning import uncovered
 from ckptcore.protocols import ChunkIndex, ReadStore

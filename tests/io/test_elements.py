@@ -7,8 +7,9 @@ from ckptcore_testing.strategies import boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.io.elements import c_strides, flat_boxes, intersect, run_axis, runs, spans
+from ckptcore.io.elements import c_strides, run_axis, runs, spans
 from ckptcore.model import Box
+from ckptcore.planning import boxes_of_range
 
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -23,19 +24,11 @@ def test_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
 
 
 @given(full_shapes, st.data())
-def test_intersections_hold_what_is_in_both(shape: tuple[int, ...], data: st.DataObject) -> None:
-    first, second = data.draw(boxes(shape)), data.draw(boxes(shape))
-    found = intersect((first.start, first.stop), (second.start, second.stop))
-    both = first.intersect(second)
-    assert found == (None if both is None else (both.start, both.stop))
-
-
-@given(full_shapes, st.data())
 def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     array = counted(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
-    found = flat_boxes(shape, start, stop)
+    found = boxes_of_range(shape, start, stop)
     elements = [element for low, high in found for element in array[Box(low, high).slices].ravel().tolist()]
     assert elements == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -44,13 +37,12 @@ def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataO
 @given(full_shapes, st.data())
 def test_runs_are_what_is_contiguous(shape: tuple[int, ...], data: st.DataObject) -> None:
     box = data.draw(boxes(shape))
-    extent = (box.start, box.stop)
     array = counted(shape)
     wanted = array[box.slices].ravel().tolist()
-    least = run_axis(shape, extent)
+    least = run_axis(shape, box)
     for axis in range(least, len(shape) + 1):
         length = int(np.prod(box.shape[axis:]))
-        found = list(runs(shape, extent, axis))
+        found = list(runs(shape, box, axis))
         assert [flat + step for _, flat in found for step in range(length)] == wanted
         assert [int(array[index]) for index, _ in found] == [flat for _, flat in found]
     assert least == 0 or box.shape[least] < shape[least]  # no axis further out would do
@@ -66,4 +58,4 @@ def test_spans_cover_a_box_and_only_small_gaps(shape: tuple[int, ...], most_gap:
             expected[-1][1] = element + 1
         else:
             expected.append([element, element + 1])
-    assert [list(span) for span in spans(shape, (box.start, box.stop), most_gap)] == expected
+    assert [list(span) for span in spans(shape, box, most_gap)] == expected

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
-from ckptcore.io import object_writes, requests
+from ckptcore.io import object_writes, threads
 from ckptcore.io.memory import map_pages
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads, coalesce, for_each, map_ordered
+from ckptcore.io.requests import coalesce
+from ckptcore.io.threads import IOThreads, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
 from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
@@ -250,7 +251,7 @@ def test_an_error_of_a_size_is_raised() -> None:
 
 
 def test_more_threads_come_for_storages_that_are_far_and_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.05)
     io_threads = IOThreads()
     together = threading.Barrier(20)
     seen: set[threading.Thread] = set()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.io.memory import StagingMemory, StagingPool, allocate
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySpec, HostArray, name_of_dtype
 from tests.io.objects import held
 from tests.io.programs import run_program
@@ -163,7 +163,7 @@ import signal
 import threading
 import numpy as np
 from ckptcore.io import memory as engine
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 
 pool, threads = engine.StagingPool(), IOThreads(2)
 kept = engine.StagingMemory(pool, threads)

@@ -8,7 +8,7 @@ from ckptcore_testing import FarStorage
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io import reader as reader_module
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from tests.io.watched_storage import memory_storage

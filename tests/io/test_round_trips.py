@@ -15,7 +15,7 @@ from ckptcore.errors import ChecksumError
 from ckptcore.io.elements import plain
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, ChunkRead
 from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
 from tests.io.watched_storage import WatchedStorage, memory_storage

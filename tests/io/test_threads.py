@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from tests.io.programs import run_program
 
 
@@ -87,7 +87,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
     assert (
         run_program(
             "import os\n"
-            "from ckptcore.io.requests import IOThreads\n"
+            "from ckptcore.io.threads import IOThreads\n"
             "threads = IOThreads(2)\n"
             "assert threads.submit(os.getpid).result(10) == os.getpid()\n"
             "child = os.fork()\n"
@@ -104,7 +104,7 @@ def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -
     assert (
         run_program(
             "import threading, time, atexit\n"
-            "from ckptcore.io.requests import IOThreads\n"
+            "from ckptcore.io.threads import IOThreads\n"
             "threads = IOThreads(2)\n"
             "def save():\n"
             "    time.sleep(0.2)\n"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.layouts import cells_of
 from ckptcore_testing.trees import same_value
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, Pending, Receipt, Shard, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.planning.replicas import ReplicaOptions, SplitTree, cells_of, cut_for_replicas, owners_of, written_boxes
+from ckptcore.planning.plans import ReplicaOptions, SplitTree, cut_for_replicas, owners_of, written_boxes
 from ckptcore.protocols import Coordinator
 
 _Cuts = tuple[tuple[int, ...], ...] | None

@@ -14,7 +14,7 @@ from ckptcore_testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, ShardedArray
-from ckptcore.context import JobOptions, MemoryOptions, ReadGroups
+from ckptcore.context import JobOptions, MemoryOptions, ReadGroups, Reads
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,7 +23,6 @@ from ckptcore.errors import (
     RankFailedError,
 )
 from ckptcore.model import Box
-from ckptcore.planning.replicas import Reads
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import BLOCK_BYTES, ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.protocols import Layout
 from plugins.layout_orbax.tests.foreign_arrays import (

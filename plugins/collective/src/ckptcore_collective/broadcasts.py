@@ -10,8 +10,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.elements import copy_elements
+from ckptcore.io.threads import BackgroundThreads
 from ckptcore.loading.joint import PeerFailure
 from ckptcore.loading.reading import LeafRead, TreeRead, check_sizes, incomplete_read
 from ckptcore.model.arrays import HostArray

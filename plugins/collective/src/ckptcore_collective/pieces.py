@@ -7,13 +7,12 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Final, TypeAlias
 
-from ckptcore.io.elements import c_strides, flat_boxes, run_axis
+from ckptcore.io.elements import c_strides, flat_range
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import Chunk
-from ckptcore.planning.partition import cut_box
+from ckptcore.planning.partition import boxes_of_range, cut_box
 
 ALIGNMENT: Final = 64
 """Alignment of elements in a message, in bytes: enough for any dtype and for vector instructions."""
@@ -93,9 +92,7 @@ class StoredPiece:
         chunk = self.chunk
         if chunk is None or not chunk.is_plain or not self.start < position < self.stop:
             return None
-        shape, corner = chunk.box.shape, chunk.box.start
-        inside = tuple(map(int.__sub__, self.box.start, corner)), tuple(map(int.__sub__, self.box.stop, corner))
-        if prod(self.box.shape[: run_axis(shape, inside)]) != 1:
+        if flat_range(chunk.box.shape, self.box.relative(chunk.box.start)) is None:
             return None  # its bytes are not contiguous
         first, middle, last = [(byte - chunk.offset) // self.itemsize for byte in (self.start, position, self.stop)]
         if middle <= first:
@@ -112,7 +109,7 @@ class StoredPiece:
                 self.itemsize,
                 chunk,
             )
-            for start, stop in flat_boxes(chunk.box.shape, first, last)
+            for start, stop in boxes_of_range(chunk.box.shape, first, last)
         ]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import xxhash
 
-from ckptcore.context import Context
+from ckptcore.context import Context, ReadGroups, Reads
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.loading.joint import CollectiveAttempt
 from ckptcore.loading.reading import TreeRead
@@ -23,7 +23,6 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Chunk, Pending, ReadItem
 from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint, naming_arrays
-from ckptcore.planning.replicas import ReadGroups, Reads
 from ckptcore.protocols import Channels
 from ckptcore.runtime import runtime_of
 from ckptcore_collective.broadcasts import READ_AHEAD, Broadcasts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ckptcore.model import ArrayRecord, Box, Pending, Receipt, Shard, WritePlan
 from ckptcore.planning import plan_write
-from ckptcore.planning.replicas import cut_for_replicas, owners_of
+from ckptcore.planning.plans import cut_for_replicas, owners_of
 from ckptcore.protocols import SaveCommit, SaveStrategy, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, PartDescription, SavePart

@@ -9,8 +9,8 @@ from typing import Final
 
 import pytest
 
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
-from ckptcore.planning.partition import cut_flat_ranges
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, ValueRecord, WriteItem, WritePlan
+from ckptcore.planning import boxes_of_range
 from ckptcore.protocols import Layout
 from ckptcore_testing.layout_stores import local_directory, objects_below
 from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
@@ -34,7 +34,7 @@ class _CutTrial(Trial):
 
     Attributes:
         objects: the leaves in each object, from `Layout.arrays_by_object`.
-        most_bytes: maximum size of a piece, as in `cut_flat_ranges`.
+        most_bytes: maximum size of a piece. A single element may exceed it.
     """
 
     objects: Sequence[Sequence[int]] = ()
@@ -46,9 +46,17 @@ class _CutTrial(Trial):
         for leaf in (leaf for leaves in self.objects[rank :: self.size] for leaf in leaves):
             record = self.tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)
-            boxes = cut_flat_ranges(record.spec, (), most_bytes=self.most_bytes, band_bytes=0)
-            items.extend(WriteItem(leaf, record.spec, (box,)) for box in boxes)
+            items.extend(WriteItem(leaf, record.spec, (box,)) for box in _pieces(record.spec, self.most_bytes))
         return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID, self.name)
+
+
+def _pieces(spec: ArraySpec, most_bytes: int) -> list[Box]:
+    """Cut an array into boxes of at most `most_bytes`, each one run of elements in C order."""
+    if not spec.shape or spec.nbytes <= most_bytes:
+        return [Box.whole(spec.shape)]
+    step = max(1, most_bytes // spec.numpy_dtype.itemsize)
+    ranges = [(start, min(start + step, spec.size)) for start in range(0, spec.size, step)]
+    return [box for start, stop in ranges for box in boxes_of_range(spec.shape, start, stop)]
 
 
 class LayoutPiecesTests:

@@ -14,7 +14,7 @@ from ckptcore_incremental.session_tables import SessionReceipts, merge_sessions
 
 from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import IOThreads
+from ckptcore.io.threads import IOThreads
 from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import (
     BLOCK_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import random
@@ -30,7 +31,6 @@ from ckptcore.io.elements import little_dtype, plain
 from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord, format_path
 from ckptcore.model.tree import Key
 from ckptcore.planning import cuts_of, uncovered
-from ckptcore.planning.replicas import cells_of
 from ckptcore.protocols import CheckpointInfo, Layout, StorageBackend
 from ckptcore_testing import strategies
 from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
@@ -651,6 +651,18 @@ def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
 def _read_unverified(written: WrittenTrial) -> None:
     for store in written.stores(verified=False):
         written.read(verified=False, store=store)
+
+
+def cells_of(record: ArrayRecord) -> Sequence[Box]:
+    """Return the boxes between the cuts of an array, in C order."""
+    axes = record.cuts or ((),) * len(record.spec.shape)
+    ranges = [
+        list(itertools.pairwise([0, *boundaries, extent]))
+        for boundaries, extent in zip(axes, record.spec.shape, strict=True)
+    ]
+    return [
+        Box(tuple([low for low, _ in cell]), tuple([high for _, high in cell])) for cell in itertools.product(*ranges)
+    ]
 
 
 def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:

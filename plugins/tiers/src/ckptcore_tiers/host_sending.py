@@ -37,7 +37,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import logger_named
-from ckptcore.io.background import call_within
+from ckptcore.io.threads import call_within
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of

@@ -27,7 +27,7 @@ from ckptcore.errors import (
     UploadError,
 )
 from ckptcore.events import Observer, Recording, logger_named
-from ckptcore.io.requests import reset_in_children
+from ckptcore.io.threads import reset_in_children
 from ckptcore.policies import PreservationPolicy, SaveContext, StepInfo, what_to_delete
 from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory

@@ -6,11 +6,12 @@ from math import prod
 
 import numpy as np
 import pytest
+from ckptcore_tools.copies.streaming import cut_flat_ranges
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptcore.io.elements import flat_range
 from ckptcore.model import ArraySpec, Box
-from ckptcore.planning.partition import cut_flat_ranges, flat_range
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from ckptcore.context import Context
@@ -18,7 +20,6 @@ from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint, extents_of, missing_file
 from ckptcore.planning import plan_read
-from ckptcore.planning.partition import cut_flat_ranges
 from ckptcore.protocols import Layout
 
 _SLICE_BYTES: Final = 64 << 20
@@ -26,6 +27,11 @@ _ITEM_BYTES: Final = 512 << 20
 _MIN_SLICE_BYTES: Final = 4 << 10
 _MAX_SLICES_LOG2: Final = 16
 """Limit of the number of slices of an array, as a power of 2, because a hostile checkpoint can state any size."""
+_MAX_RANGES: Final = 1 << 16
+"""Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
+_LEAST_PARTS: Final = 3
+"""Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
+of the band is requested, so two halves would each read the whole band."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,6 +181,61 @@ def _slices(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSiz
         step = rows * max(1, slice_bytes // (rows * (nbytes // record.spec.shape[0])))
         bands = range(step, record.spec.shape[0], step)
     return cut_flat_ranges(record.spec, bands, most_bytes=slice_bytes, band_bytes=undivided)
+
+
+def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int, band_bytes: int) -> list[Box]:
+    """Cut an array into consecutive boxes in C order, each of which is one flat range of elements.
+
+    Args:
+        spec: the array.
+        bands: preferred boundaries along the first axis, in elements and in any order. A band is the elements
+            between two boundaries. Boundaries outside of the array are ignored.
+        most_bytes: limit of the size of a box. A single element, or an uncut band, may exceed it.
+        band_bytes: bands up to this size are not cut.
+
+    Returns:
+        A single box for an array of up to `most_bytes`, also for an empty one.
+    """
+    if not spec.shape or spec.nbytes <= most_bytes:
+        return [Box.whole(spec.shape)]
+    most_bytes = max(most_bytes, -(-spec.nbytes // _MAX_RANGES))
+    rows, rest = spec.shape[0], spec.shape[1:]
+    itemsize = spec.numpy_dtype.itemsize
+    row_bytes = math.prod(rest) * itemsize
+    edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
+    found: list[Box] = []
+    first = 0
+    for low, high in itertools.pairwise(edges):
+        if low > first and (high - first) * row_bytes > most_bytes:
+            found.extend(_rows(first, low, rest))
+            first = low
+        if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
+            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
+            first = high
+    if first < rows:
+        found.extend(_rows(first, rows, rest))
+    return found
+
+
+def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:
+    yield Box((first, *(0,) * len(rest)), (stop, *rest))
+
+
+def _cut(
+    above: tuple[int, ...], first: int, stop: int, rest: tuple[int, ...], itemsize: int, most_bytes: int
+) -> Iterator[Box]:
+    """Cut rows `first` to `stop` of the subarray at the index `above`, which have more than `most_bytes`."""
+    row_bytes = math.prod(rest) * itemsize
+    rows = stop - first
+    if row_bytes <= most_bytes or not rest:
+        count = min(rows, max(_LEAST_PARTS, -(-rows // max(1, most_bytes // row_bytes))))
+        bounds = [first + rows * number // count for number in range(count + 1)]
+        after = tuple([index + 1 for index in above])
+        for low, high in itertools.pairwise(bounds):
+            yield Box((*above, low, *(0,) * len(rest)), (*after, high, *rest))
+        return
+    for row in range(first, stop):
+        yield from _cut((*above, row), 0, rest[0], rest[1:], itemsize, most_bytes)
 
 
 class StreamedSnapshot:

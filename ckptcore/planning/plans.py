@@ -1,4 +1,4 @@
-"""Replicas of boxes: the process that writes or reads each of them."""
+"""Plans: the boxes that each process writes and reads. Replicas divide the writes of a box."""
 
 from __future__ import annotations
 
@@ -6,38 +6,13 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class ReadGroups:
-    """Groups of processes that share reads: one process of a group reads data that several request, and sends it.
-
-    Attributes:
-        groups: ranks, each in at most one group. A rank without a group reads for itself.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-
-    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        """Accept any sequences of ranks."""
-        sorted_groups = tuple([tuple(sorted(group)) for group in groups])
-        ranks = [rank for group in sorted_groups for rank in group]
-        if len(set(ranks)) != len(ranks) or any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise ValueError(f"ReadGroups({groups!r}): give each rank once, in one group, as an int of 0 or more")
-        object.__setattr__(self, "groups", sorted_groups)
-
-
-Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""The processes that read: each process for itself (all), this process without the others (alone), one process of the
-job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
-
-READS: Final = ("all", "alone", "broadcast", "per_node")
+from ckptcore.model.transfer import ReadItem, ReadPlan, WriteItem, WritePlan
 
 _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -150,15 +125,15 @@ def cut_for_replicas(
     splits = {}
     for number, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
-            cuts, found = cut(number, record)
-            if found is not None:
-                leaves[number], splits[number] = record._replace(cuts=cuts), found
+            cuts, split = cut(number, record)
+            if split is not None:
+                leaves[number], splits[number] = record._replace(cuts=cuts), split
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
         if target in splits and isinstance(record, ArrayRecord):
-            cuts, found = cut(alias, record)  # a rank may have the alias without its target
-            if found is not None:
-                leaves[alias], splits[alias] = record._replace(cuts=cuts), found
+            cuts, split = cut(alias, record)  # a rank may have the alias without its target
+            if split is not None:
+                leaves[alias], splits[alias] = record._replace(cuts=cuts), split
     return SplitTree(replace(tree, leaves=tuple(leaves)), splits, known)
 
 
@@ -213,18 +188,6 @@ def _first_box_bytes(record: ArrayRecord, split: BoxSplit) -> list[int]:
         else:
             rest *= boundaries[0] if boundaries else extent
     return [rest * extent for extent in extents]
-
-
-def cells_of(record: ArrayRecord) -> Sequence[Box]:
-    """Return the boxes between the cuts of an array, in C order."""
-    axes = record.cuts or ((),) * len(record.spec.shape)
-    ranges = [
-        list(itertools.pairwise([0, *boundaries, extent]))
-        for boundaries, extent in zip(axes, record.spec.shape, strict=True)
-    ]
-    return [
-        Box(tuple([low for low, _ in cell]), tuple([high for _, high in cell])) for cell in itertools.product(*ranges)
-    ]
 
 
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
@@ -305,16 +268,16 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1
-    found: tuple[int, tuple[int, ...], int] | None = None
+    best: tuple[int, tuple[int, ...], int] | None = None
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
         if wanted > 1:
             count, finer = _finer(boundaries, extent, wanted)
             # Prefer the leading axis if others allow no more pieces: contiguous ranges stay long.
-            if count > 1 and (found is None or count > found[0]):
-                found = count, finer, axis
-    if found is None:
+            if count > 1 and (best is None or count > best[0]):
+                best = count, finer, axis
+    if best is None:
         return record.cuts, None
-    count, finer, axis = found
+    count, finer, axis = best
     return (*axes[:axis], finer, *axes[axis + 1 :]), BoxSplit(axis, count)
 
 
@@ -328,3 +291,54 @@ def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tu
         return 1, ()
     count = next((count for count in range(wanted, 1, -1) if shard % count == 0 and extent % shard == 0), 1)
     return count, tuple(range(shard // count, extent, shard // count))
+
+
+def plan_write(
+    tree: TreeMetadata,
+    shards: Mapping[int, Sequence[Shard]],
+    *,
+    rank: int,
+    size: int,
+    save_id: str,
+    name: str = "",
+    owners: Mapping[int, Owners] | None = None,
+) -> WritePlan:
+    """Plan the writes of one process: its boxes with replica number 0, or, with `owners`, the cells that it owns.
+
+    Args:
+        tree: the tree of the whole job.
+        shards: by leaf number, the boxes of this process; aliases may be omitted.
+        rank: rank of this process.
+        size: number of processes in the job.
+        save_id: id of the save.
+        name: name of the checkpointable; empty if the checkpoint is one tree.
+        owners: by leaf, the owners of its cells, from `owners_of`; None: replica 0 writes.
+    """
+    items = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            continue
+        boxes = written_boxes(record, shards.get(leaf, ()), None if owners is None else owners.get(leaf))
+        if boxes:
+            items.append(WriteItem(leaf, record.spec, boxes))
+    return WritePlan(tree, tuple(items), rank, size, save_id, name)
+
+
+def plan_read(tree: TreeMetadata, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
+    """Plan the reads of one process.
+
+    Args:
+        tree: the stored tree.
+        wanted: leaf numbers, each with the boxes to read. The items of the plan have the same order.
+    """
+    items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
+    return ReadPlan(tree, tuple(items))
+
+
+def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the sorted inner boundaries of boxes along each axis, in elements; None if there are none."""
+    axes: list[set[int]] = [set() for _ in shape]
+    for box in boxes:
+        for axis, extent in enumerate(shape):
+            axes[axis].update(bound for bound in (box.start[axis], box.stop[axis]) if 0 < bound < extent)
+    return tuple(tuple(sorted(axis)) for axis in axes) if any(axes) else None
