@@ -17,9 +17,8 @@ from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import SaveCommit, StorageBackend
-from ckptcore.saving.parts import PartDescription
+from ckptcore.saving.descriptions import PartDescription, TreeDescription
 from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, fail_before_claim
-from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
 
 _NO_LIMIT: Final = 1 << 62

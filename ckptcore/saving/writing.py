@@ -35,12 +35,13 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.requests import (
     NOTHING_COMMITTED,
     CommitInfo,
     Save,
     SaveDraft,
+    SavePart,
+    TreeCaptured,
     fail_before_claim,
     foreign_checkpoints,
 )

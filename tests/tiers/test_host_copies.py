@@ -22,7 +22,7 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadat
 from ckptcore.model.tree import LEAF
 from ckptcore.planning.replicas import cut_for_replicas, owners_of, written_boxes
 from ckptcore.policies import SpecificSteps
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription
 from tests.checkpointer.runs import Watch, keys_of
 from tests.tiers.test_hosts import HOSTS, empty, job, near_of, sharded
 

@@ -16,9 +16,8 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveCommit, StorageBackend
-from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription
+from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim, save_created
 from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.session_claims import (
     OpenSession,

@@ -32,9 +32,8 @@ from ckptcore.planning.replicas import Owners, owned_cells
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, fail_everywhere
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, SavePart, fail_everywhere
 from ckptcore.saving.writing import PlainCommit, PlainSave, build_root
 from ckptcore_tiers.hosts import Hosts, shards_key
 

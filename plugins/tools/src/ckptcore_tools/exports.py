@@ -21,10 +21,18 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart
-from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import FilesDescription, PartDescription, TreeDescription
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    ArraySource,
+    CommitTarget,
+    Save,
+    SaveDraft,
+    SavePart,
+    as_integer,
+    fail_before_claim,
+    save_created,
+)
 from ckptcore.saving.writing import PlainSave
 from ckptcore_tools.optimizer_parts import find_optimizers
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
@@ -309,7 +317,7 @@ class _PlannedExport:
 
 
 class _SubtreeSource(NamedTuple):
-    """The arrays of a subtree. See `ckptcore.saving.parts.ArraySource`.
+    """The arrays of a subtree. See `ckptcore.saving.requests.ArraySource`.
 
     Attributes:
         whole: the arrays of the whole tree.
