@@ -39,9 +39,8 @@ from ckptcore.planning import check_coverage, plan_write
 from ckptcore.planning.plans import Owners, ReplicaOptions, SplitTree, owners_of
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import describe_part
-from ckptcore.saving.preparing import tree_digest
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.common_trees import tree_digest
+from ckptcore.saving.descriptions import TreeDescription, describe_part
 from ckptcore.saving.writing import merge_objects
 
 LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")

@@ -22,11 +22,9 @@ from typing import TYPE_CHECKING, Final
 # Names are imported at their first use, so that importing this package is fast. Type checkers read the imports below; a
 # test compares both.
 _NAMES: Final = {
-    "ckptcore.api.checks": "check check_checkpointables",
-    "ckptcore.api.descriptions": "abstract metadata open",
+    "ckptcore.api.checkpoints": "abstract delete metadata open verify",
     "ckptcore.api.loads": "load load_async load_checkpointables load_into",
     "ckptcore.api.saves": "save save_async save_checkpointables save_checkpointables_async",
-    "ckptcore.api.upkeep": "delete verify",
     "ckptcore.builtin.safetensors": "SafetensorsLayout",
     "ckptcore.builtin.sharded_arrays": "ArrayShard ShardedArray",
     "ckptcore.training.checkpointer": "Checkpointer",
@@ -38,6 +36,7 @@ _NAMES: Final = {
     "ckptcore.model": "AbstractArray",
     "ckptcore.protocols": "StatefulCheckpointable",
     "ckptcore.training.reader": "CheckpointReader",
+    "ckptcore.saving.checking": "check check_checkpointables",
     "ckptcore.saving.writing": "PlainSave",
     "ckptcore.tree.flattening": "PLACEHOLDER PerProcess",
 }
@@ -72,11 +71,11 @@ if TYPE_CHECKING:
     from ckptcore import results as results
     from ckptcore import select as select
     from ckptcore import step_names as step_names
-    from ckptcore.api.checks import check as check
-    from ckptcore.api.checks import check_checkpointables as check_checkpointables
-    from ckptcore.api.descriptions import abstract as abstract
-    from ckptcore.api.descriptions import metadata as metadata
-    from ckptcore.api.descriptions import open as open
+    from ckptcore.api.checkpoints import abstract as abstract
+    from ckptcore.api.checkpoints import delete as delete
+    from ckptcore.api.checkpoints import metadata as metadata
+    from ckptcore.api.checkpoints import open as open
+    from ckptcore.api.checkpoints import verify as verify
     from ckptcore.api.loads import load as load
     from ckptcore.api.loads import load_async as load_async
     from ckptcore.api.loads import load_checkpointables as load_checkpointables
@@ -85,8 +84,6 @@ if TYPE_CHECKING:
     from ckptcore.api.saves import save_async as save_async
     from ckptcore.api.saves import save_checkpointables as save_checkpointables
     from ckptcore.api.saves import save_checkpointables_async as save_checkpointables_async
-    from ckptcore.api.upkeep import delete as delete
-    from ckptcore.api.upkeep import verify as verify
     from ckptcore.builtin.safetensors import SafetensorsLayout as SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard as ArrayShard
     from ckptcore.builtin.sharded_arrays import ShardedArray as ShardedArray
@@ -109,6 +106,8 @@ if TYPE_CHECKING:
     from ckptcore.matching.options import Matching as Matching
     from ckptcore.model import AbstractArray as AbstractArray
     from ckptcore.protocols import StatefulCheckpointable as StatefulCheckpointable
+    from ckptcore.saving.checking import check as check
+    from ckptcore.saving.checking import check_checkpointables as check_checkpointables
     from ckptcore.saving.writing import PlainSave as PlainSave
     from ckptcore.training.checkpointer import Checkpointer as Checkpointer
     from ckptcore.training.reader import CheckpointReader as CheckpointReader
@@ -121,9 +120,9 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found: object = getattr(_imported(_HOMES[name], name), name)
-            globals()[name] = found
-            return found
+            value: object = getattr(_imported(_HOMES[name], name), name)
+            globals()[name] = value
+            return value
         if name in _MODULES:
             return _imported(f"{__name__}.{name}", name)
         if name == "__version__":
@@ -145,8 +144,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 def _imported(module: str, name: str) -> ModuleType:
     """Import a module for a name of this package. In a signal handler, its import may be interrupted and unfinished."""
     try:
-        found = importlib.import_module(module)
-        unfinished = _is_unfinished(found)
+        imported = importlib.import_module(module)
+        unfinished = _is_unfinished(imported)
     except ImportError:
         unfinished = any(_is_unfinished(other) for key, other in [*sys.modules.items()] if key.startswith(__name__))
         if not unfinished:
@@ -157,7 +156,7 @@ def _imported(module: str, name: str) -> ModuleType:
             "modules. Set a flag in the handler, and make the call at the end of the step",
             name=module,
         ) from None
-    return found
+    return imported
 
 
 def _is_unfinished(module: ModuleType) -> bool:

@@ -34,7 +34,7 @@ SPINE: Final[Mapping[str, Mapping[str, str]]] = {
     "save": {
         "perform_save": "runs the stages below, at once or in the background, and reports events and progress",
         "prepare_save": "describes the value and the target, and refuses what cannot be saved",
-        "describe_tree": "takes the value apart: its skeleton, leaves and boxes, and the process that writes each box",
+        "describe_part": "takes the value apart: its skeleton, leaves and boxes, and the process that writes each box",
         "write_save": "claims the target, lets the layout write each part, gathers the receipts, and commits",
         "ObjectWrites.work": "runs in each I/O thread: copies blocks of objects, computes their checksums, writes them",
         "build_root": "makes the root from the receipts, after a check that the boxes make up the arrays",

@@ -2,6 +2,5 @@
 
 - `saves`: save a tree, or several objects in one checkpoint
 - `loads`: load a tree, as a new value or into a target, or several objects
-- `descriptions`: open a checkpoint to read slices, and describe a checkpoint or a value
-- `upkeep`: verify and delete
+- `checkpoints`: open a checkpoint to read slices, describe, verify and delete it, and describe a value
 """

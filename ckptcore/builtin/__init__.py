@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING
 
 from ckptcore.builtin.containers import collection_handler, container_handler
 from ckptcore.builtin.files import files_handler
+from ckptcore.builtin.growing import growing_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
 from ckptcore.builtin.host_values import form_handler
 from ckptcore.builtin.local import open_local
-from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.sharded_arrays import ShardedArray, ShardedArrayHandler
 from ckptcore.builtin.stateful import random_state_handler, state_handler
 from ckptcore.errors import PluginError
 from ckptcore.hookspecs import hookimpl
@@ -24,8 +25,13 @@ from ckptcore.protocols import (
     FilesHandler,
     LayoutFactory,
     LeafHandler,
+    StorageBackend,
     StorageOpener,
+    StorageOptions,
 )
+
+if TYPE_CHECKING:
+    from ckptcore.builtin.memory import MemoryStorages
 
 __all__ = ["BuiltinPlugin", "SingleProcess"]
 
@@ -58,20 +64,23 @@ class SingleProcess:
         return payload
 
 
-_SHARDED: Final = ShardedArrayHandler()
-
-
 class BuiltinPlugin:
     """The plugin of the core: containers, host leaves, stateful objects, safetensors, local and memory storage."""
 
     def __init__(self) -> None:
-        self._memory = MemoryStorages()
+        self._memory: MemoryStorages | None = None
+        self._memory_lock = threading.Lock()
         self._coordinator = SingleProcess()
 
     @hookimpl
     def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
         """NumPy arrays and scalars, sharded NumPy arrays, Python scalars, text, bytes, None, and values with a form."""
-        return _SHARDED if issubclass(leaf_type, ShardedArray) else leaf_handler(leaf_type) or form_handler(leaf_type)
+        if "ckptcore.builtin.sharded_arrays" in sys.modules:  # there are no sharded arrays before its import
+            from ckptcore.builtin.sharded_arrays import HANDLER, ShardedArray
+
+            if issubclass(leaf_type, ShardedArray):
+                return HANDLER
+        return leaf_handler(leaf_type) or form_handler(leaf_type)
 
     @hookimpl
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
@@ -86,6 +95,7 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
         """Objects that save themselves to a directory."""
+
         return files_handler(value_type)
 
     @hookimpl
@@ -101,7 +111,15 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
         """Local directories and memory."""
-        return {"file": open_local, "memory": self._memory.open}
+        return {"file": open_local, "memory": self._open_memory}
+
+    def _open_memory(self, url: str, options: StorageOptions) -> StorageBackend:
+        from ckptcore.builtin.memory import MemoryStorages  # other storages do not need it
+
+        with self._memory_lock:
+            if self._memory is None:
+                self._memory = MemoryStorages()
+        return self._memory.open(url, options)
 
     @hookimpl
     def ckpt_coordinator(self) -> Coordinator:

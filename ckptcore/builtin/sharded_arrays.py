@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -230,6 +230,10 @@ class ShardedArrayHandler(LeafHandler):
                 return None
             memory.append(StridedMemory.of(shard.elements))
         return memory
+
+
+HANDLER: Final = ShardedArrayHandler()
+"""The handler of the core's plugin."""
 
 
 def _elements(leaf: ShardedArray, box: Box) -> HostArray:

@@ -7,14 +7,18 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
+import numpy as np
 import xxhash
 
 from ckptcore.builtin.local_calls import NO_LOCKS
 from ckptcore.builtin.local_directories import FileLock, try_to_lock
-from ckptcore.errors import StorageError
+from ckptcore.errors import NameCollisionError, StorageError, UnsupportedLeafError
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Segment
 
 _PREFIX: Final = "ckptcore-staging-"
 
@@ -48,6 +52,30 @@ class StagingDirectory:
                 f"cannot create a temporary directory for the files of an object: {error}; set TMPDIR to a directory "
                 "of a local disk that can be written to and locked",
             ) from error
+
+    def contents(self) -> tuple[Mapping[str, Segment], Sequence[str]]:
+        """Return the bytes of every file by key, and the keys of empty directories, both sorted.
+
+        Raises:
+            UnsupportedLeafError: an entry is neither a file nor a directory.
+            NameCollisionError: a name begins with ``checkpoint.``, which is reserved for ckptcore's own files.
+            OSError: a directory cannot be read.
+        """
+        above = str(self.path)
+        files: dict[str, Segment] = {}
+        empty = []
+        for parent, directories, names in os.walk(above, onerror=_raise):
+            if not directories and not names and parent != above:
+                empty.append(_own_key(parent, above))
+            for name in [*names, *(name for name in directories if os.path.islink(os.path.join(parent, name)))]:
+                path = os.path.join(parent, name)
+                key = _own_key(path, above)
+                if os.path.islink(path) or not os.path.isfile(path):
+                    raise UnsupportedLeafError(
+                        f"the object wrote {key!r}, which is not a regular file; only files can be stored"
+                    )
+                files[key] = _segment_of(path)
+        return dict(sorted(files.items())), sorted(empty)
 
     def close(self) -> None:
         """Remove the directory. Closing again is no error. The next sweep removes files that could not be removed."""
@@ -105,3 +133,29 @@ def _sweep(above: str) -> None:
         if lock is not None:
             with lock:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _own_key(path: str, directory: str) -> str:
+    key = os.path.relpath(path, directory).replace(os.sep, "/")
+    if key.startswith("checkpoint."):
+        raise NameCollisionError(
+            f"the object wrote {key!r}; names that begin with 'checkpoint.' are reserved for ckptcore's own files"
+        )
+    return key
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _segment_of(path: str) -> Segment:
+    """Return the bytes of a file as a segment, which maps the file when it is written."""
+    size = os.path.getsize(path)
+    if not size:
+        return BytesSegment(b"")
+    box = Box((0,), (size,))
+
+    def map_bytes() -> Sequence[tuple[Box, HostArray]]:
+        return ((box, np.memmap(path, np.uint8, "r", shape=(size,))),)
+
+    return ArraySegment(box, 1, map_bytes, lambda: None)

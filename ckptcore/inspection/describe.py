@@ -11,6 +11,7 @@ from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import SaveOrder
 from ckptcore.commit.root_json import with_order
 from ckptcore.context import Context
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,7 +25,6 @@ from ckptcore.loading.abstract_trees import abstract_tree
 from ckptcore.loading.load import transformed
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.members import MemberOpener, existing_members, is_deleted, member_opener
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either, open_tree, tree_attempts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
-from ckptcore.distributions import import_name
+from ckptcore.distributions import ShownInNotebooks, import_name
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
@@ -19,7 +19,6 @@ from ckptcore.loading.reading import read_leaf
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.on_demand.arrays import StoredArray
 from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint

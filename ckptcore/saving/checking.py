@@ -1,26 +1,71 @@
-"""Check before the training that values can be saved and restored. Reads no array, and writes nothing."""
+"""Checks before the training that a state can be saved and restored. They read no array, and write nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ckptcore.context import Context
+from ckptcore.context import Context, default_context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.abstract_trees import stored_at
 from ckptcore.matching.leaf_matching import match_leaves
+from ckptcore.other_libraries import explains_arguments
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import describe_part, naming
-from ckptcore.saving.preparing import refuse_per_process_objects
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.common_trees import refuse_per_process_objects
+from ckptcore.saving.descriptions import TreeDescription, describe_part, naming
 from ckptcore.tree.columns import requested_columns
 from ckptcore.tree.flattening import PerProcess, flatten
 
 _SHOWN: Final = 50
 """Limit of refusals in the text of the error."""
+
+
+@explains_arguments
+def check(state: object, *, layout: str | Layout = "safetensors", context: Context | None = None) -> None:
+    """Check that a tree can be saved and restored. Call it before the training, not only at the first save.
+
+    Reads no array and writes nothing. In a job, every process calls it. Objects may create state while they are used,
+    such as the moments of an optimizer; a check after the first step finds more. Methods of objects are called as by a
+    save: pass an optimizer itself rather than an object that calls ``get_optimizer_state_dict`` of PyTorch, which makes
+    a step if the optimizer has no state.
+
+    Args:
+        state: the tree, as for `save` and `load_into`.
+        layout, context: as for `save`.
+
+    Raises:
+        UnsupportedLeafError: lists each path that cannot be saved or restored, with its type and a remedy.
+        RankFailedError: another process of the job has such paths.
+    """
+    _check({"": state}, layout, context)
+
+
+@explains_arguments
+def check_checkpointables(
+    checkpointables: Mapping[str, object],
+    *,
+    layout: str | Layout = "safetensors",
+    context: Context | None = None,
+) -> None:
+    """Check that several objects can be saved into one checkpoint, and restored from it. See `check`.
+
+    Args:
+        checkpointables: as for `save_checkpointables`. Objects that write their own files are not checked.
+        layout, context: as for `save`.
+
+    Raises:
+        UnsupportedLeafError, RankFailedError: see `check`.
+    """
+    _check(dict(checkpointables), layout, context)
+
+
+def _check(values: Mapping[str, object], layout: str | Layout, context: Context | None) -> None:
+    context = context or default_context()
+    runtime = runtime_of(context)
+    check_values(values, layout, context, Agreement(runtime.job(), runtime.exchange_key("check")))
 
 
 def check_values(values: Mapping[str, object], layout: str | Layout, context: Context, agreement: Agreement) -> None:
@@ -41,7 +86,7 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
         registry, workers = runtime.registry, runtime.workers()
         if workers is not None:
             registry = registry.wrapping(workers.leaves_to_save)
-        found = runtime.registry.layout(layout)
+        layout = runtime.registry.layout(layout)
         lines: list[str] = []
         for name in sorted(values):  # in one order on every process, because `state_dict` may be collective
             refusals: list[CheckpointError] = []
@@ -50,15 +95,14 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
                     description = describe_part(
                         name,
                         values[name],
-                        found,
+                        layout,
                         registry,
                         rank=agreement.rank,
                         size=agreement.size,
                         refusals=refusals,
                     )
                     if isinstance(description, TreeDescription) and not refusals:
-                        if agreement.size > 1 and not description.own and context.job.replicas.objects == "refuse":
-                            refuse_per_process_objects(description, agreement.size)
+                        refuse_per_process_objects(description, agreement.size, context)
                         _restore_abstractly(values[name], description, runtime.registry, agreement.rank)
             except TreeMismatchError as error:
                 lines.extend(f"cannot be restored: {difference}" for difference in error.differences)

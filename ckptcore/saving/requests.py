@@ -1,24 +1,29 @@
-"""Saves: requested, drafted, and ready to be written."""
+"""Saves: requested, drafted, and ready to be written, with their parts."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
 from ckptcore.commit.stored_root import FindForeign, Overwrite
 from ckptcore.context import Context
+from ckptcore.errors import converts_errors
 from ckptcore.events import Recording
-from ckptcore.io.snapshot import StateCopy
+from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.job.agreement import Agreement
-from ckptcore.job.visibility import seen_by_all
+from ckptcore.model.arrays import Box
+from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ProgressCallback
-from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy
-from ckptcore.saving.parts import PartDescription, SavePart
+from ckptcore.protocols import CheckpointInfo, Layout, MemberKind, SaveStrategy, Snapshot, WriteStore
+from ckptcore.saving.descriptions import FilesDescription, PartDescription
 
 if TYPE_CHECKING:
     from ckptcore.commit.stored_root import OwnKeys
@@ -132,6 +137,15 @@ class CommitTarget(NamedTuple):
     overwrite: Overwrite = False
     before_commit: Callable[[], None] | None = None
 
+    @property
+    def keeps_others(self) -> bool:
+        """True if a save moves its objects into an existing directory with other files. On the leader."""
+        return (
+            self.overwrite == "keep-other-files"
+            and self.location.commit_method.replaces_atomically
+            and bool(self.location.store.list_names())
+        )
+
 
 class CommitInfo(NamedTuple):
     """The content of a root besides its tree and its objects.
@@ -172,6 +186,83 @@ class CommitInfo(NamedTuple):
         return CheckpointInfo(self.created, self.custom, self.metrics, members)
 
 
+@dataclass(slots=True)
+class SavePart:
+    """One tree, or the files of one object. The stages of a save fill it: description, plans, capture, receipts.
+
+    Attributes:
+        directory: its directory within the checkpoint; empty if the part is the whole checkpoint.
+        layout: the layout that stores it. For files: the layout of the trees of the save.
+        plan: the boxes that this process writes.
+        own: True if every process writes its own part. Otherwise all processes write it together.
+        source: the arrays or files to capture; None after the capture.
+        captured: the captured content; None before the capture, and after `close`.
+        receipts: the receipts of this process. On the leader, before the commit, those of all ranks.
+        is_files: True for the files of an object, which need no layout.
+    """
+
+    directory: str
+    layout: Layout
+    plan: WritePlan
+    own: bool = False
+    source: ArraySource | FilesDescription | None = None
+    captured: Captured | None = None
+    receipts: Sequence[Receipt] = ()
+    is_files: bool = False
+
+    def close(self) -> None:
+        """Release the captured content. Closing again is no error."""
+        captured, self.captured, self.source = self.captured, None, None
+        if captured is not None:
+            captured.close()
+
+
+class ArraySource(Protocol):
+    """The arrays of a part before the capture."""
+
+    def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
+        """Return boxes of a leaf, by its number in the plan of the part."""
+        ...
+
+
+class Captured(Protocol):
+    """The captured content of a part. It does not change while the save runs."""
+
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
+        """Write it, and return the state of the layout for the receipt."""
+        ...
+
+    def close(self) -> None:
+        """Release it. Closing again is no error."""
+        ...
+
+
+class TreeCaptured(NamedTuple):
+    """The arrays of a tree. See `Captured`.
+
+    Attributes:
+        snapshot: the arrays.
+        copy: the running copy that fills them; None for views, and for arrays that exist already.
+        unreleased: the items of the snapshot that `close` releases if the writer has not released them.
+    """
+
+    snapshot: Snapshot
+    copy: StateCopy | None = None
+    unreleased: Collection[int] = ()
+
+    def write(self, part: SavePart, store: WriteStore) -> JSON:
+        """See `Captured`."""
+        return part.layout.write(self.snapshot, store)
+
+    def close(self) -> None:
+        """Stop the copy from waiting for the writer, and release the arrays that a failed writer has left."""
+        if self.copy is not None:
+            self.copy.end_writing()
+        for item in list(self.unreleased):
+            with suppress(Exception):  # a copy that failed has no memory to free, and its error was raised already
+                self.snapshot.release(item)
+
+
 class Save(NamedTuple):
     """A checkpoint that is ready to be written. Trees that all ranks save together are equal on every rank.
 
@@ -184,11 +275,11 @@ class Save(NamedTuple):
         recording: records the phases.
         context: the options.
         further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
-        capture_elsewhere: starts to capture boxes that other processes hold for this one, and that the strategy writes:
-            True to copy them. None: there are none.
+        capture_elsewhere: starts to capture the boxes that other processes hold and write for this one. Called with
+            True to copy them. None: there are no such boxes.
         nbytes_elsewhere: bytes of these boxes, further saves included.
-        receive_elsewhere: waits until other processes have written boxes of this save or a further one, which it is
-            given, and adds their receipts to its parts.
+        receive_elsewhere: called with this save or a further one. Waits until the other processes have written their
+            boxes of it, and adds their receipts to its parts.
     """
 
     target: CommitTarget
@@ -260,18 +351,26 @@ class SaveDraft(NamedTuple):
         return self.save._replace(parts=parts, strategy=strategy)
 
 
-def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:
-    """Raise an error of this process. The other ranks, which wait at the end of `stage`, fail with it."""
-    with agreement.stage(stage):
-        raise error
-    raise error  # not reached: the stage raises it
+@converts_errors
+def failing_everywhere(agreement: Agreement, stage: str) -> Iterator[None]:
+    """Run a block. If it fails, the other ranks, which wait at the end of `stage`, fail with its error."""
+    try:
+        yield
+    except BaseException:
+        with agreement.stage(stage):
+            raise
 
 
-def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
-    """Raise an error of this process after the save was prepared. The other ranks fail with it at the claim."""
-    with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):  # `bool` is never called
-        raise error
-    raise error  # not reached: the stage raises it
+@converts_errors
+def failing_before_claim(agreement: Agreement) -> Iterator[None]:
+    """Run a block after a save was prepared. If it fails, the other ranks fail with its error at the claim."""
+    try:
+        yield
+    except BaseException:
+        with agreement.stage("claim"):
+            if agreement.rank == 0:
+                agreement.lead("claimed", lambda: None)  # the other ranks wait for it before they end the stage
+            raise
 
 
 def foreign_checkpoints(context: Context) -> FindForeign:
@@ -283,6 +382,11 @@ def foreign_checkpoints(context: Context) -> FindForeign:
         return foreign.foreign_checkpoints(context)(location)
 
     return find_foreign
+
+
+def save_created() -> str:
+    """Return the current time in the format of roots: ISO 8601 in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:

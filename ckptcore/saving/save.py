@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckptcore.commit.location import shown_location
+from ckptcore.commit.location import Location, resolve_location, shown_location
+from ckptcore.commit.root import Root, SaveOrder, check_name, new_save_id
+from ckptcore.commit.stored_root import next_order, read_root, refuse_inside, refuse_to_replace
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
@@ -17,11 +19,27 @@ from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, StateBoxes, St
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.transfer import WritePlan
 from ckptcore.progress import ByteProgress
+from ckptcore.protocols import Layout
 from ckptcore.runtime import refuse_in_signal_handler, runtime_of
-from ckptcore.saving.parts import FilesDescription, TreeCaptured
-from ckptcore.saving.preparing import prepare_save
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveRequest, fail_before_claim, fail_everywhere
+from ckptcore.saving.descriptions import FilesDescription, PartDescription, describe_part
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    CommitInfo,
+    CommitTarget,
+    OneTree,
+    Save,
+    SaveDraft,
+    SaveRequest,
+    TreeCaptured,
+    failing_before_claim,
+    failing_everywhere,
+    foreign_checkpoints,
+    save_created,
+)
 from ckptcore.saving.writing import write_save
+
+if TYPE_CHECKING:
+    from ckptcore.saving.common_trees import CommonTrees
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
@@ -30,25 +48,18 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: the save failed.
     """
-    refuse_in_signal_handler(f"the save to {request.destination.location}")
-    runtime = runtime_of(context)
-    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
-    key = runtime.exchange_key(request.destination.exchange_name)
     progress = None if request.hooks.progress is None else ByteProgress(request.hooks.progress)
-    with _recorded(request, context, progress) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime.job(), key, recording)
+    with _recorded(request, context, progress) as (recording, agreement):
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         capture = _Capture(save)
         try:
-            try:
+            with failing_before_claim(agreement):
                 with recording.phase("wait_for_previous"):
-                    runtime.saves.wait()
+                    runtime_of(context).saves.wait()
                 if progress is not None:
                     progress.plan(save.nbytes)
                 capture.view()
-            except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-                fail_before_claim(agreement, error)
             _write(save, request.hooks.committed)
         finally:
             capture.close()
@@ -69,36 +80,29 @@ def begin_save(
     Raises:
         CheckpointError: the save cannot start. The handle raises later errors.
     """
-    refuse_in_signal_handler(f"the save to {request.destination.location}")
-    runtime = runtime_of(context)
-    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
-    key = runtime.exchange_key(request.destination.exchange_name)
-    progress = ByteProgress(request.hooks.progress)
-    with _recorded(request, context, progress, in_background=True) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime.job(), key, recording)
-        try:
-            with recording.phase("wait_for_previous"):
-                if (when_busy or context.when_busy) == "wait":
-                    runtime.saves.wait()
-                else:
-                    runtime.saves.wait_for_room()
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_everywhere(agreement, "describe", error)
+    runtime, progress = runtime_of(context), ByteProgress(request.hooks.progress)
+    with _recorded(request, context, progress, in_background=True) as (recording, agreement):
+        with failing_everywhere(agreement, "describe"), recording.phase("wait_for_previous"):
+            if (when_busy or context.when_busy) == "wait":
+                runtime.saves.wait()
+            else:
+                runtime.saves.wait_for_room()
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         handle = SaveHandle(save.target.location.display, progress)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         capture, limit = _Capture(save), context.memory.save_bytes
-        try:
-            progress.plan(save.nbytes)
-            copies_first = limit is None and not _writes_while_copying(save)
-            copies = capture.copy(memory, limit)
-            if copies_first:
-                _finish_copies(copies, memory, recording)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            capture.close()
-            memory.close()
-            fail_before_claim(agreement, error)
+        with failing_before_claim(agreement):
+            try:
+                progress.plan(save.nbytes)
+                copies_first = limit is None and not _writes_while_copying(save)
+                copies = capture.copy(memory, limit)
+                if copies_first:
+                    _finish_copies(copies, memory, recording)
+            except BaseException:
+                capture.close()
+                memory.close()
+                raise
         # This thread makes bounded copies, and the writer waits for them: the writer cannot run on this thread.
         inline = limit is None or not copies
         _write_in_background(save, capture, request.hooks.committed, memory, handle, inline=inline)
@@ -115,15 +119,152 @@ def begin_save(
         return handle
 
 
+def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> Save:
+    """Describe the values and the target of a save, and refuse values that cannot be saved. On every rank.
+
+    Writes nothing.
+
+    Raises:
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the values cannot be saved.
+        CheckpointExistsError, InvalidLocationError: the target must not be replaced, or is not a valid location.
+        ValueError, TypeError: invalid metadata, metrics, step, epoch or strategy.
+        BackgroundSaveError: the error of an earlier save of this process was not retrieved. In a job, on every rank.
+    """
+    runtime, size, strategy = runtime_of(context), agreement.size, request.strategy
+    common: CommonTrees | None = None
+    with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
+        runtime.saves.raise_unnoticed()
+        info = request.notes.info()
+        recording.step = info.progress.get("step")
+        overwrite = request.destination.overwrite
+        location = resolve_location(request.destination.location, runtime.storages, to_write=True)
+        target = CommitTarget(location, overwrite, request.hooks.before_commit)
+        descriptions = _describe_parts(request, context, agreement)
+        if size > 1:
+            from ckptcore.saving.common_trees import CommonTrees  # needed only in a job
+
+            common = CommonTrees(descriptions, agreement, context)
+        if not isinstance(request.values, OneTree):
+            info = info._replace(members={description.name: description.member(size) for description in descriptions})
+        order = SaveOrder()
+        if agreement.rank == 0:
+            _refuse_target(request, target, info, context)
+            if request.hooks.order is not None:
+                order = request.hooks.order()
+            elif overwrite:
+                order = next_order(target.location, overwrite)
+        if common is not None:
+            stage.payload = common.payload(info.members, strategy)
+
+    def decide() -> dict[str, Any]:
+        """Choose the id and the time of the save, and find trees that differ between ranks. On the leader."""
+        return {
+            "own_names": target.keeps_others,
+            "different": {} if common is None else common.compare(stage.payloads),
+            "save_id": new_save_id(),
+            "created": save_created(),
+            "order": list(order),
+        }
+
+    decided = agreement.lead("save", decide)
+    recording.save_id = decided["save_id"]
+    if common is not None:
+        trees = common.merge(decided["different"], stage.payloads)
+        descriptions = [trees.get(description.name, description) for description in descriptions]
+    if decided["own_names"] and info.members is None:  # names of objects that no other file in the directory has
+        (tree,) = descriptions
+        descriptions = [tree._replace(layout=tree.layout.with_own_names(decided["save_id"]) or tree.layout)]
+    info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
+    save = Save(target, info, (), strategy, agreement, recording, context)
+    if (workers := runtime.workers()) is not None:
+        strategy = workers.save_strategy(strategy)
+    return strategy.prepare(SaveDraft(save, descriptions))
+
+
+def _describe_parts(request: SaveRequest, context: Context, agreement: Agreement) -> Sequence[PartDescription]:
+    """Describe the values, in the order of the request."""
+    registry = runtime_of(context).registry
+    if (workers := runtime_of(context).workers()) is not None:
+        registry = registry.wrapping(workers.leaves_to_save)
+    layout, placeholders = registry.layout(request.layout), request.strategy.takes_placeholders
+    if isinstance(request.values, OneTree):
+        values: Mapping[str, object] = {"": request.values.state}
+    elif placeholders:
+        raise ValueError(f"strategy={request.strategy!r} is for one tree, not for checkpointables. Nothing was written")
+    else:
+        values = dict(request.values)
+        for name in values:
+            check_name(name)
+    replicas = None
+    if agreement.size > 1:
+        from ckptcore.saving.common_trees import share_replicas  # needed only in a job
+
+        replicas = context.job.replicas if share_replicas(layout, request.strategy, registry) else None
+    # Every process of a job uses the same order, because `state_dict` may be collective.
+    by_name = {
+        name: describe_part(
+            name,
+            values[name],
+            layout,
+            registry,
+            rank=agreement.rank,
+            size=agreement.size,
+            replicas=replicas,
+            placeholders=placeholders,
+            merged=request.strategy.merges_keys,
+        )
+        for name in sorted(values)
+    }
+    return [by_name[name] for name in values]
+
+
+def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo, context: Context) -> None:
+    """Refuse a location with a checkpoint that may not be replaced. On the leader."""
+    if request.hooks.allowed is not None:
+        request.hooks.allowed()
+    refuse_inside(target.location)
+    target.location.commit_method.refuse_place(target.location)
+    if not request.strategy.checks_target:
+        refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
+    if target.keeps_others:
+        _refuse_fixed_names(target.location, runtime_of(context).registry.layout(request.layout), info)
+
+
+def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) -> None:
+    """Refuse to replace files of fixed names while other files stay, as far as they are known before the save writes.
+
+    The commit refuses the same for all names.
+
+    Raises:
+        CheckpointExistsError
+    """
+    names = {name.removesuffix("/") for name in location.store.list_names()}
+    taken = sorted(names & info.checkpoint_info.members.keys())
+    if info.members is None and layout.with_own_names("tag") is None:
+        with suppress(CorruptCheckpointError, UnsupportedVersionError):
+            root = read_root(location.store)
+            taken = sorted(root.objects)[:1] if isinstance(root, Root) and root.layout == layout.name else []
+    if taken:
+        from ckptcore.commit.overwriting import fixed_names  # only errors need it
+
+        raise fixed_names(location.display, taken)
+
+
 @contextmanager
 def _recorded(
     request: SaveRequest, context: Context, progress: ByteProgress | None, *, in_background: bool = False
-) -> Iterator[Recording]:
-    """Record a save. A save in the background ends its recording later, unless it fails to start."""
-    location, rank = shown_location(request.destination.location), runtime_of(context).job().rank
-    recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank, progress=progress)
+) -> Iterator[tuple[Recording, Agreement]]:
+    """Record a save, and begin its exchanges. A save in the background ends its recording later, if it can start."""
+    refuse_in_signal_handler(f"the save to {request.destination.location}")
+    runtime = runtime_of(context)
+    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
+    key = runtime.exchange_key(request.destination.exchange_name)
+    location, job = shown_location(request.destination.location), runtime.job()
+    step = request.notes.step
+    recording = Recording("save", location, context.observers, step=step, rank=job.rank, progress=progress)
     try:
-        yield recording
+        with recording.phase("blocking"):
+            yield recording, Agreement(job, key, recording)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -181,11 +322,11 @@ def _write_in_background(
     saves = [save, *save.further]
     # Only the leader, which commits, queues at the locations: ranks may be threads of one process, and would wait for
     # each other there.
-    locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
-    for one in saves:
+    locations = [each.target.location.identity for each in saves] if save.agreement.rank == 0 else []
+    for each in saves:
         # Import the module of the commit on this thread: a process that is forked while another thread imports a module
         # inherits the unfinished import, and hangs if it imports the module too.
-        _ = one.target.location.commit_method
+        _ = each.target.location.commit_method
 
     def work() -> None:
         try:
@@ -201,13 +342,12 @@ def _write_in_background(
     except RuntimeError as error:
         capture.close()
         memory.close()
-        failed = CheckpointError(
-            f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
-            f"{error}. Call save, or leave out save_bytes, so that the whole state is copied. "
-            f"{NOTHING_COMMITTED.capitalize()}"
-        )
-        failed.__cause__ = error
-        fail_before_claim(save.agreement, failed)
+        with failing_before_claim(save.agreement):
+            raise CheckpointError(
+                f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
+                f"{error}. Call save, or leave out save_bytes, so that the whole state is copied. "
+                f"{NOTHING_COMMITTED.capitalize()}"
+            ) from error
 
 
 class _Capture:
@@ -222,12 +362,12 @@ class _Capture:
     def view(self) -> None:
         """Capture arrays without a copy, for a save that blocks until it is committed."""
         elements = StateElements(lambda boxes: boxes.handler.view_on_host(boxes.leaf, boxes.boxes))
-        self._capture(
-            lambda plan, boxes: TreeCaptured(
-                ViewedSnapshot(plan, *(used := elements.use(boxes))[:2]), unreleased=used[2]
-            ),
-            copied=False,
-        )
+
+        def viewed(plan: WritePlan, boxes: Sequence[StateBoxes]) -> TreeCaptured:
+            start, release, unreleased = elements.use(boxes)
+            return TreeCaptured(ViewedSnapshot(plan, start, release), unreleased=unreleased)
+
+        self._capture(viewed, copied=False)
         for copy in self._copies:
             copy.wait()
 

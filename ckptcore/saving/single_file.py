@@ -16,9 +16,8 @@ from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, TreeMetadata
 from ckptcore.model.tree import format_path
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import SaveCommit, StorageBackend
-from ckptcore.saving.parts import PartDescription
-from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, fail_before_claim
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import PartDescription, TreeDescription
+from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, failing_before_claim
 from ckptcore.saving.writing import PlainSave
 
 _NO_LIMIT: Final = 1 << 62
@@ -72,11 +71,9 @@ class _SaveFile(PlainSave):
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Refuse what one file cannot have, and plan the file."""
-        try:
+        with failing_before_claim(draft.save.agreement):
             self._refuse(draft)
             return draft.plan(self)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.save.agreement, error)
 
     def _refuse(self, draft: SaveDraft) -> None:
         """Refuse states that the file would not give back, and a location that may not be replaced."""
@@ -120,8 +117,8 @@ def _problem(descriptions: Sequence[PartDescription]) -> str:
     if nested or getattr(tree.skeleton, "kind", None) not in ("dict", "OrderedDict"):
         return f"{format_path(nested[0]) if nested else 'the state'} is not an entry of a flat dict with text as keys"
     others = [_reason(tree, leaf) for leaf in range(len(tree.leaves))]
-    found = [f"{format_path(path)} is {reason}" for path, reason in zip(tree.paths, others, strict=True) if reason]
-    return "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    reasons = [f"{format_path(path)} is {reason}" for path, reason in zip(tree.paths, others, strict=True) if reason]
+    return "; ".join(reasons[:_SHOWN]) + (f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
 
 
 def _reason(tree: TreeMetadata, leaf: int) -> str:

@@ -206,10 +206,11 @@ class StepReader(ExplainsAttributes):
         request = LoadRequest(
             select=select, transforms=transforms, matching=matching, report=report, framework=framework
         )
-        return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
-    def _load_value(self, abstract: object, request: LoadRequest, location: AnyLocation, recording: Recording) -> Any:
-        return load_value(location, abstract, self._context, recording, request)
+        def run(location: AnyLocation, recording: Recording) -> Any:
+            return load_value(location, abstract, self._context, recording, request)
+
+        return self._load(step, StepLoad(run))
 
     @explains_arguments
     def load_into(
@@ -235,10 +236,10 @@ class StepReader(ExplainsAttributes):
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
-        def into(location: AnyLocation, recording: Recording) -> Any:
+        def run(location: AnyLocation, recording: Recording) -> Any:
             return load_into_target(location, target, self._context, recording, request)
 
-        return self._load(step, StepLoad(into, "the target"))
+        return self._load(step, StepLoad(run, "the target"))
 
     @explains_arguments
     def load_checkpointables(
@@ -289,10 +290,10 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError: the step does not exist.
         """
-        found = self._steps.copies(step)
-        if not found:
+        copies = self._steps.copies(step)
+        if not copies:
             raise CheckpointNotFoundError(self._steps.main.missing(step))
-        return self._steps.directories[found[0]]
+        return self._steps.directories[copies[0]]
 
     def wait_for_new_step(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS

@@ -73,7 +73,7 @@ def refuse_different_arrays(
     Args:
         trees: the trees of some ranks, one of each group of ranks with equal digests.
         ranks: by tree, the ranks that have it with these digests.
-        digests: by tree, the result of `ckptcore.saving.replica_digests`.
+        digests: by tree, the result of `ckptcore.saving.common_trees.replica_digests`.
 
     Raises:
         TreeMismatchError: lists the arrays, with the ranks that have equal elements.

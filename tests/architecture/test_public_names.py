@@ -14,10 +14,9 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 
 PUBLIC_MODULES = {
     "ckptcore",
-    "ckptcore.api.descriptions",
+    "ckptcore.api.checkpoints",
     "ckptcore.api.loads",
     "ckptcore.api.saves",
-    "ckptcore.api.upkeep",
     "ckptcore.context",
     "ckptcore.errors",
     "ckptcore.events",

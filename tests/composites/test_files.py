@@ -29,8 +29,7 @@ from ckptcore.errors import (
 from ckptcore.loading.load import Load
 from ckptcore.model import BLOCK_BYTES, ObjectRecord, Receipt, WritePlan
 from ckptcore.opening.open_checkpoints import open_checkpoint
-from ckptcore.saving.parts import SavePart
-from ckptcore.saving.requests import CommitInfo
+from ckptcore.saving.requests import CommitInfo, SavePart
 from ckptcore.saving.writing import finish_part, recorder_of
 from tests.composites.objects import Files, Linear
 from tests.io.watched_storage import memory_storage

@@ -26,7 +26,7 @@ from ckptcore.errors import (
 from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
 

@@ -21,7 +21,7 @@ from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model import Ready, Segment
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import describe_part
+from ckptcore.saving.descriptions import describe_part
 
 
 class _FullStore:

@@ -22,7 +22,7 @@ from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadat
 from ckptcore.model.tree import LEAF
 from ckptcore.planning.plans import cut_for_replicas, owners_of, written_boxes
 from ckptcore.policies import SpecificSteps
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import TreeDescription
 from plugins.tiers.tests.test_hosts import HOSTS, empty, job, near_of, sharded
 from tests.checkpointer.runs import Watch, keys_of
 

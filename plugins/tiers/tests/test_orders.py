@@ -16,7 +16,7 @@ from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.commit.root import MAX_ORDER, ROOT_KEY, SaveOrder
 from ckptcore.commit.root_json import with_order
 from ckptcore.policies import FixedInterval, LatestN
-from ckptcore.saving import preparing
+from ckptcore.saving import save as saves
 from tests.checkpointer.runs import store_of, tree
 
 SetClock = Callable[[float], None]
@@ -31,7 +31,7 @@ def hours(monkeypatch: pytest.MonkeyPatch) -> SetClock:
             now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=ahead)
             return now.isoformat(timespec="milliseconds")
 
-        monkeypatch.setattr(preparing, "save_created", created)
+        monkeypatch.setattr(saves, "save_created", created)
 
     return set_clock
 

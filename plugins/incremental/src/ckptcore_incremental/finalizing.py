@@ -27,8 +27,7 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import WrittenBoxes, covers_exactly
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, check_custom
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, SavePart, check_custom
 from ckptcore.saving.writing import complete_tree, finish_part, recorder_of
 from ckptcore_incremental.session_claims import remove_unneeded, resume_sessions
 from ckptcore_incremental.session_tables import BEGIN_AGAIN, merge_sessions, read_sessions, session_key

@@ -28,8 +28,8 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.planning.plans import SplitTree
 from ckptcore.protocols import SaveCommit
+from ckptcore.saving.descriptions import BoxHolders, TreeDescription
 from ckptcore.saving.requests import Save, SaveDraft
-from ckptcore.saving.tree_descriptions import BoxHolders, TreeDescription
 from ckptcore.saving.writing import PlainCommit, PlainSave
 from ckptcore_incremental.overlays import overlay
 

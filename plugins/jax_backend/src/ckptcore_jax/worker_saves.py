@@ -12,10 +12,9 @@ from ckptcore.planning import plan_write
 from ckptcore.planning.plans import cut_for_replicas, owners_of
 from ckptcore.protocols import SaveCommit, SaveStrategy, StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import FilesDescription, PartDescription, SavePart
-from ckptcore.saving.preparing import share_replicas
-from ckptcore.saving.requests import Save, SaveDraft
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.common_trees import share_replicas
+from ckptcore.saving.descriptions import FilesDescription, PartDescription, TreeDescription
+from ckptcore.saving.requests import Save, SaveDraft, SavePart
 from ckptcore.saving.writing import PlainSave
 from ckptcore_jax.worker_stages import WorkerOptions, WorkerPart, WriteParts, read_report
 

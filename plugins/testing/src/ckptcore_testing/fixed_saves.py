@@ -13,7 +13,7 @@ from typing import Final
 from ckptcore.commit.root import new_save_id, this_writer
 from ckptcore.events import Event, timeline_to_json
 from ckptcore.model.tree import JSON
-from ckptcore.saving.preparing import save_created
+from ckptcore.saving.requests import save_created
 
 _CREATED: Final = "2026-01-02T03:04:05.678+00:00"
 _CREATED_NANOSECONDS: Final = 1_767_323_045_678_000_000

@@ -41,7 +41,7 @@ from ckptcore.io.threads import call_within
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.preparing import save_created
+from ckptcore.saving.requests import save_created
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.hosts import Hosts

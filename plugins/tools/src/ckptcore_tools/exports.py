@@ -28,10 +28,18 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart
-from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
-from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.descriptions import FilesDescription, PartDescription, TreeDescription
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    ArraySource,
+    CommitTarget,
+    Save,
+    SaveDraft,
+    SavePart,
+    as_integer,
+    failing_before_claim,
+    save_created,
+)
 from ckptcore.saving.writing import PlainSave
 from ckptcore_tools.optimizer_parts import find_optimizers
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
@@ -316,7 +324,7 @@ class _PlannedExport:
 
 
 class _SubtreeSource(NamedTuple):
-    """The arrays of a subtree. See `ckptcore.saving.parts.ArraySource`.
+    """The arrays of a subtree. See `ckptcore.saving.requests.ArraySource`.
 
     Attributes:
         whole: the arrays of the whole tree.
@@ -448,7 +456,8 @@ def _fail_remaining(exports: Sequence[Save], interruption: BaseException) -> Non
     """Fail the exports that this process does not write, because the other ranks would wait for it."""
     for export in exports:
         try:
-            fail_before_claim(export.agreement, interruption)
+            with failing_before_claim(export.agreement):
+                raise interruption
         except BaseException as error:
             if error is not interruption:
                 raise

@@ -46,9 +46,7 @@ from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart
-from ckptcore.saving.preparing import keeps_others, save_created
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
+from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save, SavePart, save_created
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.foreign_files import check_left_out
@@ -308,7 +306,7 @@ def _decide(digests: Sequence[JSON], source: str, target: CommitTarget, order: S
         "save_id": save_id,
         "created": save_created(),
         "order": list(order),
-        "tag": save_id if keeps_others(target) else "",
+        "tag": save_id if target.keeps_others else "",
     }
 
 

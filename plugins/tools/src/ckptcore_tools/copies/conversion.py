@@ -36,9 +36,7 @@ from ckptcore.planning import plan_write
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import SavePart, TreeCaptured
-from ckptcore.saving.preparing import keeps_others, save_created
-from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
+from ckptcore.saving.requests import CommitInfo, CommitTarget, Save, SavePart, TreeCaptured, save_created
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.foreign_files import check_left_out
@@ -150,7 +148,7 @@ class _Conversion:
         refuse_further(opened, self._destination)
         root = opened.root
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
-        if keeps_others(CommitTarget(self._destination, self._overwrite)):
+        if CommitTarget(self._destination, self._overwrite).keeps_others:
             self._layout = self._layout.with_own_names(save_id) or self._layout
         part = self._part("", "", opened, save_id, own=False)
         self._check_left_out(source, found)

@@ -20,8 +20,8 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.preparing import prepare_save
 from ckptcore.saving.requests import OneTree, Save, SaveDestination, SaveRequest
+from ckptcore.saving.save import prepare_save
 from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
 from ckptcore_tools.dry_run.plans import (
     Certainty,

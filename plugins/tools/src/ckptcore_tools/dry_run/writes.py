@@ -28,8 +28,8 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.parts import FilesDescription, SavePart
-from ckptcore.saving.requests import Save
+from ckptcore.saving.descriptions import FilesDescription
+from ckptcore.saving.requests import Save, SavePart
 from ckptcore.saving.writing import finish_part, put_root
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
 from ckptcore_tools.dry_run.storages import (

@@ -1,26 +1,41 @@
-"""TreeDescription: the leaves of a tree to save, the processes that hold their boxes, and which of them write."""
+"""Descriptions of values to save: the leaves of trees, which processes hold their boxes, and which of them write."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from ckptcore.commit.root import Member, cut_containers, pruned
-from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from ckptcore.commit.root import NO_LEAVES, Member, cut_containers, pruned
+from ckptcore.errors import (
+    CheckpointError,
+    NameCollisionError,
+    TreeMismatchError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+    converts_errors,
+)
 from ckptcore.io.snapshot import StateBoxes
 from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import WritePlan
-from ckptcore.model.tree import Node, TreePath, format_path
+from ckptcore.model.tree import JSON, Node, TreePath, format_path
 from ckptcore.planning import plan_write
 from ckptcore.planning.plans import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import (
-    Layout,
-)
+from ckptcore.protocols import Continuation, FilesHandler, Layout, WriteStore
 from ckptcore.tree.columns import saved_columns
-from ckptcore.tree.flattening import Flat, flatten, leaves_of_values, per_process_leaves, per_process_values
+from ckptcore.tree.flattening import (
+    Flat,
+    PerProcess,
+    flatten,
+    leaves_of_values,
+    per_process_leaves,
+    per_process_values,
+)
+
+if TYPE_CHECKING:
+    from ckptcore.builtin.staging import StagingDirectory
 
 
 class BoxHolders(NamedTuple):
@@ -106,10 +121,10 @@ class TreeDescription(NamedTuple):
             handler = self.flat.handlers[position]
             assert handler is not None  # placeholders are for loading only
             try:
-                found = handler.shards(self.flat.leaves[position], index, count)
+                local = handler.shards(self.flat.leaves[position], index, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
-            shards[leaf] = found or ()
+            shards[leaf] = local or ()
             if replicas.get(leaf, 1) > 1:
                 replicas[leaf] = handler.replicas(self.flat.leaves[position], count) or 1
         shares = self.shares
@@ -148,52 +163,144 @@ class TreeDescription(NamedTuple):
         )
 
 
-def describe_tree(
+class FilesDescription(NamedTuple):
+    """An object that writes its own files.
+
+    Attributes:
+        name: the name of the checkpointable.
+        layout: the layout of the trees of the save, which writes the metadata files of the checkpoint.
+        value: the object.
+        handler: saves the object.
+    """
+
+    name: str
+    layout: Layout
+    value: object
+    handler: FilesHandler
+
+    def member(self, size: int) -> Member:
+        """Return its entry in the root of a composite."""
+        return Member("files", size)
+
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """Return a plan without arrays."""
+        return WritePlan(NO_LEAVES, (), 0, 1, save_id, self.name)
+
+    def capture(self) -> _FilesCaptured:
+        """Run the first phase of the object's save, into a directory of the local disk."""
+        from ckptcore.builtin.staging import StagingDirectory  # needed only by objects that write files
+
+        directory = StagingDirectory()
+        try:
+            with naming(self.name):
+                return _FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
+        except BaseException:
+            directory.close()
+            raise
+
+
+class _FilesCaptured:
+    """Files that an object has written, or will write in a continuation. See `Captured`."""
+
+    def __init__(self, name: str, directory: StagingDirectory, continuation: Continuation | None) -> None:
+        self._name = name
+        self._directory = directory
+        self._continuation = continuation
+
+    def write(self, part: object, store: WriteStore) -> JSON:
+        """Run the continuation, and store every file. The returned state lists the empty directories."""
+        from ckptcore.builtin.files import state_of_files  # needed only by objects that write files
+
+        if self._continuation is not None:
+            with naming(self._name):
+                self._continuation()
+        with naming(self._name):
+            files, empty = self._directory.contents()
+            state = state_of_files(empty)
+        for key, segment in files.items():
+            store.write(key, [segment])
+        return state
+
+    def close(self) -> None:
+        """Remove the local files."""
+        self._directory.close()
+
+
+PartDescription: TypeAlias = TreeDescription | FilesDescription
+
+
+def describe_part(
     name: str,
     value: object,
     layout: Layout,
     plugins: Plugins,
+    *,
     rank: int,
     size: int,
-    replicas: ReplicaOptions | None,
-    *,
-    own: bool,
+    replicas: ReplicaOptions | None = None,
     placeholders: bool = False,
     refusals: list[CheckpointError] | None = None,
     merged: bool = False,
-) -> TreeDescription:
-    """Describe a tree to save, and refuse what cannot be saved. Writes nothing. See `describe_part`.
+) -> PartDescription:
+    """Describe a value to save, and refuse what cannot be saved. Writes nothing.
 
     Args:
-        name, value, layout, plugins, rank, size, replicas, placeholders, refusals, merged: see
-            `describe_part`.
-        own: True if every process saves its own tree.
+        name: the name of the checkpointable; empty if it is the whole checkpoint, which is a tree.
+        value: the checkpointable.
+        layout: the layout of trees.
+        plugins: find the handlers.
+        rank, size: the rank of this process, and the number of processes of the job.
+        replicas: how replicas divide the boxes that they write; None: replica 0 writes them.
+        placeholders: True if the state may have placeholders for leaves of the base of an update.
+        refusals: gets everything that cannot be saved, instead of an error; None: raise an error.
+        merged: True if other saves add keys to the dicts of the value. See `SaveStrategy.merges_keys`.
 
     Raises:
         UnsupportedLeafError: lists up to 20 leaves that cannot be saved.
         UnsupportedKeyError: a key of a container is not an int, a bool, a str, or a tuple of them.
         NameCollisionError: two leaves would get the same name in the layout.
     """
-    columns = saved_columns(plugins, mappings=not merged and (own or size == 1))
-    flat = flatten(value, plugins, rank=rank, placeholders=placeholders, refusals=refusals, columns=columns)
-    if own:
-        rank, size = 0, 1
-        _refuse_nested(flat)
-    found = _NO_PLACEHOLDERS
-    if placeholders or refusals:
-        flat, found = _without_placeholders(flat)
-    tree, shards, remote_leaves = _describe_leaves(flat, rank, size, refusals)
-    shares: SplitTree | None = None
-    if replicas is not None and size > 1:
-        counts = _count_replicas(flat, tree, size)
-        for leaf in per_process_leaves(flat):
-            if counts.get(leaf, size) == size:
-                counts[leaf] = 1  # the array differs between processes, so replica 0 writes all of it
-        shares = cut_for_replicas(tree, replicas, size=size, replicas=counts)
-        tree = shares.tree
-    layout.check(tree, size)
-    holders = BoxHolders(shards, remote_leaves)
-    return TreeDescription(name, layout, tree, holders, flat, own, None, shares, found)
+    own = False
+    if name and isinstance(value, PerProcess):
+        own, value = True, value.value
+    with naming(name):
+        if name:
+            handled = plugins.dispatch_named(value)
+            if handled.files is not None:
+                return FilesDescription(name, layout, value, handled.files)
+            own = own or (handled.checkpointable is not None and handled.checkpointable.per_process)
+        columns = saved_columns(plugins, mappings=not merged and (own or size == 1))
+        flat = flatten(value, plugins, rank=rank, placeholders=placeholders, refusals=refusals, columns=columns)
+        if own:
+            rank, size = 0, 1
+            _refuse_nested(flat)
+        absent = _NO_PLACEHOLDERS
+        if placeholders or refusals:
+            flat, absent = _without_placeholders(flat)
+        tree, shards, remote_leaves = _describe_leaves(flat, rank, size, refusals)
+        shares: SplitTree | None = None
+        if replicas is not None and size > 1:
+            shares = cut_for_replicas(tree, replicas, size=size, replicas=_count_replicas(flat, tree, size))
+            tree = shares.tree
+        layout.check(tree, size)
+        return TreeDescription(name, layout, tree, BoxHolders(shards, remote_leaves), flat, own, None, shares, absent)
+
+
+@converts_errors
+def naming(name: str) -> Iterator[None]:
+    """Add the name of a checkpointable to errors. An empty name adds nothing."""
+    if not name:
+        yield
+        return
+    try:
+        yield
+    except TreeMismatchError as error:
+        raise TreeMismatchError(f"in {name!r}: {error}", error.differences) from error
+    except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
+        raise type(error)(f"in {name!r}: {error}") from error
+    except Exception as error:
+        error.add_note(f"This error occurred while {name!r} was saved. Nothing was committed")
+        raise
 
 
 def _refuse_nested(flat: Flat) -> None:
@@ -218,13 +325,19 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Placeholders]:
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
-    """Return the number of processes that hold each box, for arrays whose handler knows it."""
+    """Return the number of processes that hold each box, for arrays whose handler knows it.
+
+    An array that differs between processes counts once, so that replica 0 writes all of it.
+    """
     counts = {}
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         if handler is not None and isinstance(tree.leaves[number], ArrayRecord):
-            found = handler.replicas(leaf, size)
-            if found is not None:
-                counts[number] = found
+            count = handler.replicas(leaf, size)
+            if count is not None:
+                counts[number] = count
+    for number in per_process_leaves(flat):
+        if counts.get(number, size) == size:
+            counts[number] = 1
     return counts
 
 
