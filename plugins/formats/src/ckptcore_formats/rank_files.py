@@ -13,14 +13,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptcore_dcp.reading import RANK_FILE, Column, Leaf, StoredTensor, TensorPart, Unreadable
+from ckptcore_dcp.pickle_reading import Leaf, StoredTensor, Unreadable
+from ckptcore_dcp.reading import RANK_FILE, Column, TensorPart
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembled_layout import AssembledLayout
 from ckptcore_formats.assembly import (
     RESTORE,
+    AssembledLayout,
     Branch,
     Divided,
     Entry,

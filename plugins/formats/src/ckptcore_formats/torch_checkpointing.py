@@ -17,8 +17,17 @@ from ckptcore_dcp.pickle_reading import read_pickle
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembled_layout import AssembledLayout
-from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, has_weights, inspection_of
+from ckptcore_formats.assembly import (
+    RESTORE,
+    AssembledLayout,
+    Branch,
+    Entry,
+    Part,
+    PartReader,
+    Refused,
+    has_weights,
+    inspection_of,
+)
 from ckptcore_formats.rank_files import merge_parts
 
 _METADATA: Final = "metadata.pkl"

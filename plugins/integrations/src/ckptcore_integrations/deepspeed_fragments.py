@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ckptcore_torch.conversions import elements_as, host_view
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import elements_as, encoding_of, host_view
 from deepspeed import comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer

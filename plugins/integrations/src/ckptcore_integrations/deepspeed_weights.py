@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from ckptcore_torch.conversions import host_view
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import encoding_of, host_view
 from ckptcore_torch.modules import ModuleHandler
 
 from ckptcore import ShardedArray

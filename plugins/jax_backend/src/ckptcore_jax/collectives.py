@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.errors import PluginError, RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
-from ckptcore_jax.job_service import service_of_job
+from ckptcore_jax.key_value_coordinator import service_of_job
 
 _LEAST_BYTES: Final = 1 << 12
 """Smallest message size in bytes. Sizes are rounded up to powers of two, so that few computations are compiled."""

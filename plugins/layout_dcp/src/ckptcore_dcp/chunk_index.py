@@ -9,11 +9,10 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
-from ckptcore_dcp.array_reads import read_arrays
 from ckptcore_dcp.directories import find_dcp_files
 from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, decode_locations, verify_storage
-from ckptcore_dcp.streams import Streams, verify_other_members
+from ckptcore_dcp.streams import Streams, read_arrays, verify_other_members
 from ckptcore_dcp.zip_directories import STORED
 
 _LOCATIONS: Final = "places"

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.pickled_trees import Unreadable
 from ckptcore_dcp.storages import StoredBytes
-from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.stored_tensors import StoredTensor, known_dtype, spec_and_kind
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import ZipMember, read_member
 

@@ -18,8 +18,8 @@ from typing import Final
 from isal import isal_zlib
 
 from ckptcore.model import PLAIN_ARRAY, ArraySpec
-from ckptcore_dcp.dtypes import STORAGES, torch_dtype
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
+from ckptcore_dcp.stored_tensors import STORAGES, torch_dtype
 from ckptcore_dcp.zip_directories import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 from ckptcore_dcp.zips import DescriptorChecksum
 

@@ -21,10 +21,10 @@ from ckptcore.protocols import (
 )
 from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.directories import dcp_files, inspect_step_directory
-from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import EntryCache, TreeEntries
+from ckptcore_dcp.stored_tensors import physical_spec, torch_dtype
 from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
 
 _METADATA = ".metadata"

@@ -28,11 +28,10 @@ from ckptcore.model import (
     is_column,
 )
 from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
-from ckptcore_dcp.dtypes import FRAMEWORK
 from ckptcore_dcp.numpy_arrays import MaskedArray, NumpyReader, NumpyValue, Objects
 from ckptcore_dcp.pickles import Call, Global, OutOfLine, Persistent, Places, Value, brief, builtin_value
-from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
-from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, stored_tensor
+from ckptcore_dcp.pickles.values import MAX_KEY_PARTS, KeyCheck
+from ckptcore_dcp.stored_tensors import FRAMEWORK, FindStorage, StoredTensor, stored_tensor
 from ckptcore_dcp.tensor_parts import TensorPart, tensor_part
 
 

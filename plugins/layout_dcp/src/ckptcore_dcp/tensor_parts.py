@@ -15,9 +15,8 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Value, brief
-from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, stored_tensor
+from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, known_dtype, spec_and_kind, stored_tensor
 
 _MAX_BOXES: Final = 1 << 12
 """Most boxes of one part. A `_StridedShard` of a real job has as many as the processes of one axis of its mesh."""

@@ -28,25 +28,57 @@ from ckptcore.model import (
     Attribute,
     LeafRecord,
     Node,
+    Receipt,
     Skeleton,
     TreeMetadata,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text, kind_in_place_of
-from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
-from ckptcore_dcp.chunk_index import ZipIndex
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.chunk_index import StorageIndex, ZipIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.exported_programs import is_exported, read_exported
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
-from ckptcore_dcp.read_only_layouts import ReadOnlyLayout
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensor_parts import TensorPart
 from ckptcore_dcp.zip_directories import STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnlyLayout(Layout):
+    """A layout of files that other software writes."""
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of arrays at byte ranges of files."""
+        return StorageIndex(tree, state)
+
+    def _read_only(self) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"the layout {self.name!r} only reads files of other software; save with layout='dcp', 'safetensors' or "
+            "another one"
+        )
+
 
 _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
 """The stem, and the variant as older and newer versions of diffusers place it."""

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import RayError
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+from ckptcore_ray.exchanges import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
 from ckptcore_ray.job_actor import process_token
 from ckptcore_ray.jobs import find_job, lost_job_message
-from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 __all__ = ["RayCoordinator"]

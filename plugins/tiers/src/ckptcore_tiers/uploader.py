@@ -33,9 +33,8 @@ from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.deadlines import Deadline
-from ckptcore_tiers.near_tier import NearTier
-from ckptcore_tiers.sending import StepSender
+from ckptcore_tiers.host_sending import StepSender
+from ckptcore_tiers.near_tier import Deadline, NearTier
 from ckptcore_tiers.status import UploadState, UploadStatus
 
 logger = logger_named("ckptcore.tiers")

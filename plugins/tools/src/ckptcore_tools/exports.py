@@ -26,8 +26,14 @@ from ckptcore.saving.preparing import save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
-from ckptcore_tools.optimizer_parts import find_optimizers
-from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
+from ckptcore_tools.subtrees import (
+    Subtree,
+    SubtreePath,
+    find_optimizers,
+    find_subtree,
+    path_keys,
+    unknown_checkpointable,
+)
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 

@@ -30,21 +30,19 @@ from ckptcore.errors import (
 )
 from ckptcore.model import JSON
 from ckptcore.protocols import CheckpointInfo, Snapshot, WriteStore
-from ckptcore_torch.adapter_configs import (
-    AdapterConfig,
-    SupportsToDict,
-    check_method,
-    config_json,
-    is_lora,
-    stored_config,
-)
 from ckptcore_torch.adapter_names import (
+    AdapterConfig,
     AdapterNames,
     Biases,
     LoraName,
+    SupportsToDict,
+    check_method,
     check_stored_name,
+    config_json,
+    is_lora,
     names_of_adapter,
     plain_name,
+    stored_config,
 )
 from ckptcore_torch.peft_models import peft_adapter, unsaved_error
 

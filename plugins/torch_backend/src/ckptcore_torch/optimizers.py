@@ -14,12 +14,16 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
-from ckptcore_torch.composed_slots import with_composed_slots
+from ckptcore_torch.conversions import encoding_of
 from ckptcore_torch.copies import OptimizerCopy
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.optimizer_classes import refuse_other_class, refuse_unmigrated
-from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
-from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
+from ckptcore_torch.optimizer_classes import has_parameter_names, in_order_of, refuse_other_class, refuse_unmigrated
+from ckptcore_torch.optimizer_objects import (
+    OptimizerObject,
+    objects_to_load,
+    with_composed_slots,
+    with_objects,
+    wrapped_objects,
+)
 from ckptcore_torch.tensors import same_memory
 
 

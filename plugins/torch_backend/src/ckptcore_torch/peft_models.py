@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import JSON
-from ckptcore_torch.adapter_configs import config_json
-from ckptcore_torch.adapter_names import PREFIX, Biases, without_wrappers
+from ckptcore_torch.adapter_names import PREFIX, Biases, config_json, without_wrappers
 
 _MAX_NAMED: Final = 5
 

@@ -32,7 +32,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
-from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
+from ckptcore_torch.conversions import FRAMEWORK, encoding_of
 from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
 _LOCAL_HANDLER: Final = TensorHandler()

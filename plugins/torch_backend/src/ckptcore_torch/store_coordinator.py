@@ -13,8 +13,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
-from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
-from ckptcore_torch.watched_stores import WatchedStore, run_watched
+from ckptcore_torch.store_handshakes import StoreHandshake, WatchedStore, handshakes, run_watched
 
 T = TypeVar("T")
 

@@ -12,17 +12,18 @@ from ckptcore.errors import TransformError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import (
+from ckptcore_transforms.derived_arrays import computed, permute, weighted_sum
+from ckptcore_transforms.patterns import Pattern, Template
+from ckptcore_transforms.transform import (
+    TreeTransform,
     expect_callable,
     expect_dtype,
     expect_int,
     expect_ints,
     expect_number,
     expect_pattern,
+    not_invertible,
 )
-from ckptcore_transforms.derived_arrays import computed, permute, weighted_sum
-from ckptcore_transforms.patterns import Pattern, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
 

@@ -13,12 +13,11 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.patterns import Fields, Template, path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, format_problems, read_quantization
 from ckptcore_transforms.quantized_arrays import block_scaled, mxfp4, reinterpret
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, expect_dtype, expect_ints, expect_text, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, TreeRewriter
 
 ArrayFunction: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]

@@ -11,11 +11,18 @@ from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore_transforms.arrays import axis_of
 from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import (
+    TreeTransform,
+    expect_int,
+    expect_ints,
+    expect_pattern,
+    expect_text,
+    expect_texts,
+    not_invertible,
+)
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _MAX_DIGITS: Final = 10

@@ -12,10 +12,9 @@ from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arguments import expect_number, expect_sequence, expect_text
 from ckptcore_transforms.derived_arrays import merge_low_rank, weighted_sum
 from ckptcore_transforms.patterns import Fields, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, expect_number, expect_sequence, expect_text, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")

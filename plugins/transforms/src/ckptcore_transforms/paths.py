@@ -12,9 +12,8 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arguments import expect_pattern, expect_text
 from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, expect_pattern, expect_text, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, ValueLeaf
 
 _MAX_SHOWN: Final = 200

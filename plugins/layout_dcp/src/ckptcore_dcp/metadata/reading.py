@@ -8,11 +8,19 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ValueRecord, unreadable_leaf
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns
-from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpTensor, DcpValue, ItemRange, torch_class_name
+from ckptcore_dcp.metadata.entries import (
+    ChunkRows,
+    DcpChunkColumns,
+    DcpMetadata,
+    DcpPath,
+    DcpTensor,
+    DcpValue,
+    ItemRange,
+    torch_class_name,
+)
 from ckptcore_dcp.metadata.fast import FastObjectReader
 from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
+from ckptcore_dcp.stored_tensors import known_dtype, spec_and_kind
 
 _ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
 """Byte ranges of items by name and offsets of a chunk; None for a value."""

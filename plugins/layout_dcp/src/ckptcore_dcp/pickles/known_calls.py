@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore_dcp.pickles.keys import KeyCheck
-from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value
+from ckptcore_dcp.pickles.values import Call, Global, KeyCheck, OutOfLine, Value
 
 _ENCODE: Final = Global("_codecs", "encode")
 """Protocols 0 to 2 store bytes as text with the same code points."""

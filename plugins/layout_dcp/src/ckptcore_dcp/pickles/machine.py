@@ -13,10 +13,10 @@ from __future__ import annotations
 import struct
 from typing import Final, cast
 
+from ckptcore_dcp.pickles.literals import Window
 from ckptcore_dcp.pickles.opcodes import OPCODES, Opcode
 from ckptcore_dcp.pickles.state import ObjectReader, RawReader, State
 from ckptcore_dcp.pickles.values import Places, Value, malformed, truncated
-from ckptcore_dcp.pickles.windows import Window
 
 _REFUSED: Final = {
     ord("i"): "INST",

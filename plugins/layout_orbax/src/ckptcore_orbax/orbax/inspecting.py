@@ -27,14 +27,11 @@ from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, arrays_directory, find_file, find_item
 from ckptcore_orbax.orbax.markers import METADATA_FILE
-from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
-from ckptcore_orbax.orbax.values import scalar_record
-from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, open_database
+from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, scalar_record, tree_of_names
+from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3, zarr2_array
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
-from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096

@@ -20,7 +20,7 @@ from ckptcore_orbax.orbax.json_files import (
 )
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, encode_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, encode_tree, orbax_name
-from ckptcore_orbax.orbax.values import value_text, value_type
+from ckptcore_orbax.orbax.trees import value_text, value_type
 
 ARRAY_METADATA: Final = "array_metadatas"
 """Directory of array metadata files."""

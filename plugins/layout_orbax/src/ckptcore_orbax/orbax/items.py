@@ -24,8 +24,7 @@ from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
-from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
-from ckptcore_orbax.orbax.values import NONE, value_record
+from ckptcore_orbax.orbax.trees import NONE, OrbaxTree, TreeLeaf, plain_tree, tree_of_names, value_record
 from ckptcore_orbax.zarr.documents import is_group
 
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]

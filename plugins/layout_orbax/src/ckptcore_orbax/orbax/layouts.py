@@ -23,12 +23,18 @@ from ckptcore.protocols import (
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_file, inspect_tree
 from ckptcore_orbax.orbax.markers import write_marker_files
-from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
-from ckptcore_orbax.zarr.names import orbax_files
-from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, LayoutOptions, check_chunk_bytes, parse_compression
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex
 from ckptcore_orbax.zarr.state import ArraysState
-from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import (
+    ArrayOptions,
+    ArrayRule,
+    LayoutOptions,
+    array_names,
+    check_chunk_bytes,
+    orbax_files,
+    parse_compression,
+    stored_format,
+)
 from ckptcore_orbax.zarr.writing import Forecast, forecast_arrays, write_arrays
 
 _CHUNK_BYTES: Final = 64 << 20

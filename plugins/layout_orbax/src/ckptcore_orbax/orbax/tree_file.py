@@ -17,8 +17,7 @@ from ckptcore_orbax.orbax.json_files import (
     parse_json,
     unexpected,
 )
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, OrbaxTree, TreeLeaf, build_tree
-from ckptcore_orbax.orbax.values import NONE, value_type
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, NONE, ContainerType, OrbaxTree, TreeLeaf, build_tree, value_type
 
 _ENTRY: Final = "ValueMetadataEntry"
 

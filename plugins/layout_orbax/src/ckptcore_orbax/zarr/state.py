@@ -11,10 +11,9 @@ from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, TreeMetadata, format_path
+from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.version2 import parse_zarr2
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 DIGEST_BYTES: Final = 8
 """Length of the xxh3_64 of a read chunk's elements, in bytes."""

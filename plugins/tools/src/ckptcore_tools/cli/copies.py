@@ -33,7 +33,7 @@ from ckptcore_tools.cli.command import (
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
 from ckptcore_tools.locations import names_in
-from ckptcore_tools.optimizer_parts import find_optimizers
+from ckptcore_tools.subtrees import find_optimizers
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse

@@ -57,8 +57,7 @@ from ckptcore.saving.parts import SavePart
 from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
-from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
-from ckptcore_tools.copies.manifests import refuse_lost
+from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 

@@ -40,10 +40,9 @@ from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.preparing import keeps_others, save_created
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
 from ckptcore.saving.writing import PlainSave, write_save
-from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
-from ckptcore_tools.copies.manifests import refuse_lost
+from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
-from ckptcore_tools.optimizer_parts import find_optimizers
+from ckptcore_tools.subtrees import find_optimizers
 
 logger = logger_named("ckptcore.copying")
 

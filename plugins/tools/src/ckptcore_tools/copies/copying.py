@@ -46,8 +46,7 @@ from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.preparing import save_created
 from ckptcore_tools.copies.conversion import SourceReplacedError, convert_checkpoint
-from ckptcore_tools.copies.destinations import refuse_destination
-from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest
+from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest, refuse_destination
 from ckptcore_tools.copies.transfers import Transfer
 
 logger = logger_named("ckptcore.copying")

@@ -1,7 +1,8 @@
-"""Manifests: every object that a copy of a checkpoint needs."""
+"""Manifests: every object that a copy of a checkpoint needs, and checks that it does not delete the source."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Final
 import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
-from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name
+from ckptcore.commit.target import LocationVersion, deletion_mark, is_hidden_name, read_root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
@@ -21,13 +22,15 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     StoragePermissionError,
+    UnsupportedLeafError,
 )
 from ckptcore.events import logger_named
 from ckptcore.inspection.completeness import FileCheck, lost_problem
 from ckptcore.inspection.left_out import matches_any
 from ckptcore.io.requests import for_each, requests_of
-from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
-from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
+from ckptcore.model import ArrayRecord, Box
+from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord, unreadable_error
+from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, missing_file
 from ckptcore.opening.foreign import format_names
 from ckptcore.opening.open_checkpoints import (
     ConsistentRead,
@@ -40,7 +43,127 @@ from ckptcore.opening.open_checkpoints import (
 )
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
-from ckptcore_tools.copies.foreign_files import expect_files
+
+_BATCH_CHUNKS: Final = 1024
+
+
+def expect_files(opened: Checkpoint, directory: str) -> None:
+    """Refuse a tree of other software that lists what is missing: a file, a chunk, or boxes of an array.
+
+    Args:
+        opened: the tree.
+        directory: its directory within the checkpoint; empty for all of it.
+
+    Raises:
+        CorruptCheckpointError: what is missing.
+    """
+    try:
+        _expect_values(opened)
+        _expect_arrays(opened)
+    except CorruptCheckpointError as error:
+        within = f"{directory}: " if directory else ""
+        raise CorruptCheckpointError(f"{within}{error}. Nothing was written", key=error.key) from None
+
+
+def _expect_values(opened: Checkpoint) -> None:
+    """Refuse a leaf that cannot be read because its file is missing. Other damage is copied as it is."""
+    for record in opened.tree.leaves:
+        error = unreadable_error(record)
+        if isinstance(error, CorruptCheckpointError) and error.key is not None:
+            try:
+                opened.location.store.size(error.key)
+            except (ObjectNotFoundError, InvalidLocationError):
+                raise error from None
+
+
+def _expect_arrays(opened: Checkpoint) -> None:
+    """Refuse an array that lacks boxes, or the file of a chunk. `FileCheck` checked those with known extents."""
+    index, tree = opened.index, opened.tree
+    arrays = {leaf: record.spec for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    sizes = dict(_listed(opened))
+    for leaf, spec in arrays.items():
+        with suppress(UnsupportedLeafError):  # an array that cannot be read here
+            index.check([leaf])
+            if leaf not in tree.aliases and not any(True for _ in index.extents(leaf)):
+                _expect_chunks(opened, leaf, Box.whole(index.stored_specs.get(leaf, spec).shape), sizes)
+
+
+def _listed(opened: Checkpoint) -> Mapping[str, int]:
+    """Return the sizes of all objects, if the storage lists them at once."""
+    return {} if opened.version.is_object else opened.location.store.list_sizes() or {}
+
+
+def _expect_chunks(opened: Checkpoint, leaf: int, box: Box, sizes: dict[str, int]) -> None:
+    """Look up the chunks of an array in batches. Adds the sizes of objects that were not listed."""
+    if not box.size:
+        return
+    chunks = iter(opened.index.boxes(leaf, box))
+    while batch := list(itertools.islice(chunks, _BATCH_CHUNKS)):
+        try:
+            found = [(chunk.key, chunk.offset, chunk.offset) for chunk in batch if chunk.is_exact]
+            if others := [chunk for chunk in batch if not chunk.is_exact]:
+                located = opened.index.locate(others, opened.store)
+                for row, (key, start) in enumerate(zip(located.keys, located.starts, strict=True)):
+                    if key and row not in located.inline and row not in located.fills:
+                        found.append((key, start, located.stops.get(row) or start))
+            for key, start, stop in found:
+                if key not in sizes or stop > sizes[key]:  # a listing may be outdated
+                    sizes[key] = opened.store.size(key)
+                if not start <= stop <= sizes[key]:
+                    raise CorruptCheckpointError(
+                        f"{key} has {sizes[key]} bytes, and a chunk ends at byte {stop}: it was cut off. Restore it "
+                        "from a copy, or copy another checkpoint",
+                        key=key,
+                    )
+        except ObjectNotFoundError as error:
+            raise missing_file(opened, error) from error
+
+
+def refuse_destination(source: Location, destination: Location) -> None:
+    """Refuse a destination that is the source, contains it, or is one of its checkpointables.
+
+    A new directory inside the source is allowed.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if destination.identity == source.identity:
+        raise InvalidLocationError(
+            f"{source.display} is both source and destination. Give another destination. Nothing was written"
+        )
+    if source.is_within(destination):
+        raise InvalidLocationError(
+            f"{destination.display} contains the source, {source.display}, which would be deleted. Give another "
+            "destination. Nothing was written"
+        )
+    if destination.is_within(source):
+        existing = read_root(destination.store)
+        if isinstance(existing, Root) and existing.role == "member":
+            raise InvalidLocationError(
+                f"{destination.display} is one of the checkpointables of the source, {source.display}, which would "
+                "lose it. Give another destination. Nothing was written"
+            )
+
+
+def refuse_further(opened: Checkpoint, destination: Location) -> None:
+    """Refuse a destination that is, or contains, another checkpoint that is read: a base, or a source of a transform.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if opened.derived is None:
+        return
+    first, *further = opened.derived.sources
+    refuse_further(first, destination)
+    for other in further:
+        refuse_further(other, destination)
+        if other.location.is_within(destination):
+            raise InvalidLocationError(
+                f"{destination.display} {'is' if other.location.identity == destination.identity else 'contains'} "
+                f"{other.location.display}, which {first.location.display} reads arrays from. Give another "
+                "destination. Nothing was written"
+            )
+
 
 logger = logger_named("ckptcore.copying")
 

@@ -16,10 +16,8 @@ from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, PreservationPolicy
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.training.steps import StepDirectory
-from ckptcore_view.documents.events import best_of, events_of
-from ckptcore_view.documents.logs import TrainerLog, read_trainer_log
-from ckptcore_view.documents.numbers import number_to_json
-from ckptcore_view.documents.request import BadRequestError, Request
+from ckptcore_view.documents.events import TrainerLog, best_of, events_of, read_trainer_log
+from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import Viewed
 
 _STEPS: Final = 200
