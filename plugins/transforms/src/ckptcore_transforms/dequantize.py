@@ -17,7 +17,7 @@ from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.patterns import Fields, Template, path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, format_problems, read_quantization
 from ckptcore_transforms.quantized_arrays import block_scaled, mxfp4, reinterpret
-from ckptcore_transforms.transform import TreeTransform, expect_dtype, expect_ints, expect_text, not_invertible
+from ckptcore_transforms.transform import DtypeName, Sizes, TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, TreeRewriter
 
 ArrayFunction: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
@@ -114,15 +114,8 @@ class Dequantize(TreeTransform):
 
     pattern: str
     scales: str
-    block: Sequence[int] | None = None
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "scales")
-        if self.block is not None:
-            expect_ints(self, "block", least=1)
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    block: Sizes | None = None
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
@@ -163,12 +156,7 @@ class DequantizeMxfp4(TreeTransform):
     blocks: str
     scales: str
     to: str
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        for name in ("blocks", "scales", "to"):
-            expect_text(self, name)
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
@@ -269,10 +257,7 @@ class DequantizeAsConfigured(TreeTransform):
         dtype: name of the dtype of the results.
     """
 
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""

@@ -16,11 +16,7 @@ from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
 from ckptcore_transforms.transform import (
     TreeTransform,
-    expect_int,
-    expect_ints,
-    expect_pattern,
-    expect_text,
-    expect_texts,
+    naming,
     not_invertible,
 )
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
@@ -49,11 +45,6 @@ class Stack(TreeTransform):
     to: str
     axis: int = 0
 
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Stack the arrays."""
         template, to = Template(self.pattern), Template(self.to)
@@ -77,12 +68,10 @@ class Stack(TreeTransform):
                     f"numbered up to {max(members)}, is missing"
                 )
             paths = [members[number] for number in range(len(members))]
-            try:
+            with naming(new):
                 arrays = [tree.array(path) for path in paths]
                 axes = len(arrays[0].spec.shape) + 1
                 array = stack(arrays, self.axis + axes if -axes <= self.axis < 0 else self.axis)
-            except ValueError as error:
-                raise TransformError(f"{format_path(new)}: {error}") from error
             replacements.update({path: {} for path in members.values()})
             replacements[next(iter(members.values()))] = {new: ArrayLeaf.of(array)}
         tree.replace(replacements)
@@ -111,11 +100,6 @@ class Unstack(TreeTransform):
     to: str
     axis: int = 0
 
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
         template, to = Template(self.pattern), Template(self.to)
@@ -123,10 +107,8 @@ class Unstack(TreeTransform):
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(template):
             shape = array.spec.shape
-            try:
+            with naming(path):
                 axis = axis_of(array.spec, self.axis)
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             if not 0 < shape[axis] <= _MAX_PARTS:
                 raise TransformError(
                     f"cannot unstack {format_path(path)}: {array.spec} has {shape[axis]} "
@@ -166,22 +148,13 @@ class Split(TreeTransform):
     axis: int = 0
     sizes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_texts(self, "to")
-        expect_int(self, "axis")
-        if self.sizes is not None:
-            expect_ints(self, "sizes")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
         templates = [Template(one) for one in self.to]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(Template(self.pattern)):
-            try:
+            with naming(path):
                 parts = self._parts(array)
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             paths = [to.path(fields) for to in templates]
             if len(set(paths)) < len(paths):
                 raise TransformError(f"{format_path(path)}: two of its parts have the same path, from {list(self.to)}")
@@ -231,13 +204,6 @@ class Fuse(TreeTransform):
     axis: int = 0
     sizes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        expect_texts(self, "patterns")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-        if self.sizes is not None:
-            expect_ints(self, "sizes")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Concatenate the arrays."""
         to = Template(self.to)
@@ -251,10 +217,8 @@ class Fuse(TreeTransform):
                 raise TransformError(f"the part {absent[0]!r} that belongs to {format_path(path)} is missing")
             members = [of_pattern[key] for of_pattern in found]
             new = to.path(members[0][1])
-            try:
+            with naming(new):
                 array = self._fused([tree.array(path) for path, _ in members])
-            except ValueError as error:
-                raise TransformError(f"{format_path(new)}: {error}") from error
             replacements.update({path: {} for path, _ in members})
             replacements[members[0][0]] = {new: ArrayLeaf.of(array)}
         tree.replace(replacements)

@@ -14,7 +14,7 @@ from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
 from ckptcore_transforms.derived_arrays import merge_low_rank, weighted_sum
 from ckptcore_transforms.patterns import Fields, Template
-from ckptcore_transforms.transform import TreeTransform, expect_number, expect_sequence, expect_text, not_invertible
+from ckptcore_transforms.transform import TreeTransform, expect_sequence, naming, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
@@ -39,11 +39,6 @@ class MergeLora(TreeTransform):
     down: str
     scale: float
     adapter: LocationLike | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("base", "up", "down"):
-            expect_text(self, name)
-        expect_number(self, "scale")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Merge the matrices."""
@@ -70,12 +65,10 @@ class MergeLora(TreeTransform):
                 raise TransformError(
                     f"{format_path(text)} of the adapter has only {have}: expected a base, an up and a down"
                 )
-            try:
+            with naming(path):
                 merged = merge_low_rank(
                     tree.array(path), inside.array(up_paths[text]), inside.array(down_paths[text]), self.scale
                 )
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             replacements[path] = {path: ArrayLeaf.of(merged)}
         if inside is tree:
             replacements.update({path: {} for path in (*up_paths.values(), *down_paths.values())})
@@ -138,10 +131,8 @@ class Average(TreeTransform):
                     found = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
                     raise TransformError(f"{location} has {found} at {format_path(path)}; expected {leaf.record.spec}")
                 arrays.append(other.array)
-            try:
+            with naming(path):
                 replacements[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
         tree.replace(replacements)
 
     def describe(self) -> str:

@@ -13,7 +13,7 @@ from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
 from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
-from ckptcore_transforms.transform import TreeTransform, expect_pattern, expect_text, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, ValueLeaf
 
 _MAX_SHOWN: Final = 200
@@ -34,10 +34,6 @@ class Rename(TreeTransform):
 
     pattern: Pattern
     to: str
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_text(self, "to")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Rename the leaves."""
@@ -104,9 +100,6 @@ class Drop(TreeTransform):
 
     pattern: Pattern
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Drop the leaves."""
         tree.remove(Template(self.pattern))
@@ -129,9 +122,6 @@ class Refuse(TreeTransform):
     """
 
     pattern: Pattern
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Check the leaves."""
@@ -163,9 +153,6 @@ class Default(TreeTransform):
 
     path: str
     value: Any
-
-    def __post_init__(self) -> None:
-        expect_text(self, "path")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Add the leaf."""
