@@ -13,7 +13,7 @@ from ckptcore_torch.modules import ModuleHandler
 from ckptcore import ShardedArray
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
-from ckptcore_integrations.deepspeed_fragments import OPTIMIZERS, fragment_of_weight, fragments_of
+from ckptcore_integrations.deepspeed_optimizers import OPTIMIZERS, fragment_of_weight, fragments_of
 
 _MODULES: Final = ModuleHandler()
 

@@ -41,16 +41,19 @@ from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore.training import expanded_location
 from ckptcore_integrations.hyperparameters import Notes
-from ckptcore_integrations.lightning_disk import CommitsLater, install, replacing_path, saver_of
 from ckptcore_integrations.lightning_paths import (
+    CommitsLater,
     as_directory,
     create_parent,
     delete,
     finish_replacement,
+    install,
     is_directory,
     is_replaced_later,
     recover,
     replace_by_link,
+    replacing_path,
+    saver_of,
     step_of,
     to_load,
 )

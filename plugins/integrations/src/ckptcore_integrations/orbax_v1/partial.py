@@ -27,8 +27,7 @@ from ckptcore_integrations.orbax_v1.library import (
     remove_partial_save_suffix,
     v1,
 )
-from ckptcore_integrations.orbax_v1.responses import Response
-from ckptcore_integrations.orbax_v1.saving import prepare
+from ckptcore_integrations.orbax_v1.saving import Response, prepare
 from ckptcore_integrations.orbax_v1.settings import context_of, layout_of
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER
 

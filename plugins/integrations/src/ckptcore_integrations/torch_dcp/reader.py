@@ -47,8 +47,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import LayoutFactory
 from ckptcore.results import CheckpointMetadata
-from ckptcore_integrations.torch_dcp.memory import fits_in_place, host_array, torch_dtype
-from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of
+from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of, fits_in_place, host_array, torch_dtype
 from ckptcore_integrations.torch_dcp.writer import CUSTOM
 
 _TEXT_KINDS: Final = ("str", "bytes")
