@@ -144,10 +144,7 @@ _CONVERT: Final = (
 class DeepSpeedLayout(AssembledLayout):
     """Directories of DeepSpeed: ``global_stepN``, or their parent directory with ``latest``. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "deepspeed"."""
-        return "deepspeed"
+    name = "deepspeed"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory by the names of the files of ranks; see the module.

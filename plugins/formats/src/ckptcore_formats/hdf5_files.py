@@ -65,10 +65,7 @@ _INDEX_SUFFIX: Final = ".weights.json"
 class Hdf5Layout(ReadOnlyLayout):
     """HDF5 files, also of Keras. Read-only. Needs h5py."""
 
-    @property
-    def name(self) -> str:
-        """The name "hdf5"."""
-        return "hdf5"
+    name = "hdf5"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of datasets."""

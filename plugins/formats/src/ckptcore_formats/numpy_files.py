@@ -181,10 +181,7 @@ _INFLATED_HEAD_BYTES: Final = 1 << 14
 class NumpyLayout(ReadOnlyLayout):
     """Files of numpy.save and numpy.savez. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "numpy"."""
-        return "numpy"
+    name = "numpy"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a file by its first bytes."""

@@ -148,10 +148,7 @@ class PickleLayout(ReadOnlyLayout):
 
     _contents: _Contents = field(default_factory=_Contents, init=False, repr=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        """The name "pickle"."""
-        return "pickle"
+    name = "pickle"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in pickles."""

@@ -52,10 +52,7 @@ class _Kind(NamedTuple):
 class RankFilesLayout(AssembledLayout):
     """Directories with one torch.save file for each process. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "ranks"."""
-        return "ranks"
+    name = "ranks"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory of files whose names have the rank, and which have parts of tensors or a world size.

@@ -38,10 +38,7 @@ _MAX_METADATA_BYTES: Final = 1 << 28
 class TorchCheckpointingLayout(AssembledLayout):
     """Directories of torch_checkpointing. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "torch-checkpointing"."""
-        return "torch-checkpointing"
+    name = "torch-checkpointing"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory with the metadata of torch_checkpointing, or with divided tensors.

@@ -25,6 +25,10 @@ class DeviceCollectives:
 
     JAX requires that all processes start computations over several processes in the same order.
     Therefore a program must not start such computations on another thread during a collective load.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of processes.
     """
 
     name = "collectives of jax"
@@ -36,18 +40,8 @@ class DeviceCollectives:
             rank, size: rank of this process and number of processes, as passed to
                 `jax.distributed.initialize`.
         """
-        self._rank: Final = rank
-        self._size: Final = size
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._size
+        self.rank: Final = rank
+        self.size: Final = size
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> _MeshChannels:
         """Connect the groups without waiting. See `ckptcore.protocols.Collectives`.
@@ -58,10 +52,10 @@ class DeviceCollectives:
             PluginError: if JAX numbers its processes differently from `jax.distributed.initialize`,
                 or if a process has no device.
         """
-        if jax.process_index() != self._rank:
+        if jax.process_index() != self.rank:
             raise PluginError(
                 f"jax.process_index() is {jax.process_index()}, but the process_id passed to "
-                f"jax.distributed.initialize is {self._rank}; use "
+                f"jax.distributed.initialize is {self.rank}; use "
                 'Context(job=JobOptions(reads="all")), or other collectives'
             )
         devices: dict[int, jax.Device] = {}
@@ -73,7 +67,7 @@ class DeviceCollectives:
                 f"the processes {missing} have no JAX device; use "
                 'Context(job=JobOptions(reads="all")), or other collectives'
             )
-        return _MeshChannels(self._rank, [tuple(ranks) for ranks in groups], devices)
+        return _MeshChannels(self.rank, [tuple(ranks) for ranks in groups], devices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,11 @@ class KeyValueCoordinator:
     A payload is stored as pieces of at most 1 MiB, and a head with the number of pieces. The head
     itself contains a payload of at most 1 KiB. The last receiver of a payload removes it. Keys of
     an incomplete exchange can remain in the service until the job ends.
+
+    Attributes:
+        rank: rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
+            `jax.process_index` can differ.
+        size: number of processes of the job or group.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
@@ -126,8 +131,8 @@ class KeyValueCoordinator:
             timeout_seconds: maximum time that an exchange waits for other ranks.
         """
         self._client: Final = client
-        self._rank: Final = rank
-        self._size: Final = size
+        self.rank: Final = rank
+        self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
 
     @classmethod
@@ -147,22 +152,9 @@ class KeyValueCoordinator:
             )
         return cls(service.client, service.rank, service.size, timeout_seconds=timeout_seconds)
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
-
-        `jax.process_index` can differ.
-        """
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes of the job or group."""
-        return self._size
-
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
         """Return the coordinator of a group of ranks. See `ckptcore.protocols.GathersInGroups`."""
-        rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        rank, seconds = ranks.index(self.rank), self._timeout_seconds * deadlines
         return KeyValueCoordinator(self._client, rank, len(ranks), timeout_seconds=seconds)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
@@ -171,13 +163,13 @@ class KeyValueCoordinator:
         Only the leader waits. It removes the payloads, also after an error.
         """
         prefix = f"ckptcore/gather/{quote(key, safe='')}"
-        if self._rank:
+        if self.rank:
             self._set_payload(prefix, payload)
             return None
-        if self._size == 1:
+        if self.size == 1:
             return [payload]
         try:
-            return [payload, *self._wait_for_payloads(key, prefix, range(1, self._size))]
+            return [payload, *self._wait_for_payloads(key, prefix, range(1, self.size))]
         finally:
             self._remove(prefix)
 
@@ -186,11 +178,11 @@ class KeyValueCoordinator:
 
         The leader does not wait. The last rank to receive the payload removes it.
         """
-        if (payload is None) == (self._rank == 0):
+        if (payload is None) == (self.rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         prefix = f"ckptcore/broadcast/{quote(key, safe='')}"
         if payload is not None:
-            if self._size > 1:
+            if self.size > 1:
                 self._set_payload(prefix, payload)
             return payload
         (received,) = self._wait_for_payloads(key, prefix, [0])
@@ -200,9 +192,9 @@ class KeyValueCoordinator:
 
     def awaited(self, key: str) -> Sequence[int]:
         """Ranks for which the leader waits in a gather. See `ckptcore.protocols.ReportsAwaited`."""
-        if self._rank:
+        if self.rank:
             return (0,)
-        others = range(1, self._size)
+        others = range(1, self.size)
         heads = self._heads(f"ckptcore/gather/{quote(key, safe='')}", others)
         return [rank for rank in others if rank not in heads]
 
@@ -213,9 +205,9 @@ class KeyValueCoordinator:
         try:
             for number, start in enumerate(starts):
                 piece = payload[start : start + _PIECE_BYTES]
-                self._client.key_value_set_bytes(_piece_key(prefix, self._rank, number), piece, True)
+                self._client.key_value_set_bytes(_piece_key(prefix, self.rank, number), piece, True)
             head = b"%d\n" % len(starts) + (payload if inline else b"")
-            self._client.key_value_set_bytes(_head_key(prefix, self._rank), head, True)
+            self._client.key_value_set_bytes(_head_key(prefix, self.rank), head, True)
         except RuntimeError as error:
             raise _service_error(error) from error
 
@@ -268,14 +260,14 @@ class KeyValueCoordinator:
     def _is_last(self, prefix: str) -> bool:
         """Count this rank as a receiver of a payload. Return True if it is the last receiver."""
         counter = f"{prefix}/came"
-        waiting = self._size - 1
+        waiting = self.size - 1
         try:
             increment = getattr(self._client, "key_value_increment", None)
             if increment is not None:
                 return int(increment(counter, 1)) == waiting
             # Older versions have no counter. The service handles calls one after another, so the
             # last rank sees the keys of all ranks.
-            self._client.key_value_set_bytes(f"{counter}/{self._rank}", b"", True)
+            self._client.key_value_set_bytes(f"{counter}/{self.rank}", b"", True)
             return len(self._client.key_value_dir_get_bytes(counter)) == waiting
         except RuntimeError as error:
             raise _service_error(error) from error
@@ -288,7 +280,7 @@ class KeyValueCoordinator:
 
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
-            f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} within "
+            f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
             f"{self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, set "
             "Context(job=JobOptions(coordinator=KeyValueCoordinator.of_job(timeout_seconds=...))) on every process",
             missing,
@@ -322,12 +314,7 @@ class JobCoordinator(KeyValueCoordinator):
             incarnation: number of the job in this process.
         """
         super().__init__(client, rank, size)
-        self._incarnation: Final = incarnation
-
-    @property
-    def incarnation(self) -> int:
-        """Number of this job among the jobs that this process has used, from 1."""
-        return self._incarnation
+        self.incarnation: Final = incarnation
 
 
 class _JobCoordinators:

@@ -65,10 +65,7 @@ class DcpLayout(Layout):
         options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return functools.partial(type(self), **options), ()
 
-    @property
-    def name(self) -> str:
-        """The name "dcp"."""
-        return "dcp"
+    name = "dcp"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Reject trees whose names collide.
@@ -162,10 +159,7 @@ class DcpEntries(DcpLayout):
     precedes ``dcp`` in the alphabet, so that it inspects a directory first.
     """
 
-    @property
-    def name(self) -> str:
-        """The name "0-dcp-entries"."""
-        return "0-dcp-entries"
+    name = "0-dcp-entries"
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Refuse to write.

@@ -95,10 +95,7 @@ _RESTORE: Final = "restore it from a copy, or load another checkpoint"
 class TorchLayout(ReadOnlyLayout):
     """Files of ``torch.save``. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "torch"."""
-        return "torch"
+    name = "torch"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in storages."""

@@ -268,10 +268,7 @@ class DescriptorChecksum:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", sum(map(len, self.parts)) + 4 * (len(self.parts) - 1))
 
-    @property
-    def name(self) -> str:
-        """The name "CRC-32"."""
-        return "CRC-32"
+    name = "CRC-32"
 
     def of(self, data: memoryview) -> int:
         """Return the CRC-32 of zip and zlib."""

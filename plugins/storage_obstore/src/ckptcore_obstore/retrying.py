@@ -45,17 +45,12 @@ class AdaptiveLimit:
         self._running = 0
         self._changed = threading.Condition()
         self._cut_at = float("-inf")
-        self._cuts = 0
+        self.cuts = 0
 
     @property
     def allowed(self) -> int:
         """Current limit."""
         return max(_MIN_LIMIT, int(self._allowed))
-
-    @property
-    def cuts(self) -> int:
-        """Number of times the limit was lowered."""
-        return self._cuts
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -87,8 +82,8 @@ class AdaptiveLimit:
                 return
             self._cut_at = now
             self._allowed = max(_MIN_LIMIT, self._allowed / 2)
-            self._cuts += 1
-            first = self._cuts == 1
+            self.cuts += 1
+            first = self.cuts == 1
         if first:
             _LOG.warning("%s throttles requests: fewer requests run concurrently for a while", self.name)
 

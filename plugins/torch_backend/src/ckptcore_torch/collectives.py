@@ -196,19 +196,9 @@ class _StoreCollectives(ABC):
             timeout_seconds: maximum time that an operation waits for another process.
         """
         self._store: Final[Any] = store
-        self._rank: Final = rank
-        self._size: Final = size
+        self.rank: Final = rank
+        self.size: Final = size
         self._timeout: Final = timedelta(seconds=timeout_seconds)
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._size
 
     def _join_groups(self, key: str, groups: Sequence[Sequence[int]]) -> list[JoinedGroup]:
         """Create the groups of these ranks, in this order."""
@@ -217,7 +207,7 @@ class _StoreCollectives(ABC):
             # A unique prefix for this group. PrefixStore is exported only at run time.
             store: Any = dist.PrefixStore(f"{key}/{','.join(map(str, ranks))}", self._store)  # type: ignore[attr-defined]
             with named_rank_errors(ranks):
-                joined.append(JoinedGroup(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
+                joined.append(JoinedGroup(self._group(store, ranks.index(self.rank), len(ranks)), tuple(ranks)))
         return joined
 
     @abstractmethod
@@ -253,7 +243,7 @@ class NCCLCollectives(_StoreCollectives):
         """
         device = torch.device("cuda", torch.cuda.current_device())
         return DeviceChannels(
-            self._join_groups(key, groups), self._rank, device, CudaSideStream(device), CudaSideStream(device)
+            self._join_groups(key, groups), self.rank, device, CudaSideStream(device), CudaSideStream(device)
         )
 
     def _group(self, store: Any, number: int, size: int) -> Any:

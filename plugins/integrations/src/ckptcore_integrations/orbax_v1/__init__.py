@@ -13,7 +13,7 @@ delete, `partial`, and `training.Checkpointer` are replaced.
 """
 
 from ckptcore_integrations.orbax_v1 import partial, training
-from ckptcore_integrations.orbax_v1.deletion import delete_async
+from ckptcore_integrations.orbax_v1.deletion import delete, delete_async
 from ckptcore_integrations.orbax_v1.library import v1
 from ckptcore_integrations.orbax_v1.saving import (
     save,
@@ -23,7 +23,6 @@ from ckptcore_integrations.orbax_v1.saving import (
     save_pytree,
     save_pytree_async,
 )
-from ckptcore_integrations.orbax_v1.training import delete
 from ckptcore_integrations.orbax_v1.trees import (
     PLACEHOLDER,
     checkpointables_metadata,

@@ -196,10 +196,7 @@ class ZarrLayout(_OrbaxLayout):
     once per name.
     """
 
-    @property
-    def name(self) -> str:
-        """The name "zarr"."""
-        return "zarr"
+    name = "zarr"
 
     def _layout_options(self) -> LayoutOptions:
         return self._make_options(2, "objects", False)
@@ -223,10 +220,7 @@ class Zarr3Layout(_OrbaxLayout):
 
     checksum: bool = True
 
-    @property
-    def name(self) -> str:
-        """The name "zarr3"."""
-        return "zarr3"
+    name = "zarr3"
 
     def _layout_options(self) -> LayoutOptions:
         return self._make_options(3, "objects", self.checksum)
@@ -262,10 +256,7 @@ class OcdbtLayout(_OrbaxLayout):
         if type(self.data_file_bytes) is not int or self.data_file_bytes < 1:
             raise ValueError(f"data_file_bytes={self.data_file_bytes!r}: expected a number of bytes")
 
-    @property
-    def name(self) -> str:
-        """The name "ocdbt"."""
-        return "ocdbt"
+    name = "ocdbt"
 
     def _layout_options(self) -> LayoutOptions:
         options = self._make_options(self.zarr_format, "ocdbt", self.checksum)
