@@ -91,10 +91,10 @@ def read_members(fetch: Callable[[int, int], bytes], size: int, key: str) -> Ite
             if kind == b"L":
                 name = content.rstrip(b"\0").decode("utf-8", "surrogateescape")
             elif kind == b"x":
-                found = _pax(content, key, position)
-                name = found.get("path", name)
-                length = _pax_size(found.get("size", "-1"), key, position)
-                if any(one.startswith("GNU.sparse.") for one in found):
+                records = _pax(content, key, position)
+                name = records.get("path", name)
+                length = _pax_size(records.get("size", "-1"), key, position)
+                if any(one.startswith("GNU.sparse.") for one in records):
                     raise _damaged(key, position, "a sparse file", "Unpack it, and load what it contains")
             position = start + -(-nbytes // _BLOCK) * _BLOCK
             continue
@@ -124,29 +124,29 @@ def _has_checksum(header: bytes) -> bool:
 def _number(field: bytes, key: str, position: int) -> int:
     """Return a number: octal digits, or big endian if the highest bit is set, as GNU tar writes large ones."""
     if field[0] & 0x80:
-        found = int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
+        number = int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
     else:
         text = field.split(b"\0")[0].strip()
         if text and not (text.isdigit() and b"8" not in text and b"9" not in text):
             raise _damaged(key, position, "a length is no number")
-        found = int(text or b"0", 8)
-    if not 0 <= found < 1 << 62:
+        number = int(text or b"0", 8)
+    if not 0 <= number < 1 << 62:
         raise _damaged(key, position, "a length is too large")
-    return found
+    return number
 
 
 def _pax(content: bytes, key: str, position: int) -> dict[str, str]:
     """Return the records of a pax header: ``length keyword=value`` and a newline."""
-    found: dict[str, str] = {}
+    records: dict[str, str] = {}
     while content.strip(b"\0"):
         digits = content.partition(b" ")[0]
         length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
         keyword, equals, value = content[len(digits) + 1 : length - 1].partition(b"=")
         if length > len(content) or length <= len(digits) + 1 or not equals or content[length - 1 : length] != b"\n":
             raise _damaged(key, position, "a pax header is malformed")
-        found[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         content = content[length:]
-    return found
+    return records
 
 
 def _pax_size(text: str, key: str, position: int) -> int:
@@ -293,16 +293,16 @@ class _ArchiveStorage(StorageBackend):
 
     def _find(self, key: str) -> _Content:
         name = check_key(key)
-        found = self._members().get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
-        if found is None:
+        member = self._members().get(name.removeprefix(self._prefix)) if name.startswith(self._prefix) else None
+        if member is None:
             left_out = f"; {self._outside[:80]!r} is outside of it and left out" if self._outside else ""
             raise ObjectNotFoundError(f"{self._display} has no member {name.removeprefix(self._prefix)!r}{left_out}")
-        if found.problem:
+        if member.problem:
             raise InvalidLocationError(
-                f"{name.removeprefix(self._prefix)!r} in {self._display} is {found.problem}: name another member, or "
+                f"{name.removeprefix(self._prefix)!r} in {self._display} is {member.problem}: name another member, or "
                 "unpack the archive"
             )
-        return found
+        return member
 
     def _members(self) -> Mapping[str, _Content]:
         with self._lock:
@@ -364,10 +364,10 @@ class _ArchiveStorage(StorageBackend):
             return _Content(member.size, self._fetch, problem)
         return _Content(member.size, _Inflated(member, self._fetch, self._key).read)
 
-    def _named(self, found: Sequence[tuple[str, _Content]]) -> Mapping[str, _Content]:
+    def _named(self, members: Sequence[tuple[str, _Content]]) -> Mapping[str, _Content]:
         """Return the members by their key, without those whose name is outside of the archive."""
         contents: dict[str, _Content] = {}
-        for name, content in found:
+        for name, content in members:
             parts = [part for part in name.split("/") if part not in ("", ".")]
             key = "/".join(parts)
             try:

@@ -96,8 +96,8 @@ class Part:
         if not isinstance(self.skeleton, Node):
             leaf = self.leaves[0]
             return leaf.values if isinstance(leaf, Column) else leaf
-        found = {key: child.plain() for key, child in self.children().items()}
-        return tuple(found.values()) if [*found] == [*range(len(found))] and self._is_sequence else found
+        values = {key: child.plain() for key, child in self.children().items()}
+        return tuple(values.values()) if [*values] == [*range(len(values))] and self._is_sequence else values
 
     @property
     def _is_sequence(self) -> bool:
@@ -131,11 +131,11 @@ class PartReader:
 
     def find(self, key: str) -> Part | None:
         """Read a file; None if it is not one of ``torch.save``."""
-        found = read_torch_file(self.store, key)
-        if found is None:
+        content = read_torch_file(self.store, key)
+        if content is None:
             return None
         self.keys.append(key)
-        return Part(key, found.skeleton, found.leaves, found.storages)
+        return Part(key, content.skeleton, content.leaves, content.storages)
 
     def read(self, key: str) -> Part:
         """Read a file whose name says that it is one of ``torch.save``.
@@ -143,10 +143,10 @@ class PartReader:
         Raises:
             CorruptCheckpointError: it is none.
         """
-        found = self.find(key)
-        if found is None:
+        part = self.find(key)
+        if part is None:
             raise CorruptCheckpointError(f"{key} is not a file of torch.save, in spite of its name: {RESTORE}", key=key)
-        return found
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +307,16 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
         writer: the software.
         files: all objects of the checkpoint.
     """
-    found: list[tuple[Leaf, Part] | Divided | Refused] = []
-    skeleton = _flatten(entry, found)
-    records = [_record(leaf) for leaf in found]
+    entries: list[tuple[Leaf, Part] | Divided | Refused] = []
+    skeleton = _flatten(entry, entries)
+    records = [_record(leaf) for leaf in entries]
     paths = TreeMetadata(skeleton, tuple(records)).paths
     columns, chunks = LocationColumns(), ChunkColumns()
     storages: dict[StoredBytes, int] = {}
     storage_of: list[int] = []
     aliases: dict[int, int] = {}
     first: dict[tuple[object, ...], int] = {}
-    for number, leaf in enumerate(found):
+    for number, leaf in enumerate(entries):
         if isinstance(leaf, tuple):
             value, part = leaf
             if isinstance(value, StoredTensor):
@@ -341,23 +341,23 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     return Inspection(tree, state, writer, files=files)
 
 
-def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
+def _flatten(entry: Entry, entries: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
     if isinstance(entry, Part):
-        found.extend((leaf, entry) for leaf in entry.leaves)
+        entries.extend((leaf, entry) for leaf in entry.leaves)
         return entry.skeleton
     if isinstance(entry, Branch):
         for leaf in entry.entries:
-            _flatten(leaf, found)
+            _flatten(leaf, entries)
         return entry.skeleton
     if isinstance(entry, Divided | Refused):
-        found.append(entry)
+        entries.append(entry)
         return LEAF
     if isinstance(entry, str):
-        found.append((entry, _NOWHERE))
+        entries.append((entry, _NOWHERE))
         return LEAF
     if isinstance(entry, list):
-        return Node("list", tuple(range(len(entry))), tuple([_flatten(child, found) for child in entry]))
-    return Node("dict", tuple(entry), tuple([_flatten(child, found) for child in entry.values()]))
+        return Node("list", tuple(range(len(entry))), tuple([_flatten(child, entries) for child in entry]))
+    return Node("dict", tuple(entry), tuple([_flatten(child, entries) for child in entry.values()]))
 
 
 _NOWHERE: Final = Part("", LEAF, (), {})
@@ -419,8 +419,8 @@ class _AssembledIndex(ChunkTable):
         """
         if leaf in self._places:
             places: Any = self._places
-            found: Collection[str] = places.unverified(leaf, store)
-            return found
+            leaves: Collection[str] = places.unverified(leaf, store)
+            return leaves
         unknown: set[str] = set()
         for number in self._storages_of.get(leaf, ()):
             key, start, stop, expected = self._storages[number]
@@ -453,12 +453,12 @@ def _storage(key: object, start: object, stop: object, crc: object) -> tuple[str
 
 
 def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
-    found = 0
+    checksum = 0
     for first in range(start, stop, _SLAB_BYTES):
-        found = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), found)
-    if found != expected:
+        checksum = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), checksum)
+    if checksum != expected:
         raise ChecksumError(
-            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {found:08x}; "
+            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {checksum:08x}; "
             f"{RESTORE}",
             key=key,
             start=start,

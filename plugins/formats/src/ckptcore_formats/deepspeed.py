@@ -173,8 +173,8 @@ class DeepSpeedLayout(AssembledLayout):
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
-        found = [key for key in keys if _is_own_key(key.split("/"))]
-        return found if len({key.partition("/")[0] for key in found if "/" in key} - {"zero"}) < 2 else ()
+        own = [key for key in keys if _is_own_key(key.split("/"))]
+        return own if len({key.partition("/")[0] for key in own if "/" in key} - {"zero"}) < 2 else ()
 
 
 def _is_own(name: str) -> bool:
@@ -230,18 +230,18 @@ class _Directory:
             CorruptCheckpointError: there is no file of the model.
             UnsupportedLeafError: see `DeepSpeedLayout.inspect`.
         """
-        found: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
+        files: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
         for name in names:
             if match := _OPTIM.fullmatch(name):
-                found["optim"][int(match[4]), int(match[2])] = directory + name
+                files["optim"][int(match[4]), int(match[2])] = directory + name
             elif match := _ZERO_MODEL.fullmatch(name):
-                found["zero"][int(match[4]), int(match[2])] = directory + name
+                files["zero"][int(match[4]), int(match[2])] = directory + name
             elif match := _MODEL.fullmatch(name):
-                found["model"][int(match[1]), 0] = directory + name
-        models = found["zero"] or found["model"]
+                files["model"][int(match[1]), 0] = directory + name
+        models = files["zero"] or files["model"]
         within = directory or "the directory"
         is_universal = "zero/" in names
-        parallel = {rank for rank, _ in (*models, *found["optim"])}
+        parallel = {rank for rank, _ in (*models, *files["optim"])}
         if not is_universal:
             for pattern, what in ((_EXPERT, "experts"), (_LAYER, "pipeline stages")):
                 if first := next((name for name in names if pattern.fullmatch(name)), None):
@@ -258,8 +258,8 @@ class _Directory:
                 f"{within} has files of DeepSpeed's optimizer, but mp_rank_00_model_states.pt, which names the "
                 f"parameters, is missing: {RESTORE}"
             )
-        ranks = {rank: key for (_, rank), key in sorted(found["zero"].items(), reverse=True)}
-        optimizers = {rank: key for (_, rank), key in found["optim"].items()}
+        ranks = {rank: key for (_, rank), key in sorted(files["zero"].items(), reverse=True)}
+        optimizers = {rank: key for (_, rank), key in files["optim"].items()}
         return cls(reader, directory, models[min(models)], ranks, optimizers, len(parallel), is_universal)
 
     def tree(self) -> Entry:

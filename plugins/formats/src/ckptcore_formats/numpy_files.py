@@ -192,8 +192,8 @@ class NumpyLayout(ReadOnlyLayout):
             return inspection_of(_read_npy(store, entry, head), "numpy.save")
         is_named = head.startswith((b"PK\x03\x04", b"PK\x05\x06")) and entry.endswith(_NPZ)
         if is_named or first_member(head).endswith(_NPY):
-            found = _read_npz(store, entry)
-            return None if found is None else inspection_of(found, "numpy.savez")
+            arrays = _read_npz(store, entry)
+            return None if arrays is None else inspection_of(arrays, "numpy.savez")
         return None
 
 
@@ -236,10 +236,10 @@ def _read_npz(store: ReadStore, key: str) -> FileTree | None:
     children: list[Skeleton] = []
     leaves: list[Leaf | ValueRecord] = []
     storages: dict[str, StoredBytes] = {}
-    found = dict(zip(arrays, heads, strict=True))
+    by_name = dict(zip(arrays, heads, strict=True))
     for name, member in members.items():
         try:
-            skeleton, inner, own = _member(member, found.get(name), fetch, key)
+            skeleton, inner, own = _member(member, by_name.get(name), fetch, key)
         except CorruptCheckpointError as error:  # the others can be loaded
             skeleton, inner, own = LEAF, [unreadable_leaf(error)], {}
         names.append(name.removesuffix(_NPY))
@@ -291,12 +291,12 @@ def _plain_head(head: bytes, member: ZipMember, name: str, key: str) -> bytes:
         return head
     assert member.compression == DEFLATED  # `read_zip` refuses others
     try:
-        found: bytes = isal_zlib.decompressobj(-15).decompress(head, _INFLATED_HEAD_BYTES)
+        inflated: bytes = isal_zlib.decompressobj(-15).decompress(head, _INFLATED_HEAD_BYTES)
     except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
         raise CorruptCheckpointError(
             f"{name} does not inflate: {error}; restore the file from a copy, or load another checkpoint", key=key
         ) from error
-    return found
+    return inflated
 
 
 def _storage(member: ZipMember, header: NpyHeader, head: bytes, key: str) -> StoredBytes:
@@ -332,12 +332,12 @@ def _array(header: NpyHeader, storage: str, nbytes: int, key: str) -> Fields:
     return arrays_of(header.dtype, shape, strides, storage)
 
 
-def _flattened(found: Fields) -> tuple[Skeleton, list[Leaf]]:
-    if isinstance(found, StoredTensor | str):
-        return LEAF, [Unreadable(found) if isinstance(found, str) else found]
-    parts = [_flattened(part) for part in found.values()]
+def _flattened(fields: Fields) -> tuple[Skeleton, list[Leaf]]:
+    if isinstance(fields, StoredTensor | str):
+        return LEAF, [Unreadable(fields) if isinstance(fields, str) else fields]
+    parts = [_flattened(part) for part in fields.values()]
     leaves = [leaf for _, inner in parts for leaf in inner]
-    return Node("dict", tuple(found), tuple([skeleton for skeleton, _ in parts]), "numpy.void"), leaves
+    return Node("dict", tuple(fields), tuple([skeleton for skeleton, _ in parts]), "numpy.void"), leaves
 
 
 def _objects(

@@ -173,7 +173,7 @@ class PickleLayout(ReadOnlyLayout):
         if codec is None:
             if not _is_pickle(head, entry):
                 return None
-            found = _read(fetch, store.size(entry), entry)
+            tree = _read(fetch, store.size(entry), entry)
         else:
             # A block of bzip2 is decompressed whole.
             inner = decompressed_head(codec, head, FILE_HEAD_BYTES) or decompressed_head(
@@ -182,8 +182,8 @@ class PickleLayout(ReadOnlyLayout):
             if not _is_pickle(inner, entry.removesuffix(".gz").removesuffix(".bz2").removesuffix(".xz")):
                 return None
             content = self._contents[store] = _Decompressed(store, entry, codec)
-            found = _read(lambda start, stop: content.get(entry, start, stop), content.size(entry), entry)
-        inspection = inspection_of(found, "pickle")
+            tree = _read(lambda start, stop: content.get(entry, start, stop), content.size(entry), entry)
+        inspection = inspection_of(tree, "pickle")
         return inspection._replace(state={"arrays": inspection.state, "file": None if codec is None else entry})
 
 

@@ -98,11 +98,11 @@ class TorchCheckpointingLayout(AssembledLayout):
 
 def _items(names: Sequence[str]) -> Mapping[str, Mapping[int, str]]:
     """Return the files of each item by rank."""
-    found: dict[str, dict[int, str]] = {}
+    files: dict[str, dict[int, str]] = {}
     for name in names:
         if (match := _ITEM.fullmatch(name)) and not match[1].endswith("rank"):  # see `RankFilesLayout`
-            found.setdefault(match[1], {})[int(match[2])] = name
-    return found
+            files.setdefault(match[1], {})[int(match[2])] = name
+    return files
 
 
 def _merged(parts: Sequence[Part]) -> Entry:
@@ -123,8 +123,8 @@ def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:
     try:
         if store.size(_METADATA) > _MAX_METADATA_BYTES:
             raise ValueError("it is too long")
-        found: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
-        size, items = found["world_size"], found["metadata"]
+        document: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
+        size, items = document["world_size"], document["metadata"]
         if type(size) is not int or not 0 < size < 1 << 30:
             raise ValueError("world_size is no number of processes")
         layouts = {

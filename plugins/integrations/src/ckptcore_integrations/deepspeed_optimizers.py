@@ -101,9 +101,9 @@ class Fragment:
         """Copy the loaded elements into a tensor like the fragment's."""
         elements = {shard.box: shard.elements for shard in loaded.shards}
         for box, view in self.pieces(self._own(tensor)):
-            found = np.ascontiguousarray(elements[box])
-            record = ArrayRecord(ArraySpec(found.shape, name_of_dtype(found.dtype)))
-            view.copy_(elements_as(found, record, tensor.dtype).view(view.shape))
+            part = np.ascontiguousarray(elements[box])
+            record = ArrayRecord(ArraySpec(part.shape, name_of_dtype(part.dtype)))
+            view.copy_(elements_as(part, record, tensor.dtype).view(view.shape))
 
 
 def fragment_of_weight(name: str, parameter: Any) -> Fragment:
@@ -243,11 +243,11 @@ class OptimizerStateHandler(CheckpointableHandler):
         Raises:
             TreeMismatchError: parameters that are now in one tensor have different numbers of steps.
         """
-        found: Mapping[str, Any] = state.get("state") or {}
+        states: Mapping[str, Any] = state.get("state") or {}
         members: dict[torch.Tensor, list[Fragment]] = {}
         for fragment in fragments_of(target.engine):
             members.setdefault(fragment.tensor, []).append(fragment)
-        numbers = {tensor: _common_numbers(fragments, found) for tensor, fragments in members.items()}
+        numbers = {tensor: _common_numbers(fragments, states) for tensor, fragments in members.items()}
         basic = target.engine.optimizer.optimizer
         for group, loaded in zip(basic.param_groups, state["param_groups"], strict=True):
             group.update({name: option for name, option in loaded.items() if name != "params"})
@@ -255,7 +255,7 @@ class OptimizerStateHandler(CheckpointableHandler):
             arrays = {
                 slot: array
                 for fragment in fragments
-                for slot, array in found.get(fragment.name, {}).items()
+                for slot, array in states.get(fragment.name, {}).items()
                 if isinstance(array, ShardedArray)
             }
             if not arrays and not numbers[tensor]:
@@ -267,13 +267,13 @@ class OptimizerStateHandler(CheckpointableHandler):
                     slots[slot] = torch.empty_like(tensor, dtype=_dtype_of(array), requires_grad=False)
                 slots[slot].zero_()
                 for fragment in fragments:
-                    if slot in found.get(fragment.name, {}):
-                        fragment.fill(slots[slot], found[fragment.name][slot])
+                    if slot in states.get(fragment.name, {}):
+                        fragment.fill(slots[slot], states[fragment.name][slot])
             on_device = any(basic.param_groups[fragments[0].group].get(name) for name in ("capturable", "fused"))
             for slot, number in numbers[tensor].items():
                 is_moved = on_device and isinstance(number, torch.Tensor)
                 slots[slot] = number.to(tensor.device) if is_moved else number
-        if hasattr(target.engine.optimizer, "_hp_optimizer_states_linked") and found:
+        if hasattr(target.engine.optimizer, "_hp_optimizer_states_linked") and states:
             target.engine.optimizer._hp_optimizer_states_linked = False
             target.engine.optimizer._lazy_init_hp_params_optimizer_state()  # parameters refer to parts of the state
 
@@ -297,13 +297,13 @@ def _slots_to_save(fragment: Fragment, slots: Mapping[str, Any]) -> dict[str, An
 
 def _elementwise(fragments: Mapping[str, Fragment], stored: Mapping[str, Any]) -> set[str]:
     """Return the slots that have a value for each element of a parameter."""
-    found = {
+    shapes = {
         (slot, fragments[name].shape)
         for name, slots in stored.items()
         for slot, value in slots.items()
         if isinstance(value, AbstractArray) and value.shape == fragments[name].shape
     }
-    return {slot for slot, shape in found if shape or slot not in _NOT_ELEMENTWISE}
+    return {slot for slot, shape in shapes if shape or slot not in _NOT_ELEMENTWISE}
 
 
 def _expect_same_groups(own: list[dict[str, Any]], stored: list[Any], slots: Mapping[Any, Any]) -> None:
@@ -323,11 +323,11 @@ def _expect_same_groups(own: list[dict[str, Any]], stored: list[Any], slots: Map
     )
 
 
-def _common_numbers(fragments: list[Fragment], found: Mapping[str, Any]) -> dict[str, Any]:
+def _common_numbers(fragments: list[Fragment], states: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of a tensor that are not arrays of its size, from those of its parameters."""
     common: dict[str, Any] = {}
     for fragment in fragments:
-        for slot, value in found.get(fragment.name, {}).items():
+        for slot, value in states.get(fragment.name, {}).items():
             if isinstance(value, ShardedArray):
                 continue
             if slot in common and bool(common[slot] != value):
@@ -350,5 +350,5 @@ def _dtype_of(array: ShardedArray) -> torch.dtype:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -95,10 +95,10 @@ class RandomGenerators:
 
     def state_dict(self) -> dict[str, Any]:
         """Return their states. PyTorch's is among them if it is imported, with any backend."""
-        found = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
         if (torch := sys.modules.get("torch")) is not None:
-            found["torch"] = torch.get_rng_state()
-        return found
+            states["torch"] = torch.get_rng_state()
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set them."""
@@ -125,8 +125,8 @@ def _has_state_dict(callback: Callback) -> bool:
 
 def _state(callback: Callback) -> Mapping[str, Any]:
     if _has_state_dict(callback):
-        found: Mapping[str, Any] = callback.state_dict()
-        return found
+        state: Mapping[str, Any] = callback.state_dict()
+        return state
     names = [name for kind, counters in _COUNTERS.items() if isinstance(callback, kind) for name in counters]
     return {name: getattr(callback, name, None) for name in names}
 

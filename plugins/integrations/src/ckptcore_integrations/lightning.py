@@ -346,8 +346,8 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
     def _find(self, path: _Path) -> tuple[_Path, dict[str, Any]]:
         """Return where the checkpoint of a path is, and its tree without arrays."""
-        found = to_load(path, self._alone)
-        return found, ckptcore.metadata(found, context=self._alone).abstract
+        to_read = to_load(path, self._alone)
+        return to_read, ckptcore.metadata(to_read, context=self._alone).abstract
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""

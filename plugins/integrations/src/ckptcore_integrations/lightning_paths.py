@@ -224,8 +224,8 @@ def install(load: Callable[[Any, Any], dict[str, Any]], is_ours: Callable[[Any],
 
     def exists_once_saved(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
         _wait(trainer)
-        found: bool = file_exists(self, filepath, trainer)
-        return found
+        answer: bool = file_exists(self, filepath, trainer)
+        return answer
 
     def link_once_saved(trainer: Any, filepath: str, linkpath: str) -> None:
         saver = _saver(trainer)
@@ -238,8 +238,8 @@ def install(load: Callable[[Any, Any], dict[str, Any]], is_ours: Callable[[Any],
         trainer.strategy.barrier()
 
     def find_last_by_step(self: ModelCheckpoint, trainer: Any) -> set[str]:
-        saver, found = _saver(trainer), find_last(self, trainer)
-        return found if saver is None else _last_by_step(found, saver)
+        saver, answer = _saver(trainer), find_last(self, trainer)
+        return answer if saver is None else _last_by_step(answer, saver)
 
     def remove_once_saved(self: ModelCheckpoint, trainer: Any, filepath: str) -> None:
         _wait_for_wrapper(trainer)
@@ -284,11 +284,11 @@ def _wait_for_wrapper(trainer: Any) -> None:
 
 def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
     """Return the path with the largest step. Times of files differ between machines, and copies change them."""
-    found = {newest_neighbor(path, saver.step) or path if is_dangling(path) else path for path in paths}
-    steps = {path: saver.step(path) for path in found}
+    candidates = {newest_neighbor(path, saver.step) or path if is_dangling(path) else path for path in paths}
+    steps = {path: saver.step(path) for path in candidates}
     known = [step for step in steps.values() if step is not None]
     if len(known) < len(steps) or not known:
-        return found  # what cannot be read is not known to be old: Lightning chooses
+        return candidates  # what cannot be read is not known to be old: Lightning chooses
     return {path for path, step in steps.items() if step == max(known)}
 
 
@@ -301,7 +301,7 @@ def newest_neighbor(link: Any, step_of: Callable[[str], int | None]) -> str | No
     """Return the checkpoint with the largest step in the directory of the target of a link; None if there is none."""
     directory = os.path.dirname(os.path.join(os.path.dirname(link), os.readlink(link)))
     suffix = os.path.splitext(link)[1]
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(directory)):
             path = os.path.join(directory, name)
@@ -310,10 +310,10 @@ def newest_neighbor(link: Any, step_of: Callable[[str], int | None]) -> str | No
                 if step is None:
                     logger.warning("%s is not read, because it is damaged or no checkpoint", path)
                 else:
-                    found[path] = step
-    if not found:
+                    steps[path] = step
+    if not steps:
         return None
-    newest = max(found, key=lambda path: found[path])
+    newest = max(steps, key=lambda path: steps[path])
     logger.warning("%s links to %s, which does not exist: %s is loaded", link, os.readlink(link), newest)
     return newest
 

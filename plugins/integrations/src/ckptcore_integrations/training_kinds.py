@@ -254,11 +254,11 @@ def optimizer_to_load(kind: TrainingKind, model: Any, optimizer: Any) -> object:
 
     So one process can load what FSDP saved.
     """
-    found = kind.optimizer(model, optimizer)
+    objects = kind.optimizer(model, optimizer)
     own = getattr(optimizer, "optimizer", optimizer)
     if model is not None and kind.is_whole and isinstance(own, torch.optim.Optimizer):
         return NamedOptimizer(model, own)
-    return found
+    return objects
 
 
 def _fsdp() -> Any:

@@ -119,10 +119,10 @@ class _MeshChannels:
 
     def _zero_row(self, padded: int) -> jax.Array:
         """Return a row of zeros on this process's device. Cached, because most messages have the same size."""
-        found = self._zeros.get(padded)
-        if found is None:
-            found = self._zeros[padded] = jax.device_put(np.zeros((1, padded // 4), np.uint32), self._device)
-        return found
+        row = self._zeros.get(padded)
+        if row is None:
+            row = self._zeros[padded] = jax.device_put(np.zeros((1, padded // 4), np.uint32), self._device)
+        return row
 
     def close(self) -> None:
         """Free device memory."""

@@ -116,15 +116,15 @@ class ColocatedExecutor(StagedExecutor):
             PluginError: if colocated Python is unavailable, if a device has two workers, or if a
                 worker has no device.
         """
-        found = devices_by_host(jax.devices()) if workers is None else workers
-        self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}
-        if len(self._worker_of) != sum(map(len, found)) or not all(found):
+        hosts = devices_by_host(jax.devices()) if workers is None else workers
+        self._worker_of = {device: number for number, devices in enumerate(hosts) for device in devices}
+        if len(self._worker_of) != sum(map(len, hosts)) or not all(hosts):
             raise PluginError("each worker needs its own devices: a device has two workers, or a worker has none")
-        leads = _cpu_devices([devices[0] for devices in found])
+        leads = _cpu_devices([devices[0] for devices in hosts])
         self._links = tuple(
             [
                 WorkerLink(f"{number} ({len(devices)} devices from {devices[0]})", lead)
-                for number, (devices, lead) in enumerate(zip(found, leads, strict=True))
+                for number, (devices, lead) in enumerate(zip(hosts, leads, strict=True))
             ]
         )
         self._placement = functools.lru_cache(maxsize=_CACHED)(self._find_placement)

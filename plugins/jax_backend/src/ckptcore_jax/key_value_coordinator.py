@@ -251,11 +251,11 @@ class KeyValueCoordinator:
     def _heads(self, prefix: str, ranks: Sequence[int]) -> Mapping[int, bytes]:
         """Return the heads that are set, by rank."""
         try:
-            found = self._client.key_value_dir_get_bytes(f"{prefix}/head")
+            heads = self._client.key_value_dir_get_bytes(f"{prefix}/head")
         except RuntimeError as error:
             raise _service_error(error) from error
         names = {_head_key(prefix, rank): rank for rank in ranks}
-        return {names[name]: value for name, value in found if name in names}
+        return {names[name]: value for name, value in heads if name in names}
 
     def _is_last(self, prefix: str) -> bool:
         """Count this rank as a receiver of a payload. Return True if it is the last receiver."""
@@ -338,8 +338,8 @@ class _JobCoordinators:
                 self._client, self._coordinator = client, None
             if self._coordinator is None and service is not None and service.size > 1:
                 self._count += 1
-                found = JobCoordinator(service.client, service.rank, service.size, incarnation=self._count)
-                self._coordinator = found
+                coordinator = JobCoordinator(service.client, service.rank, service.size, incarnation=self._count)
+                self._coordinator = coordinator
             return self._coordinator
 
 

@@ -99,11 +99,11 @@ def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device]
     noted = notes.get("sharding")
     if not isinstance(noted, Mapping):
         return None
-    found: Sequence[Any] = jax.devices() if devices is None else devices
+    all_devices: Sequence[Any] = jax.devices() if devices is None else devices
     if noted.get("type") == "SingleDeviceSharding":
-        return _single_device_sharding(noted.get("device"), notes.get("memory_kind"), found)
+        return _single_device_sharding(noted.get("device"), notes.get("memory_kind"), all_devices)
     if noted.get("type") == "NamedSharding":
-        return _named_sharding(noted, notes.get("memory_kind"), found)
+        return _named_sharding(noted, notes.get("memory_kind"), all_devices)
     return None
 
 

@@ -85,18 +85,18 @@ def with_common(
                 f"{_COMMON}, in which {_CONFIG} says the rest of the state is, is missing: restore it from a copy",
                 key=_COMMON,
             )
-        found = read_torch_file(store, _COMMON)
-        if found is None or not isinstance(found.skeleton, Node) or found.skeleton.kind != "dict":
+        common = read_torch_file(store, _COMMON)
+        if common is None or not isinstance(common.skeleton, Node) or common.skeleton.kind != "dict":
             raise CorruptCheckpointError(
                 f"{_COMMON} is not a dict in a file of torch.save: restore it from a copy", key=_COMMON
             )
     except (CorruptCheckpointError, UnsupportedLeafError) as error:
         return replace(metadata, unreadable={**metadata.unreadable, _COMMON: unreadable_leaf(error)}), {}
-    counts = [leaf_count(child) for child in found.skeleton.children]
+    counts = [leaf_count(child) for child in common.skeleton.children]
     bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
     values = {
-        str(key): DecodedValue(child, found.leaves[first:last], _COMMON, found.storages)
-        for key, child, (first, last) in zip(found.skeleton.keys, found.skeleton.children, bounds, strict=True)
+        str(key): DecodedValue(child, common.leaves[first:last], _COMMON, common.storages)
+        for key, child, (first, last) in zip(common.skeleton.keys, common.skeleton.children, bounds, strict=True)
     }
     both = [name for name in metadata.names if name in values]
     refused = {
@@ -154,14 +154,16 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     """
     if entry is not None and entry != _METADATA:
         return None
-    found = _find_metadata(store, store.list_names(""))
-    if not isinstance(found, DcpMetadata):
+    metadata = _find_metadata(store, store.list_names(""))
+    if not isinstance(metadata, DcpMetadata):
         return None
-    items = read_value_items(found.values, store)
-    values = {name: DecodedValue(LEAF, (item,), found.values[name].relative_path, None) for name, item in items.items()}
-    paths: dict[str, JSON] = {name: list(path) for name, path in (found.paths or {}).items()}
-    custom: dict[str, JSON] = {"paths": paths, "checkpoint_id": found.checkpoint_id, "save_id": found.save_id}
-    return _inspection(replace(found, paths=None), values)._replace(custom=custom)
+    items = read_value_items(metadata.values, store)
+    values = {
+        name: DecodedValue(LEAF, (item,), metadata.values[name].relative_path, None) for name, item in items.items()
+    }
+    paths: dict[str, JSON] = {name: list(path) for name, path in (metadata.paths or {}).items()}
+    custom: dict[str, JSON] = {"paths": paths, "checkpoint_id": metadata.checkpoint_id, "save_id": metadata.save_id}
+    return _inspection(replace(metadata, paths=None), values)._replace(custom=custom)
 
 
 def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Inspection | None:
@@ -306,19 +308,19 @@ class InspectedChunks:
     def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
         """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
         counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
-        found = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
-        within = np.arange(found.sizes.shape[1]) < found.axes[:, None]
-        (rows,) = np.nonzero(((found.sizes > 0) | ~within).all(axis=1))
+        columns = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
+        within = np.arange(columns.sizes.shape[1]) < columns.axes[:, None]
+        (rows,) = np.nonzero(((columns.sizes > 0) | ~within).all(axis=1))
         owner: HostArray = np.repeat(np.arange(len(tensors)), counts)
-        if len(rows) < len(found.axes):
-            found, within, owner = found.take(rows), within[rows], owner[rows]
-        self._columns = found
+        if len(rows) < len(columns.axes):
+            columns, within, owner = columns.take(rows), within[rows], owner[rows]
+        self._columns = columns
         self._within = within
         self._owner = owner
         self._leaf: HostArray = np.array(leaves, np.int64)[owner]
         self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(tensors) + 1)).tolist()
-        self._starts: Sequence[Sequence[int]] = found.offsets.T.tolist()
-        self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
+        self._starts: Sequence[Sequence[int]] = columns.offsets.T.tolist()
+        self._stops: Sequence[Sequence[int]] = (columns.offsets + columns.sizes).T.tolist()
 
     def composed(self, records: Sequence[LeafRecord]) -> Sequence[int]:
         """Return the numbers of tensors whose items have fewer bytes than their elements.
@@ -348,16 +350,16 @@ class InspectedChunks:
 
     def to_json(self) -> JSON:
         """Return the state that `ckptcore_dcp.chunk_index.dcp_index` reads."""
-        found = self._columns
-        used, file = np.unique(found.file, return_inverse=True)
+        columns = self._columns
+        used, file = np.unique(columns.file, return_inverse=True)
         both = np.concatenate([self._within, self._within], axis=1)
         return {
             "content": "items",
-            "files": [found.files[number] for number in used.tolist()],
+            "files": [columns.files[number] for number in used.tolist()],
             "leaf": self._leaf.tolist(),
             "file": file.tolist(),
-            "offset": found.offset.tolist(),
-            "nbytes": found.length.tolist(),
-            "box": np.concatenate([found.offsets, found.offsets + found.sizes], axis=1)[both].tolist(),
-            "transforms": {str(row): list(names) for row, names in found.transforms.items()},
+            "offset": columns.offset.tolist(),
+            "nbytes": columns.length.tolist(),
+            "box": np.concatenate([columns.offsets, columns.offsets + columns.sizes], axis=1)[both].tolist(),
+            "transforms": {str(row): list(names) for row, names in columns.transforms.items()},
         }

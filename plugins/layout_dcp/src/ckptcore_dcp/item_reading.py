@@ -169,12 +169,12 @@ class TemplateCache(Generic[Kind, Read]):
 
 def _build_template(item: bytes, start: int, members: Mapping[str, ZipMember], differs: str) -> ItemTemplate | None:
     """Build a template of an item. Return None if the item is unsuitable, such as a compressed member."""
-    found = members[differs]
-    if not found.crc or found.compression != STORED:
+    varying = members[differs]
+    if not varying.crc or varying.compression != STORED:
         return None
     entries = _entry_offsets(item)
     gaps: list[tuple[int, int]] = []
-    for member in (found, members.get(_UNREAD)):
+    for member in (varying, members.get(_UNREAD)):
         if member is None:
             continue
         first = member.start - start
@@ -193,20 +193,20 @@ def _build_template(item: bytes, start: int, members: Mapping[str, ZipMember], d
         same.append((done, first, item[done:first]))
         done = stop
     same.sort(key=lambda part: part[1] - part[0])
-    first = found.start - start
-    return ItemTemplate(len(item), same, first, first + found.nbytes, entries[found.name] + _ENTRY_CRC)
+    first = varying.start - start
+    return ItemTemplate(len(item), same, first, first + varying.nbytes, entries[varying.name] + _ENTRY_CRC)
 
 
 def _entry_offsets(item: bytes) -> Mapping[str, int]:
     """Return the offset of the directory entry of each member. The directory was validated before."""
     position, stop, _ = find_directory(ZipBytes(lambda start, stop: item[start:stop], 0, len(item), "item"))
-    found: dict[str, int] = {}
+    offsets: dict[str, int] = {}
     while position < stop:
         fields = DIRECTORY_ENTRY.unpack_from(item, position)
         name = position + DIRECTORY_ENTRY.size
-        found[item[name : name + fields[10]].decode("utf-8", "replace")] = position
+        offsets[item[name : name + fields[10]].decode("utf-8", "replace")] = position
         position = name + sum(fields[10:13])
-    return found
+    return offsets
 
 
 _Templates: TypeAlias = TemplateCache[ArraySpec, ArrayLocation]
@@ -269,26 +269,26 @@ def read_items(
         UnsupportedLeafError: an item has a tensor that no array can represent, or an unknown transform.
     """
     remaining: dict[int, int] = {}
-    for found in wanted:
-        for number, _, _ in found.targets:
+    for item_read in wanted:
+        for number, _, _ in item_read.targets:
             remaining[number] = remaining.get(number, 0) + 1
     chunks: list[ChunkRead] = []
-    for found in wanted:
-        if not _is_small(found):
-            with _error_range(found.chunk):
-                chunk = _read_large(tree, found, store, unverified)
+    for item_read in wanted:
+        if not _is_small(item_read):
+            with _error_range(item_read.chunk):
+                chunk = _read_large(tree, item_read, store, unverified)
             if chunk is None:
-                yield from _completed(found, remaining)
+                yield from _completed(item_read, remaining)
             else:
                 chunks.append(chunk)
     templates: _Templates = TemplateCache()
-    for group in _read_groups([found for found in wanted if _is_small(found)]):
+    for group in _read_groups([item_read for item_read in wanted if _is_small(item_read)]):
         data = _group_bytes(group, store)
-        for found in group:
-            start = found.chunk.offset - group[0].chunk.offset
-            with _error_range(found.chunk):
-                _copy_from_memory(tree, found, data[start : start + found.chunk.nbytes], templates, unverified)
-            yield from _completed(found, remaining)
+        for item_read in group:
+            start = item_read.chunk.offset - group[0].chunk.offset
+            with _error_range(item_read.chunk):
+                _copy_from_memory(tree, item_read, data[start : start + item_read.chunk.nbytes], templates, unverified)
+            yield from _completed(item_read, remaining)
     counts: dict[int, int] = {}
     for chunk in chunks:
         for number, _, _ in chunk.targets:
@@ -299,12 +299,12 @@ def read_items(
             yield number
 
 
-def _is_small(found: ItemRead) -> bool:
-    return found.chunk.nbytes <= _SMALL_BYTES or bool(found.chunk.transforms)
+def _is_small(item_read: ItemRead) -> bool:
+    return item_read.chunk.nbytes <= _SMALL_BYTES or bool(item_read.chunk.transforms)
 
 
-def _completed(found: ItemRead, remaining: dict[int, int]) -> Iterator[int]:
-    for number, _, _ in found.targets:
+def _completed(item_read: ItemRead, remaining: dict[int, int]) -> Iterator[int]:
+    for number, _, _ in item_read.targets:
         remaining[number] -= 1
         if not remaining[number]:
             yield number
@@ -314,8 +314,8 @@ def _read_groups(small: Sequence[ItemRead]) -> Iterator[Sequence[ItemRead]]:
     """Group nearby items, so that one request reads each group."""
     group: list[ItemRead] = []
     stop = 0
-    for found in sorted(small, key=lambda found: (found.chunk.key, found.chunk.offset)):
-        chunk = found.chunk
+    for item_read in sorted(small, key=lambda item_read: (item_read.chunk.key, item_read.chunk.offset)):
+        chunk = item_read.chunk
         end = chunk.offset + chunk.nbytes
         if group:
             near = group[0].chunk.key == chunk.key and chunk.offset - stop <= _GAP_BYTES
@@ -323,14 +323,14 @@ def _read_groups(small: Sequence[ItemRead]) -> Iterator[Sequence[ItemRead]]:
                 yield group
                 group, stop = [], 0
         stop = max(stop, end)
-        group.append(found)
+        group.append(item_read)
     if group:
         yield group
 
 
 def _group_bytes(group: Sequence[ItemRead], store: ReadStore) -> memoryview:
     key, start = group[0].chunk.key, group[0].chunk.offset
-    stop = max(found.chunk.offset + found.chunk.nbytes for found in group)
+    stop = max(item_read.chunk.offset + item_read.chunk.nbytes for item_read in group)
     # The lengths in an item are untrusted: request more than a window only if the bytes exist.
     end_of_read = stop if stop - start <= _WINDOW_BYTES else min(stop, store.size(key))
     data = store.get(key, start, end_of_read) if start < end_of_read else b""
@@ -357,77 +357,77 @@ def _error_range(chunk: StoredItem) -> Iterator[None]:
 
 def _copy_from_memory(
     tree: TreeMetadata,
-    found: ItemRead,
+    item_read: ItemRead,
     stored: memoryview,
     templates: _Templates,
     unverified: set[tuple[int, StoredBytes]],
 ) -> None:
     """Fill the destinations from an item in memory."""
-    chunk = found.chunk
+    chunk = item_read.chunk
     origin = chunk.offset
     if chunk.transforms:
-        limit = _MAX_GROWTH * _chunk_spec(tree, found).nbytes + _EXTRA_BYTES
-        path = format_path(tree.paths[found.leaf])
+        limit = _MAX_GROWTH * _chunk_spec(tree, item_read).nbytes + _EXTRA_BYTES
+        path = format_path(tree.paths[item_read.leaf])
         stored = memoryview(undo_transforms(stored, chunk.transforms, what=path, key=chunk.key, limit=limit))
         origin = 0
 
-    expected = _chunk_spec(tree, found)
+    expected = _chunk_spec(tree, item_read)
     known = templates.match(expected, stored)
     if known is not None:
-        _fill_targets(found, known[1], bytes(known[0]))
+        _fill_targets(item_read, known[1], bytes(known[0]))
         return
 
     def fetch(start: int, stop: int) -> bytes:
         return bytes(stored[max(start - origin, 0) : max(stop - origin, 0)])
 
-    location, members = _locate(tree, found, fetch, origin, origin + len(stored))
-    _fill_targets(found, location, read_storage(location.storage, fetch))
+    location, members = _locate(tree, item_read, fetch, origin, origin + len(stored))
+    _fill_targets(item_read, location, read_storage(location.storage, fetch))
     if not location.storage.crc:
-        unverified.add((found.leaf, StoredBytes(chunk.key, chunk.offset, chunk.nbytes)))
+        unverified.add((item_read.leaf, StoredBytes(chunk.key, chunk.offset, chunk.nbytes)))
     templates.add(expected, stored, origin, members, f"data/{location.tensor.storage}", location)
 
 
 def _read_large(
-    tree: TreeMetadata, found: ItemRead, store: ReadStore, unverified: set[tuple[int, StoredBytes]]
+    tree: TreeMetadata, item_read: ItemRead, store: ReadStore, unverified: set[tuple[int, StoredBytes]]
 ) -> ChunkRead | None:
     """Return the chunk to read. If its elements cannot be copied directly, fill the destinations and return None."""
-    chunk = found.chunk
+    chunk = item_read.chunk
 
     def fetch(start: int, stop: int) -> bytes:
         return store.get(chunk.key, start, stop)
 
-    location, _ = _locate(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
+    location, _ = _locate(tree, item_read, fetch, chunk.offset, chunk.offset + chunk.nbytes)
     storage, tensor = location.storage, location.tensor
     if location.is_contiguous and not storage.big_endian:
-        itemsize = found.targets[0][2].itemsize
+        itemsize = item_read.targets[0][2].itemsize
         alone = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
-        whole = alone and should_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
+        whole = alone and should_read_whole([box for _, box, _ in item_read.targets], chunk.box, itemsize)
         checksum = storage.checksum if whole else None
         if checksum is None:
-            unverified.add((found.leaf, storage))
-        return ChunkRead(chunk.key, location.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
+            unverified.add((item_read.leaf, storage))
+        return ChunkRead(chunk.key, location.extent[0], chunk.box, itemsize, tuple(item_read.targets), checksum)
     if storage.compression == STORED or not storage.crc:
-        unverified.add((found.leaf, storage))
-    _fill_targets(found, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
+        unverified.add((item_read.leaf, storage))
+    _fill_targets(item_read, location, None if storage.compression == STORED else read_storage(storage, fetch), store)
     return None
 
 
 def _locate(
-    tree: TreeMetadata, found: ItemRead, fetch: Fetch, start: int, stop: int
+    tree: TreeMetadata, item_read: ItemRead, fetch: Fetch, start: int, stop: int
 ) -> tuple[ArrayLocation, Mapping[str, ZipMember]]:
     """Locate the elements of an item and validate them against the checkpoint. Also return the members."""
-    key, path = found.chunk.key, format_path(tree.paths[found.leaf])
+    key, path = item_read.chunk.key, format_path(tree.paths[item_read.leaf])
     members = torch_members(read_zip(fetch, start, stop, key=key))
-    expected = _chunk_spec(tree, found)
+    expected = _chunk_spec(tree, item_read)
     pickle = members.get("data.pkl")
     value = None
     if pickle is not None:
-        limit = max_pickle_bytes(found.chunk.nbytes)  # by stored length; `stop - start` may be decompressed length
+        limit = max_pickle_bytes(item_read.chunk.nbytes)  # by stored length; `stop - start` may be decompressed length
         value, _ = read_pickle(read_member(fetch, pickle, key=key, limit=limit), key=key)
     tensor = stored_tensor(value, key=key, path=path)
     if tensor is None or tensor.spec != expected:
         raise CorruptCheckpointError(
-            f"{path}: expected {expected} at byte {found.chunk.offset} of {key!r}, found "
+            f"{path}: expected {expected} at byte {item_read.chunk.offset} of {key!r}, found "
             f"{'no tensor' if tensor is None else tensor.spec}; restore the file from a copy, or load another "
             "checkpoint",
             key=key,
@@ -435,7 +435,7 @@ def _locate(
     member = members.get(f"data/{tensor.storage}")
     if member is None:
         raise CorruptCheckpointError(
-            f"{path}: the item at byte {found.chunk.offset} of {key!r} has no elements; restore the file from a "
+            f"{path}: the item at byte {item_read.chunk.offset} of {key!r} has no elements; restore the file from a "
             "copy, or load another checkpoint",
             key=key,
         )
@@ -446,11 +446,11 @@ def _locate(
 
 
 def _fill_targets(
-    found: ItemRead, location: ArrayLocation, whole: bytes | None, store: ReadStore | None = None
+    item_read: ItemRead, location: ArrayLocation, whole: bytes | None, store: ReadStore | None = None
 ) -> None:
     """Fill the destinations from all bytes of a storage, or from the store, one slab at a time."""
-    chunk = found.chunk
-    for _, box, target in found.targets:
+    chunk = item_read.chunk
+    for _, box, target in item_read.targets:
         common = box.intersect(chunk.box)
         if common is None:
             continue
@@ -464,7 +464,7 @@ def _fill_targets(
         target[common.within(box)] = part
 
 
-def _chunk_spec(tree: TreeMetadata, found: ItemRead) -> ArraySpec:
-    record = tree.leaves[found.leaf]
+def _chunk_spec(tree: TreeMetadata, item_read: ItemRead) -> ArraySpec:
+    record = tree.leaves[item_read.leaf]
     assert isinstance(record, ArrayRecord)  # a plan contains arrays only
-    return physical_spec(ArraySpec(found.chunk.box.shape, record.spec.dtype))
+    return physical_spec(ArraySpec(item_read.chunk.box.shape, record.spec.dtype))

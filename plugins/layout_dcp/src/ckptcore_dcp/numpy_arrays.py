@@ -167,9 +167,9 @@ class NumpyReader:
         """Return the array of JAX that a call makes: it has the parts of a NumPy array. None for other calls."""
         match call.arguments:
             case (Global() as make, tuple() as arguments, tuple() as state, _):
-                found = self.read(Call(make, arguments, state), path)
-                if isinstance(found, StoredTensor):
-                    return replace(found, framework="jax")
+                array = self.read(Call(make, arguments, state), path)
+                if isinstance(array, StoredTensor):
+                    return replace(array, framework="jax")
         return None
 
     def _array(
@@ -195,33 +195,33 @@ class NumpyReader:
         self, shape: Value, dtype: Value, is_fortran: bool, data: Value, mask: Value, fill: Value, path: str
     ) -> MaskedArray | None:
         order = "F" if is_fortran else "C"
-        found = self._array(shape, dtype, data, order, None, path)
+        array = self._array(shape, dtype, data, order, None, path)
         masked = self._array(shape, _BOOL, mask, order, None, path)
-        if not isinstance(found, StoredTensor) or not isinstance(masked, StoredTensor):
+        if not isinstance(array, StoredTensor) or not isinstance(masked, StoredTensor):
             return None
-        return MaskedArray(found, masked, fill)
+        return MaskedArray(array, masked, fill)
 
     def _scalar(self, dtype: Value, data: Value, path: str) -> StoredTensor | bool | int | float | complex | None:
         if (kind := self._dtype(dtype, path)) is None or kind.type is np.void:
             return None
-        found = _plain_bytes(data)
-        if found is None or len(found) != kind.itemsize:
+        content = _plain_bytes(data)
+        if content is None or len(content) != kind.itemsize:
             return None  # it only looks like a scalar
         if isinstance(stored := self._stored((), (), kind, data, path), StoredTensor):
             return replace(stored, kind=_SCALAR)
-        number: object = np.frombuffer(found, kind)[0].item()
+        number: object = np.frombuffer(content, kind)[0].item()
         return number if isinstance(number, bool | int | float | complex) else None
 
     def _stored(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], data: Value, path: str
     ) -> Fields | None:
         nbytes = math.prod(shape) * dtype.itemsize
-        found = self._place(data, nbytes)
-        if found is None:
+        place = self._place(data, nbytes)
+        if place is None:
             return None
-        if found.size != nbytes:
-            raise self._corrupt(path, f"an array of {dtype} of shape {shape} has {found.size} bytes")
-        return arrays_of(dtype, shape, strides, "", found)
+        if place.size != nbytes:
+            raise self._corrupt(path, f"an array of {dtype} of shape {shape} has {place.size} bytes")
+        return arrays_of(dtype, shape, strides, "", place)
 
     def _place(self, data: Value, nbytes: int) -> PickledBytes | None:
         """Return where the bytes of an array are. An array of `nbytes` is expected."""
@@ -237,10 +237,10 @@ class NumpyReader:
             length = data.stop - data.start
             # The length of a text in characters is unknown until it is read.
             return PickledBytes(data.start, length, nbytes if is_text else length, "text" if is_text else "bytes")
-        found = self.places.find(data) if self.places is not None and isinstance(data, str | bytes) else None
-        if found is None:
+        place = self.places.find(data) if self.places is not None and isinstance(data, str | bytes) else None
+        if place is None:
             return None
-        start, stop, escaped = found
+        start, stop, escaped = place
         assert isinstance(data, str | bytes)  # it has a place
         if is_text:
             return PickledBytes(start, stop - start, len(data), "escaped text" if escaped else "text")
@@ -296,10 +296,10 @@ def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
             return dtype_from_name(code.name) if code.module == "ml_dtypes" and order != ">" else None
         if not isinstance(code, str) or order not in ("<", ">", "|"):
             return None
-        found = np.dtype(f"{order}{code}{_unit(state) if code[:1] in ('M', 'm') else ''}")
-        if found.kind != "V":
-            name_of_dtype(found)
-        return None if found.hasobject else found
+        parsed = np.dtype(f"{order}{code}{_unit(state) if code[:1] in ('M', 'm') else ''}")
+        if parsed.kind != "V":
+            name_of_dtype(parsed)
+        return None if parsed.hasobject else parsed
     except (OverflowError, MemoryError) as error:
         raise OverflowError("a NumPy dtype has a size or an offset that is too large") from error
     except (TypeError, ValueError, SyntaxError, UnsupportedLeafError):

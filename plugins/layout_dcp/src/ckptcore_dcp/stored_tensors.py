@@ -284,12 +284,12 @@ def stored_tensor(value: Value, *, key: str, path: str, embedded: FindStorage | 
                 inner_storage = None if embedded is None or not arguments else embedded(arguments[0])
                 if inner_storage is not None:
                     arguments = (inner_storage[0], *arguments[1:])
-                found = _rebuild(function.name, arguments, grad, key, path)
+                tensor = _rebuild(function.name, arguments, grad, key, path)
                 if inner_storage is not None:
-                    found = _inside(found, value.arguments[0], inner_storage[1])
-                if not casts <= {(found.dtype, found.kind)}:
+                    tensor = _inside(tensor, value.arguments[0], inner_storage[1])
+                if not casts <= {(tensor.dtype, tensor.kind)}:
                     raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
-                return found
+                return tensor
             case name:
                 raise _unsupported(path, _REMEDIES.get(name, f"built by torch._utils.{name}, which is not supported"))
     raise _corrupt(key, path, "too many nested calls that build a tensor")

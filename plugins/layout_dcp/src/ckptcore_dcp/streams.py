@@ -182,11 +182,11 @@ class _Stream:
         data = self._inflater.unconsumed_tail
         while True:
             try:
-                found: bytes = self._inflater.decompress(data, wanted)
+                inflated: bytes = self._inflater.decompress(data, wanted)
             except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
                 raise self._damaged(str(error)) from error
-            if found:
-                return found
+            if inflated:
+                return inflated
             if self._inflater.eof:
                 raise self._damaged(f"it ends after {self._position} of {self._storage.size} bytes")
             data = self._fetch(_BLOCK_BYTES)
@@ -326,8 +326,8 @@ def _check_whole(location: ArrayLocation, buffer: HostArray) -> None:
     storage = location.storage
     if not storage.crc or storage.checksum is not None or buffer.nbytes != storage.nbytes:
         return
-    if (found := isal_zlib.crc32(buffer.reshape(-1).view(np.uint8))) != storage.crc:
-        raise damaged_storage(storage, found)
+    if (checksum := isal_zlib.crc32(buffer.reshape(-1).view(np.uint8))) != storage.crc:
+        raise damaged_storage(storage, checksum)
 
 
 def _store_fetch(store: ReadStore, key: str) -> Fetch:

@@ -102,10 +102,10 @@ class _Subject:
         return UnsupportedLeafError(f"{self.path} is {what}")
 
     def tensor(self, value: Value) -> StoredTensor:
-        found = stored_tensor(value, key=self.key, path=self.path)
-        if found is None:
+        tensor = stored_tensor(value, key=self.key, path=self.path)
+        if tensor is None:
             raise self.corrupt("it has no local tensor")
-        return found
+        return tensor
 
     def counts(self, value: Value) -> tuple[int, ...]:
         """Return a shape or a list of offsets."""
@@ -130,20 +130,20 @@ class _Subject:
 
 def _attributes(value: Value) -> Mapping[str, Value]:
     """Return the attributes of a pickled object, in its ``__dict__`` and in its ``__slots__``."""
-    found: dict[str, Value] = {}
+    attributes: dict[str, Value] = {}
     if isinstance(value, Call):
         for part in value.state if isinstance(value.state, tuple) and len(value.state) == 2 else (value.state,):
             if isinstance(part, dict):
-                found.update({name: child for name, child in part.items() if isinstance(name, str)})
-    return found
+                attributes.update({name: child for name, child in part.items() if isinstance(name, str)})
+    return attributes
 
 
 def _states(state: Value) -> Mapping[str, Value]:
-    found: dict[str, Value] = {}
+    states: dict[str, Value] = {}
     for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
-            found.update({name: child for name, child in part.items() if isinstance(name, str)})
-    return found
+            states.update({name: child for name, child in part.items() if isinstance(name, str)})
+    return states
 
 
 def _read_dtensor(subject: _Subject, arguments: tuple[Value, ...], state: Value) -> TensorPart | StoredTensor:
@@ -181,10 +181,10 @@ def _read_mesh(subject: _Subject, value: Value) -> tuple[tuple[int, ...], tuple[
         mesh = subject.tensor(attributes["mesh"]).shape
     else:
         raise subject.corrupt("its device mesh has no shape")
-    found = attributes.get("_coordinate_on_dim")
-    if found is None:
+    coordinate = attributes.get("_coordinate_on_dim")
+    if coordinate is None:
         return mesh, None
-    coordinates = subject.counts(found)
+    coordinates = subject.counts(coordinate)
     if len(coordinates) != len(mesh) or any(
         position >= extent for position, extent in zip(coordinates, mesh, strict=True)
     ):

@@ -138,8 +138,8 @@ def _main_name(names: Sequence[str]) -> str | None:
 
 def _stem_of_index(key: str) -> str | None:
     """Return the stem and the variant that an index is for; None for other files."""
-    found = _INDEX.fullmatch(key.rpartition("/")[2])
-    return None if found is None else ".".join([part for part in found.groups() if part is not None])
+    match = _INDEX.fullmatch(key.rpartition("/")[2])
+    return None if match is None else ".".join([part for part in match.groups() if part is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +298,12 @@ def _outermost_tensors(content: TorchFile) -> Mapping[str, StoredTensor | Tensor
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
-    found: dict[str, StoredTensor | TensorPart | Unreadable] = {}
+    tensors: dict[str, StoredTensor | TensorPart | Unreadable] = {}
     tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
     for path, leaf in zip(tree.paths, content.leaves, strict=True):
         if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | TensorPart | Unreadable):
-            found[path[0]] = leaf
-    return found
+            tensors[path[0]] = leaf
+    return tensors
 
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:

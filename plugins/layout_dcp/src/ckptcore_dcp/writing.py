@@ -268,11 +268,11 @@ class MergedItems:
             self._nbytes[order],
             self._files,
         )
-        found, starts = np.unique(leaf_of, return_index=True)
+        first_rows, starts = np.unique(leaf_of, return_index=True)
         stops = [*starts.tolist(), len(order)][1:]
         return {
             leaf: ChunkRows(columns, start, stop)
-            for leaf, start, stop in zip(found.tolist(), starts.tolist(), stops, strict=True)
+            for leaf, start, stop in zip(first_rows.tolist(), starts.tolist(), stops, strict=True)
         }
 
 

@@ -53,11 +53,11 @@ class RayCoordinator:
             PluginError: if the job does not exist, has another size or lacks this rank.
             RankFailedError: if the job's actor has failed.
         """
-        found = find_job(job, namespace=namespace)
-        if size != found.size or not 0 <= rank < size:
+        known = find_job(job, namespace=namespace)
+        if size != known.size or not 0 <= rank < size:
             raise PluginError(
                 f"RayCoordinator({job!r}, rank={rank}, size={size}): the job has size "
-                f"{found.size} and ranks 0 to {found.size - 1}; give each actor one of these "
+                f"{known.size} and ranks 0 to {known.size - 1}; give each actor one of these "
                 "ranks, or create the job with another size"
             )
         context = ray.get_runtime_context()
@@ -66,7 +66,7 @@ class RayCoordinator:
         self.rank: Final = rank
         self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
-        self._actor: Final[Any] = found.actor
+        self._actor: Final[Any] = known.actor
         # Ray does not count an actor's handle to itself as a reference, so the job keeps no actor
         # alive.
         member = context.current_actor if self._in_actor else None

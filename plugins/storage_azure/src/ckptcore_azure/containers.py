@@ -157,9 +157,9 @@ def list_blobs(
 
 def _name(element: ElementTree.Element) -> str:
     """Return a name. Azure escapes those that XML cannot represent."""
-    found = element.find("{*}Name")
-    name = "" if found is None else found.text or ""
-    return unquote(name) if found is not None and found.get("Encoded") == "true" else name
+    name_element = element.find("{*}Name")
+    name = "" if name_element is None else name_element.text or ""
+    return unquote(name) if name_element is not None and name_element.get("Encoded") == "true" else name
 
 
 _MAX_BATCH_SIZE: Final = 256
@@ -245,14 +245,14 @@ class AzureContainer(Bucket):
 
         If the service lists no uncommitted blobs, as in accounts with a hierarchical namespace, return the latter.
         """
-        found: dict[str, int] | None = None
+        sizes: dict[str, int] | None = None
         with self.warning_of_uploads():
-            found = self._sizes(list_blobs(self, prefix, uncommitted=True))
-        if found is None:
+            sizes = self._sizes(list_blobs(self, prefix, uncommitted=True))
+        if sizes is None:
             return (), [key for key in self._sizes(self.list_pages(prefix)) if self.is_temporary(key)]
         # Uncommitted blobs have no size, and a request for one fails.
-        uploads = [key for key, size in found.items() if not size and self.head(key) is None]
-        temporary = [key for key in found if self.is_temporary(key) and key not in uploads]
+        uploads = [key for key, size in sizes.items() if not size and self.head(key) is None]
+        temporary = [key for key in sizes if self.is_temporary(key) and key not in uploads]
         return [BlockUpload(self, key) for key in uploads], temporary
 
     def _sizes(self, pages: Iterator[ListPage]) -> dict[str, int]:

@@ -71,12 +71,12 @@ def fill(
         data = memoryview(read(start, max(piece.stop for piece in run)))
         for piece in run:
             if piece.stop > start + len(data):
-                found = start + len(data) if len(data) else size()
+                filled = start + len(data) if len(data) else size()
                 raise CorruptCheckpointError(
                     f"the object {key!r} in {url} is too short: expected bytes {piece.start} "
-                    f"to {piece.stop}, found {found} bytes in total. Load another checkpoint",
+                    f"to {piece.stop}, found {filled} bytes in total. Load another checkpoint",
                     key=key,
-                    start=min(piece.start, found),
+                    start=min(piece.start, filled),
                     stop=piece.stop,
                 )
             piece.buffer[:] = data[piece.start - start : piece.stop - start]
@@ -162,11 +162,11 @@ class FsspecStorage(StorageBackend):
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
         path = self._path(key)
-        found = self._connection.request(f"cannot find {key!r} in {self._url}", lambda system: system.info(path))
-        if found.get("type") in ("directory", "other"):
-            what = "a directory" if found["type"] == "directory" else "not a regular file"
+        info = self._connection.request(f"cannot find {key!r} in {self._url}", lambda system: system.info(path))
+        if info.get("type") in ("directory", "other"):
+            what = "a directory" if info["type"] == "directory" else "not a regular file"
             raise ObjectNotFoundError(f"{key!r} in {self._url} is {what}")
-        size = found.get("size")
+        size = info.get("size")
         if type(size) is not int:
             raise StorageError(
                 f"cannot load {key!r} in {self._url}: {self._scheme}:// does not provide its "
@@ -226,8 +226,8 @@ class FsspecStorage(StorageBackend):
             system.invalidate_cache(below)
             return list(_listed_sizes(system, below) if _lists_recursively(system) else _walk(system, below))
 
-        found = self._connection.request(f"cannot list {self._url}", paths)
-        return iter(sorted({path[len(self._root) + 1 :] for path in found}))
+        paths_found = self._connection.request(f"cannot list {self._url}", paths)
+        return iter(sorted({path[len(self._root) + 1 :] for path in paths_found}))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
@@ -295,14 +295,14 @@ _AZURE: Final = re.compile(r"(?:fsspec\+)?https://(\w+)\.blob\.(core\.[\w.]+)/([
 
 def _writable(url: str) -> str:
     """Return how to write to a place that has a read-only URL, if there is a way."""
-    if (found := _HUB_BUCKET.match(url)) is not None:
-        namespace, bucket = found.groups()
+    if (match := _HUB_BUCKET.match(url)) is not None:
+        namespace, bucket = match.groups()
         return (
             f"save through the S3 gateway of the Hub: s3://{bucket}/... with the options endpoint="
             f"'https://s3.hf.co/{namespace}', region='us-east-1', addressing_style='path' and the bucket's S3 keys"
         )
-    if (found := _AZURE.match(url)) is not None:
-        account, cloud, container = found.groups()
+    if (match := _AZURE.match(url)) is not None:
+        account, cloud, container = match.groups()
         return f"save to abfss://{container}@{account}.dfs.{cloud}/... (`pip install 'ckptcore[azure]'`)"
     return "save to another storage"
 
@@ -326,12 +326,12 @@ def _lists_recursively(system: FileSystem) -> bool:
 def _listed_sizes(system: FileSystem, below: str) -> Mapping[str, object]:
     """Return the paths of all objects below a directory, with their sizes as the file system states them."""
     try:
-        found = system.find(below, detail=True)
+        entries = system.find(below, detail=True)
     except MISSING_OBJECT_ERRORS:
         return {}
     return {
         path: entry.get("size")
-        for path, entry in found.items()
+        for path, entry in entries.items()
         # Some stores use objects as directory markers.
         if path.startswith(f"{below}/") and not path.endswith("/") and entry.get("type") != "directory"
     }

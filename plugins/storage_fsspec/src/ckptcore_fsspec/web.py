@@ -219,14 +219,14 @@ class WebStorage(ReadOnlyStorage):
     def list(self, prefix: str = "") -> Iterator[str]:
         """List the keys of all objects in a directory, sorted. The server must show directories."""
         left = [check_directory_key(prefix)]
-        found: list[str] = []
+        keys: list[str] = []
         for looked_into in range(_MAX_DIRECTORIES + 1):  # noqa: B007  # the error has it
             if not left:
-                return iter(sorted(found))
+                return iter(sorted(keys))
             directory = left.pop()
             for name in self.list_names(directory):
                 key = f"{directory}/{name}" if directory else name
-                (left if name.endswith("/") else found).append(key.removesuffix("/"))
+                (left if name.endswith("/") else keys).append(key.removesuffix("/"))
         raise StorageError(
             f"{self._url}: the server shows more than {looked_into} directories; load from a subdirectory"
         )

@@ -75,13 +75,13 @@ class DefaultTokens(LibraryCredentials[Token]):
                 return google.auth.default(scopes=_SCOPES)[0]
             # google-auth warns about files from untrusted sources (DeprecationWarning). This file
             # was named by the user of the program.
-            found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
+            loaded: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
         except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: it is JSON, but no object
             what = f"the file {named!r} of {source}" if named else "the file of the gcloud login"
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             message = redacted(f"cannot read {what}: {reason}")[:_MAX_MESSAGE_LENGTH]
             raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
-        return found[0]
+        return loaded[0]
 
 
 def _connection() -> Any:

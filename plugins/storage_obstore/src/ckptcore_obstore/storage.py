@@ -85,8 +85,8 @@ class ObjectStoreDirectory(StorageBackend):
         """Read a small object. Return its data and its tag for conditional puts."""
         whole = self._full_key(key)
         with converted_errors(self._service, f"read {self._url}{key}"):
-            found = self._bucket.read(whole)
-        return bytes(found.data), found.tag
+            result = self._bucket.read(whole)
+        return bytes(result.data), result.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset. One request reads ranges with small gaps between them."""

@@ -117,8 +117,8 @@ _TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
 
 def upload_id_of(key: str) -> str | None:
     """Return the upload id in the key of a temporary object, or None for any other key."""
-    found = _TEMPORARY.search(key)
-    return None if found is None else found[1]
+    match = _TEMPORARY.search(key)
+    return None if match is None else match[1]
 
 
 class PendingUpload(Protocol):

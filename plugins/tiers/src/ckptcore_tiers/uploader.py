@@ -113,9 +113,9 @@ class Uploader:
         them, and all steps whose near copy is from a later save than the far copy.
         """
         candidates = self._far.steps.candidates()
-        found = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
+        states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
         # A step that cannot be read, such as one in an archive, may be there.
-        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there is not False}
+        in_far = {step for step, is_there in zip(candidates, states, strict=True) if is_there is not False}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)

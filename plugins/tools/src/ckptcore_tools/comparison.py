@@ -145,15 +145,15 @@ def diff(
         Tolerance(absolute, relative),
         context,
     )
-    found = list(comparison.structure_differences(with_dtypes=not values))
+    differences = list(comparison.structure_differences(with_dtypes=not values))
     with runtime_of(context).show_progress(progress, "comparing") as report:
         counted = ByteProgress(report)
         if values:
             counted.plan(comparison.nbytes)
-            found.extend(comparison.content_differences(counted.complete))
+            differences.extend(comparison.content_differences(counted.complete))
         counted.end()
     nbytes = comparison.nbytes if values else 0
-    return Differences(str(a), str(b), tuple(found), comparison.leaves, comparison.files, nbytes)
+    return Differences(str(a), str(b), tuple(differences), comparison.leaves, comparison.files, nbytes)
 
 
 _BATCH_BYTES = 64 << 20
@@ -347,8 +347,8 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
         difference = _difference(path, "values", summary, column_summary(b))
         numbers_a, numbers_b = column_array(a), column_array(b)
         if numbers_a is not None and numbers_b is not None and numbers_a.shape == numbers_b.shape:
-            found = distance(numbers_a, numbers_b, Tolerance())
-            difference = replace(difference, elements=numbers_a.size, distance=found)
+            measured = distance(numbers_a, numbers_b, Tolerance())
+            difference = replace(difference, elements=numbers_a.size, distance=measured)
         yield difference
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
@@ -388,8 +388,8 @@ class _CheckpointComparison:
         tolerance: Tolerance,
         context: Context,
     ) -> None:
-        self._a = {directory: found for directory, (_, found) in a.items()}
-        self._b = {directory: found for directory, (_, found) in b.items()}
+        self._a = {directory: metadata for directory, (_, metadata) in a.items()}
+        self._b = {directory: metadata for directory, (_, metadata) in b.items()}
         self._trees: dict[str, TreeComparison] = {}
         self._files: dict[str, FilesComparison] = {}
         for directory in a.keys() & b.keys():
@@ -421,9 +421,9 @@ class _CheckpointComparison:
         if ("" in a) != ("" in b):
             yield _root_difference("structure", _kind_of_checkpoint(a), _kind_of_checkpoint(b))
             return
-        for directory, found in a.items():
+        for directory, metadata in a.items():
             if directory not in b:
-                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(found), None))
+                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(metadata), None))
             elif directory in self._trees:
                 for difference in self._trees[directory].structure_differences(with_dtypes=with_dtypes):
                     yield _in_checkpointable(directory, difference)
@@ -431,11 +431,11 @@ class _CheckpointComparison:
                 for difference in self._files[directory].structure_differences():
                     yield _in_checkpointable(directory, difference)
             else:
-                kinds = _kind(found), _kind(b[directory])
+                kinds = _kind(metadata), _kind(b[directory])
                 yield _in_checkpointable(directory, _root_difference("structure", *kinds))
-        for directory, found in b.items():
+        for directory, metadata in b.items():
             if directory not in a:
-                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(found)))
+                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(metadata)))
 
     def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
         """Yield the differences between elements and between the bytes of files.
@@ -459,8 +459,8 @@ def _kind_of_checkpoint(directories: Mapping[str, object]) -> str:
     return "one tree" if "" in directories else f"checkpointables {', '.join(directories)}"
 
 
-def _kind(found: CheckpointMetadata) -> str:
-    return "files" if found.is_files else "tree"
+def _kind(metadata: CheckpointMetadata) -> str:
+    return "files" if metadata.is_files else "tree"
 
 
 def _root_difference(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:

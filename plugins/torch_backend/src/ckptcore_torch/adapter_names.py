@@ -219,15 +219,15 @@ def names_of_adapter(names: Iterable[str], adapter_name: str, biases: Biases = "
     others: dict[str, None] = {}
     base: list[str] = []
     for name in names:
-        found = LoraName.of(name)
-        if found is None:
+        lora = LoraName.of(name)
+        if lora is None:
             base.append(name)
-        elif found.adapter not in (None, adapter_name):
-            others[str(found.adapter)] = None
+        elif lora.adapter not in (None, adapter_name):
+            others[str(lora.adapter)] = None
         else:
-            _add_name(by_stored, found.stored, name)
-            if found.is_bare:
-                bare.add(found.stored)
+            _add_name(by_stored, lora.stored, name)
+            if lora.is_bare:
+                bare.add(lora.stored)
     if not by_stored:
         known = f"; the model has the adapters {', '.join(others)}" if others else ""
         raise TreeMismatchError(
@@ -264,9 +264,9 @@ def check_stored_name(name: str) -> None:
         TreeMismatchError: if PEFT uses another name.
     """
     expected = name if name.startswith(PREFIX) else PREFIX + name
-    found = LoraName.of(name)
-    if found is not None:
-        expected = found.stored
+    lora = LoraName.of(name)
+    if lora is not None:
+        expected = lora.stored
     if name != expected:
         raise TreeMismatchError(
             f"PEFT does not use the name {name[:200]!r}; expected {expected[:200]!r}: pass the model, "

@@ -261,10 +261,10 @@ def collectives_of_job() -> GlooCollectives | NCCLCollectives | None:
     the group has only one process or no store, or if gloo is needed and this build of torch lacks
     it.
     """
-    found = store_of_job()
+    store = store_of_job()
     world = dist.group.WORLD
-    if found is None or world is None:
+    if store is None or world is None:
         return None
     if "nccl" in str(dist.get_backend_config(world)) and dist.is_nccl_available() and torch.cuda.is_available():
-        return NCCLCollectives(found, world.rank(), world.size())
-    return GlooCollectives(found, world.rank(), world.size()) if dist.is_gloo_available() else None
+        return NCCLCollectives(store, world.rank(), world.size())
+    return GlooCollectives(store, world.rank(), world.size()) if dist.is_gloo_available() else None

@@ -186,9 +186,9 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
             or (not stored_raw and stored.spec.dtype == "uint8")
             or wanted.kind == f"torch.{stored.spec.dtype}"
         ):
-            found = stored.kind if stored_raw else stored.spec.dtype
+            kind = stored.kind if stored_raw else stored.spec.dtype
             raise UnsupportedLeafError(
-                f"{found} cannot be cast to {dtype}: PyTorch does not define the bits of one of them; load it as it is "
+                f"{kind} cannot be cast to {dtype}: PyTorch does not define the bits of one of them; load it as it is "
                 "stored, and convert it yourself"
             )
         plain = array if array.flags.writeable else array.copy()

@@ -190,23 +190,23 @@ def _sub_ranges(ranges: Sequence[IndexRange], start: int, stop: int) -> list[Ind
 
 
 def _merge_adjacent(ranges: Sequence[IndexRange]) -> Sequence[IndexRange]:
-    found: list[IndexRange] = []
+    merged: list[IndexRange] = []
     for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _with_offsets(ranges: Sequence[IndexRange]) -> Sequence[tuple[int, int, int]]:
     """Return the ranges with their offsets in the local tensor."""
-    found = []
+    offsets = []
     position = 0
     for start, stop in ranges:
-        found.append((start, stop, position))
+        offsets.append((start, stop, position))
         position += stop - start
-    return found
+    return offsets
 
 
 _LOCAL_HANDLER: Final = TensorHandler()
@@ -392,9 +392,9 @@ def _mesh_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
     if isinstance(ranks, int):
         return () if ranks == rank else None
     for position, nested in enumerate(ranks):
-        found = _mesh_coordinate(nested, rank)
-        if found is not None:
-            return (position, *found)
+        coordinate = _mesh_coordinate(nested, rank)
+        if coordinate is not None:
+            return (position, *coordinate)
     return None
 
 

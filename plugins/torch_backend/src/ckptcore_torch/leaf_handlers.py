@@ -41,10 +41,10 @@ def _named(kind: type, name: Any) -> object:
     Raises:
         TypeError: if PyTorch has none.
     """
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, kind):
+    constant = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(constant, kind):
         raise TypeError(f"this PyTorch has no {kind.__name__} of that name")
-    return found
+    return constant
 
 
 def _device(kind: type, text: Any) -> object:

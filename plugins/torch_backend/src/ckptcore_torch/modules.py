@@ -226,16 +226,16 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
         elif name in stored:
             has_form = _has_form(held, stored[name], any_dtype=not loaders.are_foreign)
             request[name] = held if has_form else _stored_form(held, stored[name])
-    for name, found in stored.items():
+    for name, item in stored.items():
         if name not in state and isinstance(name, str) and loaders.decide(name):
-            request[name] = state_to_load(None, found, array=abstract_tensor)
+            request[name] = state_to_load(None, item, array=abstract_tensor)
     return request
 
 
 def _identities(state: Mapping[str, Any]) -> dict[str, Hashable]:
     """Return the identity of each tensor of a state dict: tied ones are equal."""
-    found = {name: identity_of(held) for name, held in state.items()}
-    return {name: identity for name, identity in found.items() if identity is not None}
+    identities = {name: identity_of(held) for name, held in state.items()}
+    return {name: identity for name, identity in identities.items() if identity is not None}
 
 
 def _with_all_names(own: Mapping[str, Any], state: Any) -> Any:
@@ -332,14 +332,14 @@ def _refuse_other_wrappers(
     if not loaders.parts and len({_prefixes(stored_names[plain], own_names[plain]) for plain in own_names}) == 1:
         return
     plain = next(name for name in stored_names if stored_names[name] != own_names[name])
-    found, expected = stored_names[plain], own_names[plain]
-    parts = list(wrapper_parts(found)[0])
+    stored_name, expected = stored_names[plain], own_names[plain]
+    parts = list(wrapper_parts(stored_name)[0])
     for part in wrapper_parts(expected)[0]:
         if part in parts:
             parts.remove(part)
     prefix = ".".join(parts) + "." if parts else ""
     reason = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
-    difference = f"{expected!r} is stored as {found!r}, {reason}"
+    difference = f"{expected!r} is stored as {stored_name!r}, {reason}"
     raise TreeMismatchError(
         f"the stored names do not fit the {type(module).__qualname__}: {difference}. The "
         "checkpoint contains a state dict of a module in other wrappers, saved as a plain dict. "

@@ -242,9 +242,9 @@ class _Options:
         defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
         name = _class_of_torch(optimizer)
-        compared = functools.cache(lambda found: cls._of_group(defaults, own, found, is_of_torch=name is not None))
-        found = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
-        return [compared(entries) for entries in found if entries - _ANY]
+        compared = functools.cache(lambda groups: cls._of_group(defaults, own, groups, is_of_torch=name is not None))
+        groups = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
+        return [compared(entries) for entries in groups if entries - _ANY]
 
     @classmethod
     def _of_group(
@@ -300,7 +300,7 @@ class _States:
     def of(cls, optimizer: torch.optim.Optimizer, own: Iterable[object], stored: Iterable[object]) -> _States:
         """Compare states. Empty states are ignored."""
         entries = [entry for state in stored if (entry := _entries(state))]
-        found = frozenset[str]().union(*entries)
+        slots = frozenset[str]().union(*entries)
         name = _class_of_torch(optimizer)
         if name is not None and name in _STATES:
             always, others = (frozenset(text.split()) for text in _STATES[name])
@@ -308,10 +308,10 @@ class _States:
             can_step = any(always <= entry for entry in entries) and all(counts <= entry for entry in entries)
             lacking = frozenset[str]() if can_step else frozenset[str]().union(*[always - entry for entry in entries])
             complete = [frozenset(needs.split()) for needs, _ in _STATES.values() if needs]
-            are_of_others = found.isdisjoint(always | others) and any(needs <= found for needs in complete)
-            return cls(always | (others & found), found, len(entries), True, lacking, are_of_others)
+            are_of_others = slots.isdisjoint(always | others) and any(needs <= slots for needs in complete)
+            return cls(always | (others & slots), slots, len(entries), True, lacking, are_of_others)
         present = frozenset[str]().union(*map(_entries, own))
-        return cls(present or None, found, len(entries), name is not None)
+        return cls(present or None, slots, len(entries), name is not None)
 
     @property
     def agree(self) -> bool:
@@ -348,10 +348,10 @@ def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None
 
 
-def _classes_of_torch(found: frozenset[str]) -> Iterator[frozenset[str]]:
+def _classes_of_torch(options_of_state: frozenset[str]) -> Iterator[frozenset[str]]:
     """Yield the options of each class of PyTorch that can have written a group: it has all of them, and its flags."""
     for options, flags in _options_of_torch():
-        if options <= found and len(flags & found) >= min(2, len(flags)):
+        if options <= options_of_state and len(flags & options_of_state) >= min(2, len(flags)):
             yield options
 
 

@@ -138,15 +138,15 @@ def objects_to_load(optimizer: torch.optim.Optimizer, stored: Any) -> Any:
         TreeMismatchError: the class of an object is not in the module of the optimizer.
     """
     if isinstance(stored, StoredObject):
-        found = _class_of(optimizer, stored.type)
-        if found is None:
+        known = _class_of(optimizer, stored.type)
+        if known is None:
             difference = f"the stored state has a {stored.type}, which the module of {type(optimizer).__name__} lacks"
             raise TreeMismatchError(
                 f"{difference}. Load it into an optimizer of the class that was saved, or use PLACEHOLDER in the place "
                 "of the optimizer to start with a new state",
                 [difference],
             )
-        return OptimizerObject(_new(found, state_to_load({}, dict(stored), array=abstract_tensor)))
+        return OptimizerObject(_new(known, state_to_load({}, dict(stored), array=abstract_tensor)))
     return _mapped(stored, lambda child: objects_to_load(optimizer, child))
 
 
@@ -186,9 +186,9 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
     for kind in type(optimizer).__mro__:
         if kind is torch.optim.Optimizer:
             return None
-        found = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
-        if isinstance(found, type) and _name_of(found) == name and _is_of(kind, found):
-            return found
+        member = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
+        if isinstance(member, type) and _name_of(member) == name and _is_of(kind, member):
+            return member
     return None
 
 

@@ -69,9 +69,9 @@ class ShardedParts:
             return self._as_dtensor(part, self._shape), ()
         if (part.numel() == 1 and not is_flat) or name in _TABLES:
             return part, ()
-        found = self._flat(part) if is_flat else self._grid(tuple(part.shape))
-        if found is not None:
-            shape, local = found
+        parts = self._flat(part) if is_flat else self._grid(tuple(part.shape))
+        if parts is not None:
+            shape, local = parts
             return self._as_dtensor(part.view(local), shape), ()
         return self._tiles(name, part)
 

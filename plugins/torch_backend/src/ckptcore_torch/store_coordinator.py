@@ -259,14 +259,14 @@ class _GroupCoordinators:
 
     def of(self, group: Any) -> GroupCoordinator:
         with self._lock:
-            found = self._known.get(group)
-            if found is None:
+            coordinator = self._known.get(group)
+            if coordinator is None:
                 self._count += 1
                 store, rank, size = _store_of(group), group.rank(), group.size()
                 handshake = handshakes().of(group, _with_prefix(store), rank, size)
-                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._count)
-                self._known[group] = found
-            return found
+                coordinator = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._count)
+                self._known[group] = coordinator
+            return coordinator
 
 
 @functools.cache
@@ -302,5 +302,5 @@ def _store_of(world: Any) -> Any:
     """Return the store of a process group, or the default store if torch does not return it."""
     # Older versions of torch lack the method. It returns None for a group that is implemented in
     # Python (torch 2.13.0).
-    found = world.get_group_store() if hasattr(world, "get_group_store") else None
-    return dist.distributed_c10d._get_default_store() if found is None else found
+    store = world.get_group_store() if hasattr(world, "get_group_store") else None
+    return dist.distributed_c10d._get_default_store() if store is None else store

@@ -37,12 +37,12 @@ def parse_text(text: object) -> Mapping[str, Any]:
         CorruptCheckpointError: if it is something else.
     """
     try:
-        found = json.loads(str(text))
+        document = json.loads(str(text))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        document = None
+    if not isinstance(document, dict):
         raise CorruptCheckpointError(f"the text {PARTS!r} of the parts of a tensor cannot be read: {str(text)[:80]!r}")
-    return found
+    return document
 
 
 def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ()) -> Mapping[str, Any]:
@@ -65,15 +65,15 @@ def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ())
         raise TreeMismatchError(
             f"{difference}; request what is stored, such as a plain tensor, and convert it", [difference]
         )
-    found, requested = _entries(parse_text(stored[PARTS])), _entries(requested)
+    entries, requested = _entries(parse_text(stored[PARTS])), _entries(requested)
     differences = [
-        f"{name}: {requested.get(name)} is requested, {found.get(name)} is stored"
-        for name in dict.fromkeys([*requested, *found])
-        if requested.get(name) != found.get(name) and name not in may_differ
+        f"{name}: {requested.get(name)} is requested, {entries.get(name)} is stored"
+        for name in dict.fromkeys([*requested, *entries])
+        if requested.get(name) != entries.get(name) and name not in may_differ
     ]
     if differences:
         remedy = "create the tensor as it was when it was saved, or load its parts without it, as a dict"
-        if requested.get("shards") != found.get("shards"):
+        if requested.get("shards") != entries.get("shards"):
             remedy = "the mesh cuts blocks of the quantised tensor: load it on a mesh that divides it as the saving one"
         raise TreeMismatchError(f"{'; '.join(differences)}; {remedy}", differences)
     return stored
@@ -152,9 +152,9 @@ class SubclassPartsHandler(CheckpointableHandler):
             TreeMismatchError: if other parts are stored, or the same ones for another class, shape or context.
         """
         own = self.flatten(value)
-        found = expect_parts(own[PARTS], stored)
+        given = expect_parts(own[PARTS], stored)
         for name, part in own.items():
-            held, its = found.get(name), part
+            held, its = given.get(name), part
             if isinstance(held, AbstractArray) and isinstance(its, torch.Tensor) and not is_composed(inner_tensor(its)):
                 _expect_form(name, its, held)
         return own

@@ -397,8 +397,10 @@ def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> Array
     """
     if isinstance(stored, ArrayRecord) and stored.spec.shape == shape:
         return stored
-    found = f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
-    difference = f"{found} is stored, requested as a {noun} of the shape {shape}"
+    description = (
+        f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
+    )
+    difference = f"{description} is stored, requested as a {noun} of the shape {shape}"
     raise TreeMismatchError(difference, [difference])
 
 

@@ -345,12 +345,12 @@ class MergeAxes(EachArray):
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Merge the axes."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
-        found = shape[axis : axis + len(self.sizes)]
-        if len(found) < len(self.sizes) or any(
-            size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
+        extents = shape[axis : axis + len(self.sizes)]
+        if len(extents) < len(self.sizes) or any(
+            size not in (-1, own) for size, own in zip(self.sizes, extents, strict=True)
         ):
             raise ValueError(f"expected {list(self.sizes)} from axis {axis} on, found {array.spec}")
-        return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
+        return reshape(array, (*shape[:axis], math.prod(extents), *shape[axis + len(extents) :]))
 
     def describe(self) -> str:
         """Describe the axes."""

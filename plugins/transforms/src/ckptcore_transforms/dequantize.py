@@ -58,13 +58,13 @@ def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] 
 
 
 def _dequantize(
-    tree: TreeRewriter, found: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
+    tree: TreeRewriter, matches: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
 ) -> None:
     """Replace arrays and their scales with the results.
 
     Args:
         tree: the tree.
-        found: the arrays.
+        matches: the arrays.
         problems: problems found so far, with paths.
         dropped: leaves to remove together with the scales.
 
@@ -73,7 +73,7 @@ def _dequantize(
     """
     all_problems = list(problems)
     replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
-    for one in found:
+    for one in matches:
         try:
             array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
@@ -194,12 +194,12 @@ def _apply(
     if values.fields != scales_template.fields or not values.is_exact or not scales_template.is_exact:
         raise TransformError(f"{values} and {scales_template} must have the same fields, and no '*'")
     of_scales = {_key(fields): (path, fields) for path, fields in tree.present(scales_template).items()}
-    found, problems = [], []
+    matches, problems = [], []
     names = {path_text(path) for path in tree.leaves} - {path_text(path) for path, _ in of_scales.values()}
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
-            found.append(_Quantized(path, scale[0], target.path(fields), make))
+            matches.append(_Quantized(path, scale[0], target.path(fields), make))
             if unknown := _unknown_data(path_text(path), names):
                 problems.append(f"{format_path(path)}: {unknown}")
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
@@ -207,13 +207,13 @@ def _apply(
             problems.append(f"{format_path(path)}: the scales {expected} of {leaf.record.spec} are missing")
     for path, fields in of_scales.values():
         problems.append(f"{format_path(path)}: the array {format_path(values.path(fields))} of these scales is missing")
-    if not found and not problems:
+    if not matches and not problems:
         tree.find(scales_template)
-    _dequantize(tree, found, problems)
+    _dequantize(tree, matches, problems)
 
 
 def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, found.text) for name, found in fields.items()))
+    return tuple(sorted((name, field.text) for name, field in fields.items()))
 
 
 _CONFIG: Final = "config.json"
@@ -265,7 +265,7 @@ class DequantizeAsConfigured(TreeTransform):
         if config is None:
             raise NothingMatches(f"{_CONFIG} has no quantization_config")
         search = _Search(config, self.dtype, {path_text(path): path for path in tree.leaves})
-        found, problems, dropped = [], [], dict[TreePath, None]()
+        quantized, problems, dropped = [], [], dict[TreePath, None]()
         for text, path in search.by_text.items():
             leaf = tree.leaves[path]
             if not isinstance(leaf, ArrayLeaf) or leaf.record.kind != PLAIN_ARRAY:
@@ -276,14 +276,14 @@ class DequantizeAsConfigured(TreeTransform):
                 problems.append(f"{format_path(path)}: {error}")
                 continue
             if one is not None:
-                found.append(one)
+                quantized.append(one)
                 dropped.update(dict.fromkeys(search.of_activations(text)))
-        scales = {one.scales for one in found}
+        scales = {one.scales for one in quantized}
         if config.has_cache_scales:
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
-        if not found and not problems:
+        if not quantized and not problems:
             raise NothingMatches(f"{_CONFIG} has the method {config.method}, but no array is quantised")
-        _dequantize(tree, found, problems, [path for path in dropped if path not in scales])
+        _dequantize(tree, quantized, problems, [path for path in dropped if path not in scales])
 
     def describe(self) -> str:
         """Describe the transform."""

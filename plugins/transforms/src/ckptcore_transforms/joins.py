@@ -208,14 +208,14 @@ class Fuse(TreeTransform):
         """Concatenate the arrays."""
         to = Template(self.to)
         matched = tree.find_each([Template(one) for one in self.patterns])
-        found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
+        by_pattern = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
-            absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
+        for key in dict.fromkeys([key for of_pattern in by_pattern for key in of_pattern]):
+            absent = [one for one, of_pattern in zip(self.patterns, by_pattern, strict=True) if key not in of_pattern]
             if absent:
-                path = next(of_pattern[key][0] for of_pattern in found if key in of_pattern)
+                path = next(of_pattern[key][0] for of_pattern in by_pattern if key in of_pattern)
                 raise TransformError(f"the part {absent[0]!r} that belongs to {format_path(path)} is missing")
-            members = [of_pattern[key] for of_pattern in found]
+            members = [of_pattern[key] for of_pattern in by_pattern]
             new = to.path(members[0][1])
             with naming(new):
                 array = self._fused([tree.array(path) for path, _ in members])
@@ -255,16 +255,16 @@ def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Te
     Raises:
         TransformError: if two leaves have the same fields.
     """
-    found: dict[_Texts, tuple[TreePath, Fields]] = {}
+    by_fields: dict[_Texts, tuple[TreePath, Fields]] = {}
     for path, fields in matched.items():
         key = tuple(sorted((name, one.text) for name, one in fields.items()))
-        if key in found:
+        if key in by_fields:
             raise TransformError(
-                f"{format_path(found[key][0])} and {format_path(path)} both match {pattern!r} "
+                f"{format_path(by_fields[key][0])} and {format_path(path)} both match {pattern!r} "
                 "and would be the same part: use fields such as {name} instead of *"
             )
-        found[key] = path, fields
-    return found
+        by_fields[key] = path, fields
+    return by_fields
 
 
 def _counter(more: Template, fewer: Template) -> str:

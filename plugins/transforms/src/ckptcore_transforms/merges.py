@@ -128,8 +128,10 @@ class Average(TreeTransform):
             for location, leaves in zip(self.others, others, strict=True):
                 other = leaves.get(path)
                 if not isinstance(other, ArrayLeaf) or other.record.spec != leaf.record.spec:
-                    found = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
-                    raise TransformError(f"{location} has {found} at {format_path(path)}; expected {leaf.record.spec}")
+                    description = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
+                    raise TransformError(
+                        f"{location} has {description} at {format_path(path)}; expected {leaf.record.spec}"
+                    )
                 arrays.append(other.array)
             with naming(path):
                 replacements[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
@@ -165,11 +167,11 @@ def _by_base(base: Template, matched: Mapping[TreePath, Fields]) -> dict[TreePat
     Raises:
         TransformError: if two have the same base.
     """
-    found: dict[TreePath, TreePath] = {}
+    by_base: dict[TreePath, TreePath] = {}
     for path, fields in matched.items():
-        if (first := found.setdefault(base.path(fields), path)) != path:
+        if (first := by_base.setdefault(base.path(fields), path)) != path:
             raise TransformError(
                 f"{format_path(first)} and {format_path(path)} of the adapter both belong to "
                 f"{format_path(base.path(fields))}: expected one"
             )
-    return found
+    return by_base

@@ -72,8 +72,8 @@ class RenameTable(TreeTransform):
     def rewrite(self, tree: TreeRewriter) -> None:
         """Rename the leaves."""
         replacements: dict[TreePath, dict[TreePath, Leaf]] = {}
-        found = tree.find_each([exactly(path) for path in self.table])
-        for of_path, to in zip(found, self.table.values(), strict=True):
+        matches = tree.find_each([exactly(path) for path in self.table])
+        for of_path, to in zip(matches, self.table.values(), strict=True):
             for path in of_path:
                 replacements[path] = {text_path(to): tree.leaves[path]}
         tree.replace(replacements)
@@ -125,11 +125,11 @@ class Refuse(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Check the leaves."""
-        found = list(tree.present(Template(self.pattern)))
-        if found:
-            others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
+        left = list(tree.present(Template(self.pattern)))
+        if left:
+            others = "" if len(left) == 1 else f" and {len(left) - 1:,} other{'s' if len(left) > 2 else ''}"
             raise TransformError(
-                f"no transform handles {format_path(found[0])[:_MAX_SHOWN]}{others}: put Rename, or Drop if it is not "
+                f"no transform handles {format_path(left[0])[:_MAX_SHOWN]}{others}: put Rename, or Drop if it is not "
                 "needed, first in the transforms of ckptcore.load or ckptcore.copy"
             )
 

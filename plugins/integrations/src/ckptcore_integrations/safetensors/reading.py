@@ -150,11 +150,11 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     if len(items) <= len(shape) and all(map(_fits, items, shape)):
         return tuple(items)
     items = _expanded(index, len(shape))
-    found: list[int | slice] = []
+    checked: list[int | slice] = []
     for axis, item in enumerate(items):
         extent = shape[axis] if axis < len(shape) else 0
         if isinstance(item, slice):
-            found.append(_checked_slice(item))
+            checked.append(_checked_slice(item))
             continue
         try:
             position = operator.index(item)
@@ -164,12 +164,12 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
             ) from None
         if position < -extent:
             raise SafetensorError(f"Invalid index {position} for dimension {axis} of size {extent}")
-        found.append(position % extent if position < 0 else position)
-    if len(found) > len(shape):
-        raise _slicing_error(found, shape, "more slicing indexes than dimensions in tensor")
-    for axis in reversed(range(len(found))):
-        _check_bounds(found, shape, axis)
-    return tuple(found)
+        checked.append(position % extent if position < 0 else position)
+    if len(checked) > len(shape):
+        raise _slicing_error(checked, shape, "more slicing indexes than dimensions in tensor")
+    for axis in reversed(range(len(checked))):
+        _check_bounds(checked, shape, axis)
+    return tuple(checked)
 
 
 def _fits(item: Any, extent: int) -> bool:

@@ -30,8 +30,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of a name in checkpoints; None if PyTorch has none."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
@@ -168,12 +168,12 @@ class _Flattener:
         """Return True if a list or a list inside it has an array or a mapping. `first` is its first leaf."""
         for child in node.children:
             if isinstance(child, Node):
-                found = child.kind in ("dict", "OrderedDict") or (
+                has_arrays = child.kind in ("dict", "OrderedDict") or (
                     child.kind == "list" and self._has_arrays_or_mappings(child, first)
                 )
             else:
-                found = isinstance(self._leaves[first], ArrayRecord)
-            if found:
+                has_arrays = isinstance(self._leaves[first], ArrayRecord)
+            if has_arrays:
                 return True
             first += _count(child)
         return False

@@ -46,10 +46,10 @@ def builtin_value(call: Call) -> Value:
     match function.name, arguments:
         case "bytes" | "bytearray", ():
             return b""
-        case "bytes" | "bytearray", (bytes() as found,):
-            return found
-        case "bytes" | "bytearray", (OutOfLine() as found,):
-            return found
+        case "bytes" | "bytearray", (bytes() as content,):
+            return content
+        case "bytes" | "bytearray", (OutOfLine() as content,):
+            return content
         case "bytearray", (Call() as inner,) if inner.function == _ENCODE:  # protocol 2
             encoded = _latin1_bytes(inner)
             return encoded if isinstance(encoded, bytes) else call

@@ -73,8 +73,8 @@ class Window:
 
     def startswith(self, prefix: bytes, start: int) -> bool:
         """Return True if the bytes at an offset are `prefix`."""
-        found: bytes = self[start : start + len(prefix)]
-        return found == prefix
+        head: bytes = self[start : start + len(prefix)]
+        return head == prefix
 
     def find(self, found: bytes, start: int, stop: int | None = None) -> int:
         """Return the offset of a byte from `start` on, or -1."""
@@ -132,10 +132,10 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     end = data.find(b"\n", position)
     if end < 0:
         raise truncated(key, position, len(data) + 1)
-    found = data[position:end]
-    if not isinstance(found, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
+    text = data[position:end]
+    if not isinstance(text, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
         raise DenseFileError
-    return found, end + 1
+    return text, end + 1
 
 
 def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], tuple[bytes, int]]:
@@ -163,50 +163,50 @@ def _text(size: int) -> Literal:
     counted = _counted(size)
 
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
-        found, end = counted(data, position, key)
-        return _unicode(found, position, key), end
+        counted_bytes, end = counted(data, position, key)
+        return _unicode(counted_bytes, position, key), end
 
     return read
 
 
-def _unicode(found: bytes, position: int, key: str) -> str:
+def _unicode(text: bytes, position: int, key: str) -> str:
     try:
-        return found.decode("utf-8", "surrogatepass")  # like `pickle`: file names can have lone surrogates
+        return text.decode("utf-8", "surrogatepass")  # like `pickle`: file names can have lone surrogates
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
 
 
-def _python2_text(found: bytes) -> str | bytes:
+def _python2_text(text: bytes) -> str | bytes:
     """Decode a ``str`` of Python 2: text if possible, as torch does, else bytes."""
     try:
-        return found.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError:
-        return found
+        return text
 
 
 def _python2_string(size: int) -> Literal:
     counted = _counted(size, signed=size == 4)
 
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
-        found, end = counted(data, position, key)
-        return _python2_text(found), end
+        text, end = counted(data, position, key)
+        return _python2_text(text), end
 
     return read
 
 
 def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = line(data, position, key)
-    return _python2_text(unquoted(found, position, key)), end
+    text, end = line(data, position, key)
+    return _python2_text(unquoted(text, position, key)), end
 
 
-def unquoted(found: bytes, position: int, key: str) -> bytes:
+def unquoted(text: bytes, position: int, key: str) -> bytes:
     """Return the bytes of a quoted string of Python 2 with escapes.
 
     Raises:
         CorruptCheckpointError: it has no quotes, or an invalid escape.
     """
-    found = found.rstrip(b"\r")
-    if len(found) < 2 or found[0] != found[-1] or found[0] not in b"'\"":
+    text = text.rstrip(b"\r")
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in b"'\"":
         raise malformed(key, position, "a string without quotes")
 
     def plain(match: re.Match[bytes]) -> bytes:
@@ -217,21 +217,21 @@ def unquoted(found: bytes, position: int, key: str) -> bytes:
             raise malformed(key, position, "a string with an invalid escape")
         return bytes([int(code[1:], 16) if code[0] == ord("x") else int(code, 8) & 0xFF])
 
-    return _ESCAPE.sub(plain, found[1:-1])
+    return _ESCAPE.sub(plain, text[1:-1])
 
 
 def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = line(data, position, key)
+    text, end = line(data, position, key)
     try:
-        return found.decode("raw-unicode-escape"), end
+        return text.decode("raw-unicode-escape"), end
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text with an invalid escape ({error.reason})") from error
 
 
 def _byte_array(data: bytes, position: int, key: str) -> tuple[Value, int]:
     # A call, as in protocols before 5.
-    found, end = _counted(8)(data, position, key)
-    return Call(Global("builtins", "bytearray"), (found,)), end
+    content, end = _counted(8)(data, position, key)
+    return Call(Global("builtins", "bytearray"), (content,)), end
 
 
 def _integer(size: int, *, signed: bool = False) -> Literal:
@@ -269,30 +269,30 @@ def _number_line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
 
 
 def _decimal(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    if found == b"00":  # a bool of protocols 0 and 1
+    digits, end = _number_line(data, position, key)
+    if digits == b"00":  # a bool of protocols 0 and 1
         return False, end
-    if found == b"01":
+    if digits == b"01":
         return True, end
-    return _decimal_value(found, position, key), end
+    return _decimal_value(digits, position, key), end
 
 
 def _decimal_long(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    return _decimal_value(found.removesuffix(b"L"), position, key), end
+    digits, end = _number_line(data, position, key)
+    return _decimal_value(digits.removesuffix(b"L"), position, key), end
 
 
-def _decimal_value(found: bytes, position: int, key: str) -> int:
-    if not _INTEGER.fullmatch(found):
+def _decimal_value(digits: bytes, position: int, key: str) -> int:
+    if not _INTEGER.fullmatch(digits):
         raise malformed(key, position, "an invalid integer")
-    return int(found)
+    return int(digits)
 
 
 def _decimal_float(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    if not _FLOAT.fullmatch(found):
+    digits, end = _number_line(data, position, key)
+    if not _FLOAT.fullmatch(digits):
         raise malformed(key, position, "an invalid number")
-    return float(found), end
+    return float(digits), end
 
 
 def _double(data: bytes, position: int, key: str) -> tuple[Value, int]:

@@ -105,7 +105,7 @@ def _run(state: State) -> tuple[Value, int]:
 
 def _result(state: State, position: int) -> Value:
     if len(state.stack) != 1 or state.outer:
-        found = f"it stops with {len(state.stack)} values and {len(state.outer)} marks left"
-        raise malformed(state.key, position, found)
+        problem = f"it stops with {len(state.stack)} values and {len(state.outer)} marks left"
+        raise malformed(state.key, position, problem)
     value: Value = state.stack[0]
     return value

@@ -194,8 +194,8 @@ class Places:
 
     def find(self, value: str | bytes) -> Place | None:
         """Return the byte range of a value of this pickle, or None."""
-        found = self._ranges.get(id(value))
-        return None if found is None else found[1]
+        place = self._ranges.get(id(value))
+        return None if place is None else place[1]
 
 
 def brief(value: Value) -> str:
@@ -238,11 +238,11 @@ def _kind(value: Value) -> str:
     return type(value).__name__
 
 
-def malformed(key: str, position: int, found: str) -> CorruptCheckpointError:
+def malformed(key: str, position: int, problem: str) -> CorruptCheckpointError:
     """Return the error for invalid content near byte ``position`` of the data."""
     return CorruptCheckpointError(
-        f"{key} contains a pickle that cannot be read, near byte {position}: {found}; the file is damaged or contains "
-        "something other than data; restore it or save the checkpoint again",
+        f"{key} contains a pickle that cannot be read, near byte {position}: {problem}; the file is damaged or "
+        "contains something other than data; restore it or save the checkpoint again",
         key=key,
         start=position,
     )

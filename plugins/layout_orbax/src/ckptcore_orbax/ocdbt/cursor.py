@@ -181,10 +181,10 @@ class Cursor:
 
     def count(self, what: str) -> int:
         """Return the number of entries that follow. Each entry has at least one byte."""
-        found = int(self.wide_varints(1, what)[0])
-        if found > self.remaining:
-            raise self.byte_range.damage_error(f"{what} is {found}, but {self.remaining} bytes are left")
-        return found
+        number = int(self.wide_varints(1, what)[0])
+        if number > self.remaining:
+            raise self.byte_range.damage_error(f"{what} is {number}, but {self.remaining} bytes are left")
+        return number
 
     def varints(self, count: int, what: str, limit: int) -> npt.NDArray[np.int64]:
         """Return a column of varints, each at most `limit`, which must be below 2**63."""

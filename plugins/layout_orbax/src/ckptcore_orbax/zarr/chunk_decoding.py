@@ -130,11 +130,11 @@ def read_natively(
 
 def _verify(stored: ZarrArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
     expected = digests[chunk.number * DIGEST_BYTES : (chunk.number + 1) * DIGEST_BYTES]
-    found = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
-    if found != expected:
+    digest = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+    if digest != expected:
         raise ChecksumError(
             f"the read chunk at {list(chunk.box.start)} of {stored.name!r} was not decoded to what was saved: expected "
-            f"xxh3_64:{expected.hex()}, found {found.hex()}; restore the checkpoint from a copy, or load another one"
+            f"xxh3_64:{expected.hex()}, found {digest.hex()}; restore the checkpoint from a copy, or load another one"
         )
 
 

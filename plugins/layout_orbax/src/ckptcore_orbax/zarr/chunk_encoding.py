@@ -73,7 +73,7 @@ class ChunkSource:
             for index, outer in iter_chunks(chunk, box):
                 touched[index] = outer
                 self._boxes_of_chunk.setdefault(index, []).append(number)
-        found = []
+        parts = []
         for index, outer in sorted(touched.items()):
             wanted = outer.intersect(self._whole)
             common_boxes = [self._boxes[number].intersect(outer) for number in self._boxes_of_chunk[index]]
@@ -84,8 +84,8 @@ class ChunkSource:
                     "elements, and no two processes can write one chunk: the cuts that its leaf handler describes "
                     "are not those of its shards"
                 )
-            found.append((index, outer))
-        return found
+            parts.append((index, outer))
+        return parts
 
     def inner_boxes(self, outer: Box) -> Iterator[Box]:
         """Yield the read chunks of a chunk, in C order."""
@@ -118,11 +118,11 @@ class ChunkSource:
         if self._boxes_of_chunk:
             index = tuple(map(int.__floordiv__, box.start, self.format.chunk))
             arrays = [arrays[number] for number in self._boxes_of_chunk[index]]
-        found = []
+        parts = []
         for box_part, array in arrays:
             if (common := box_part.intersect(box)) is not None:
-                found.append((common, array[common.within(box_part)]))
-        return found
+                parts.append((common, array[common.within(box_part)]))
+        return parts
 
     def gather(self, box: Box) -> HostArray:
         """Return a copy of the elements of a box that are inside the array: little endian, in C order.

@@ -227,13 +227,13 @@ class ZarrIndex(ChunkIndex):
     def stored_specs(self) -> Mapping[int, ArraySpec]:
         """See `ChunkIndex.stored_specs`."""
         leaves = self._tree.leaves
-        found = {}
+        specs = {}
         for leaf, stored in self._state.arrays.items():
             record, spec = leaves[leaf], stored.format.spec
             # Compared by parts, which is faster: there may be hundreds of thousands of arrays.
             if isinstance(record, ArrayRecord) and (record.spec.dtype != spec.dtype or record.spec.shape != spec.shape):
-                found[leaf] = spec
-        return found
+                specs[leaf] = spec
+        return specs
 
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
         """See `ChunkIndex.boxes`. Chunks at the end of an array may exceed it.
@@ -325,18 +325,18 @@ class ZarrIndex(ChunkIndex):
                     for index, _ in iter_chunks(format.chunk, whole)
                 )
             return ()
-        found: list[tuple[str, int, int]] = []
+        extents: list[tuple[str, int, int]] = []
         columns, room = state.extents, 0
         for row in self._rows.get(leaf, ()):
             start, stop = columns.start[row], columns.stop[row]
             room += stop - start
-            found.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
+            extents.append((f"{self._prefix}{columns.files[columns.file[row]]}", start, stop))
         if state.source == "ckptcore" and format.direct and room < format.spec.nbytes:
             raise CorruptCheckpointError(
                 f"{format_path(self._tree.paths[leaf])} is {format.spec} and needs {format.spec.nbytes} bytes, but the "
                 f"root states {room}; its metadata is damaged: load another checkpoint"
             )
-        return found
+        return extents
 
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`. Each read chunk is decoded or verified as a whole."""
@@ -362,17 +362,17 @@ class ZarrIndex(ChunkIndex):
             rows.setdefault(chunk.number // per_chunk, []).append(row)
         indices = {number: unflatten_index(number, format.grid) for number in rows}
         locations = locate_chunks(state, leaf, list(indices.values()), store, self._databases)
-        found = LocatedChunks(format, len(chunks))
+        located = LocatedChunks(format, len(chunks))
         for number, chunk_rows_of in rows.items():
             index = indices[number]
             location = locations[index]
             if location is None:
-                found.fill(chunk_rows_of, self._fill(stored, index))
+                located.fill(chunk_rows_of, self._fill(stored, index))
                 continue
             if format.direct and (not format.sharded or state.source == "ckptcore"):
                 expect_length(stored, index, location)
             if not format.sharded:
-                found.add(chunk_rows_of[0], location, location.offset, location.nbytes)
+                located.add(chunk_rows_of[0], location, location.offset, location.nbytes)
                 continue
             shard = self._shard_index(stored, location, store)
             for row in chunk_rows_of:
@@ -381,14 +381,14 @@ class ZarrIndex(ChunkIndex):
                 # is not needed.
                 if shard is None:
                     nbytes = format.inner_stored_bytes
-                    found.add(row, location, location.offset + inner * nbytes, nbytes)
+                    located.add(row, location, location.offset + inner * nbytes, nbytes)
                 elif shard.offsets[inner] == MISSING:
-                    found.fill([row], self._fill(stored, index))
+                    located.fill([row], self._fill(stored, index))
                 else:
-                    found.add(row, location, location.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
-        if found.encoded:
+                    located.add(row, location, location.offset + int(shard.offsets[inner]), int(shard.lengths[inner]))
+        if located.encoded:
             expect_reasonable(stored)
-        return found.places()
+        return located.places()
 
     def _shard_index(self, stored: ZarrArray, location: ChunkLocation, store: ReadStore) -> ShardIndex | None:
         """Return the index of a shard, or None if its read chunks are contiguous from the first byte on."""

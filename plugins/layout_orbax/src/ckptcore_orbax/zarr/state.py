@@ -217,14 +217,14 @@ def _parse_format(described: Any) -> ArrayFormat:
     return parse(json.dumps(document).encode(), "the state of the layout")
 
 
-def _expect_text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"{str(found)[:80]!r} is not text")
-    found.encode()  # a name must be valid UTF-8
-    return found
+def _expect_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is not text")
+    value.encode()  # a name must be valid UTF-8
+    return value
 
 
-def _natural(found: Any) -> int:
-    if type(found) is not int or found < 0:
-        raise ValueError(f"{str(found)[:80]!r} is not a valid count")
-    return found
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is not a valid count")
+    return value

@@ -100,13 +100,13 @@ def _expect_chunks(opened: Checkpoint, leaf: int, box: Box, sizes: dict[str, int
     chunks = iter(opened.index.boxes(leaf, box))
     while batch := list(itertools.islice(chunks, _BATCH_CHUNKS)):
         try:
-            found = [(chunk.key, chunk.offset, chunk.offset) for chunk in batch if chunk.is_exact]
+            places = [(chunk.key, chunk.offset, chunk.offset) for chunk in batch if chunk.is_exact]
             if others := [chunk for chunk in batch if not chunk.is_exact]:
                 located = opened.index.locate(others, opened.store)
                 for row, (key, start) in enumerate(zip(located.keys, located.starts, strict=True)):
                     if key and row not in located.inline and row not in located.fills:
-                        found.append((key, start, located.stops.get(row) or start))
-            for key, start, stop in found:
+                        places.append((key, start, located.stops.get(row) or start))
+            for key, start, stop in places:
                 if key not in sizes or stop > sizes[key]:  # a listing may be outdated
                     sizes[key] = opened.store.size(key)
                 if not start <= stop <= sizes[key]:
@@ -314,11 +314,11 @@ class _ManifestReader:
         self._context = context
         self._without = without
 
-    def read(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+    def read(self, checkpoint: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint."""
-        if found.root is None:
-            return self._read_foreign(found)
-        return self._read_single(found) if isinstance(found, Checkpoint) else self._read_composite(found)
+        if checkpoint.root is None:
+            return self._read_foreign(checkpoint)
+        return self._read_single(checkpoint) if isinstance(checkpoint, Checkpoint) else self._read_composite(checkpoint)
 
     def _read_single(self, opened: Checkpoint) -> Manifest:
         """Return the manifest of a checkpoint of one tree, or of files."""
@@ -353,29 +353,29 @@ class _ManifestReader:
         marks = self._with_sizes(location.store, _marks_of_deletions(composite))
         return Manifest.of(location, composite.version, root, members, [*named, *others, *marks])
 
-    def _read_foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+    def _read_foreign(self, checkpoint: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of other software: every file of the directory."""
-        location = found.location
-        if found.version.is_object:
+        location = checkpoint.location
+        if checkpoint.version.is_object:
             raise InvalidLocationError(
                 f"{location.display} is a file, and only directories can be copied. Give the directory that contains "
                 "it, or copy the file with another program"
             )
-        open_one = member_opener(found, self._source, self._context)
-        files = FileCheck(self._context).check(found, self._source, open_one)
-        if isinstance(found, CompositeCheckpoint):
-            refuse_lost(found, files.deleted)
-            for name, directories in present_members(found).items():
+        open_one = member_opener(checkpoint, self._source, self._context)
+        files = FileCheck(self._context).check(checkpoint, self._source, open_one)
+        if isinstance(checkpoint, CompositeCheckpoint):
+            refuse_lost(checkpoint, files.deleted)
+            for name, directories in present_members(checkpoint).items():
                 with suppress(CheckpointNotFoundError):  # no installed layout reads it, so its files are unknown
                     for directory in directories:
                         expect_files(open_one(name, directory), directory)
         else:
-            expect_files(found, "")
+            expect_files(checkpoint, "")
         for problem in files.problems:
             raise CorruptCheckpointError(
                 f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
             )
-        return Manifest.of(location, found.version, None, (), self._other_objects(location, (), ()))
+        return Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
 
     def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
@@ -425,12 +425,12 @@ class _ManifestReader:
         sizes: dict[str, int] = {}
         add_size = partial(_add_size, store, sizes)
         for_each(runtime_of(self._context).io_threads, records, add_size, parallelism=requests_of(store).concurrency)
-        found = []
+        sized = []
         for record in records:
             size = sizes.get(record.key)
             if record.size < 0:
                 if size is not None:  # None: deleted since it was listed
-                    found.append(record._replace(size=size))
+                    sized.append(record._replace(size=size))
                 continue
             if size != record.size:
                 problem = "is missing" if size is None else f"has {size} bytes"
@@ -441,8 +441,8 @@ class _ManifestReader:
                     start=min(size or 0, record.size),
                     stop=max(size or 0, record.size),
                 )
-            found.append(record)
-        return found
+            sized.append(record)
+        return sized
 
 
 def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
@@ -465,14 +465,14 @@ def _add_size(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord
         return  # the caller finds that the size is missing
 
 
-def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
+def _stored_root(checkpoint: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
     """Read the root of a checkpoint of ckptcore as bytes, with its parts, and check that they can be decoded.
 
     Args:
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         directory: its directory within the checkpoint that is copied.
     """
-    store, data = found.location.store, found.version.root
+    store, data = checkpoint.location.store, checkpoint.version.root
     assert isinstance(data, bytes)  # ckptcore wrote this checkpoint, so it has a root
     parts: dict[str, bytes] = {}
 

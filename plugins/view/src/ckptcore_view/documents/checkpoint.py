@@ -96,14 +96,14 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
     }
 
 
-def merged_summary(found: Sequence[Mapping[str, Any]]) -> JSON:
+def merged_summary(summaries: Sequence[Mapping[str, Any]]) -> JSON:
     """Return the summary of several trees together."""
     merged: dict[str, Any] = {"dtypes": {}, "roles": {}}
     for kind, totals in merged.items():
-        for one in found:
+        for one in summaries:
             for key, counts in one[kind].items():
                 _add(totals, key, counts)
-    arrays = [array for one in found for array in one["largest"]]
+    arrays = [array for one in summaries for array in one["largest"]]
     merged["largest"] = sorted(arrays, key=operator.itemgetter("nbytes"), reverse=True)[:_LARGEST]
     return merged
 
@@ -141,8 +141,8 @@ def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     composite = viewed.members(place)
     if composite is None:
         return viewed.read_current(place, lambda opened: _tree_checkpoint(opened, viewed.context))
-    found, files = describe_and_check(viewed.locate(place), viewed.context)
-    return {**_composite_checkpoint(composite, found), **_problems(files.problems)}
+    checkpoint, files = describe_and_check(viewed.locate(place), viewed.context)
+    return {**_composite_checkpoint(composite, checkpoint), **_problems(files.problems)}
 
 
 def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
@@ -227,45 +227,47 @@ def _timeline(events: Sequence[Event]) -> JSON:
     ]
 
 
-def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetadata) -> Mapping[str, JSON]:
+def _composite_checkpoint(composite: CompositeCheckpoint, metadata: CheckpointMetadata) -> Mapping[str, JSON]:
     directories = present_members(composite)
     return {
-        **_origin(found, composite.location.display),
-        "save_id": found.save_id,
-        "digest": found.digest,
+        **_origin(metadata, composite.location.display),
+        "save_id": metadata.save_id,
+        "digest": metadata.digest,
         "kind": "checkpointables",
         "checkpointables": [
-            _checkpointable(name, one, found.checkpointables.processes.get(name), directories.get(name, ()))
-            for name, one in found.checkpointables.items()
+            _checkpointable(name, one, metadata.checkpointables.processes.get(name), directories.get(name, ()))
+            for name, one in metadata.checkpointables.items()
         ],
         "summary": merged_summary(
             [
                 summary_of(name, one.tree, next(iter(directories.get(name, ())), ""))
-                for name, one in found.checkpointables.items()
+                for name, one in metadata.checkpointables.items()
             ]
         ),
-        "deleted": list(found.checkpointables.deleted),
-        "unreadable": {name: redacted(reason) for name, reason in found.checkpointables.unreadable.items()},
-        "timeline": _timeline(found.timeline),
+        "deleted": list(metadata.checkpointables.deleted),
+        "unreadable": {name: redacted(reason) for name, reason in metadata.checkpointables.unreadable.items()},
+        "timeline": _timeline(metadata.timeline),
     }
 
 
 def _checkpointable(
-    name: str, found: CheckpointMetadata, processes: int | None, directories: Sequence[str]
+    name: str, metadata: CheckpointMetadata, processes: int | None, directories: Sequence[str]
 ) -> Mapping[str, JSON]:
-    tied = found.tree.aliases
+    tied = metadata.tree.aliases
     arrays = [
-        record for leaf, record in enumerate(found.tree.leaves) if isinstance(record, ArrayRecord) and leaf not in tied
+        record
+        for leaf, record in enumerate(metadata.tree.leaves)
+        if isinstance(record, ArrayRecord) and leaf not in tied
     ]
     return {
         "name": name,
         "places": list(directories[:_MAX_PLACES]),
         "processes": processes,
-        "kind": "files" if found.is_files else "tree",
-        "layout": format_layout(found.layout, found.tree, found.writer if found.save_id is None else None),
+        "kind": "files" if metadata.is_files else "tree",
+        "layout": format_layout(metadata.layout, metadata.tree, metadata.writer if metadata.save_id is None else None),
         "arrays": len(arrays),
         "parameters": sum(record.spec.size for record in arrays),
-        "nbytes": found.nbytes,
+        "nbytes": metadata.nbytes,
     }
 
 

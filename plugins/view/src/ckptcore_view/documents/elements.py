@@ -36,14 +36,15 @@ def differences_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]
 
 def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON]:
     comparison = TreeComparison(a.side, b.side, Tolerance())
-    found = list(request.each(comparison.structure_differences(with_dtypes=True)))
+    differences = list(request.each(comparison.structure_differences(with_dtypes=True)))
     return {
         "a": redacted_location(a.location),
         "b": redacted_location(b.location),
         "version": a.version,
-        "count": len(found),
+        "count": len(differences),
         "differences": [
-            {"path": one.path, "kind": one.kind, "a": _text(one.a), "b": _text(one.b)} for one in found[:_MAX_ROWS]
+            {"path": one.path, "kind": one.kind, "a": _text(one.a), "b": _text(one.b)}
+            for one in differences[:_MAX_ROWS]
         ],
         "arrays": len(comparison.pairs),
         "pairs": [
@@ -119,20 +120,20 @@ def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
     if not are_numbers(opened.record(leaf).spec.numpy_dtype):
         return {"numbers": False}
-    found = statistics_of(request.each(opened.boxes(leaf)))
-    assert found is not None  # for numbers
-    histogram = found.histogram
+    statistics = statistics_of(request.each(opened.boxes(leaf)))
+    assert statistics is not None  # for numbers
+    histogram = statistics.histogram
     return {
         "numbers": True,
-        "elements": found.elements,
-        "nan": found.nan,
-        "infinite": found.infinite,
-        "zeros": found.zeros,
-        "minimum": number_to_json(found.minimum),
-        "maximum": number_to_json(found.maximum),
-        "mean": number_to_json(found.mean),
-        "deviation": number_to_json(found.deviation),
-        "norm": number_to_json(found.norm),
+        "elements": statistics.elements,
+        "nan": statistics.nan,
+        "infinite": statistics.infinite,
+        "zeros": statistics.zeros,
+        "minimum": number_to_json(statistics.minimum),
+        "maximum": number_to_json(statistics.maximum),
+        "mean": number_to_json(statistics.mean),
+        "deviation": number_to_json(statistics.deviation),
+        "norm": number_to_json(statistics.norm),
         "histogram": None
         if histogram is None
         else {"start": histogram.start, "stop": histogram.stop, "counts": list(histogram.counts)},

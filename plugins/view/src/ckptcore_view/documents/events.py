@@ -130,7 +130,7 @@ def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log:
     }
     if chosen is not None:
         return _best_step(metrics, chosen.metric, chosen.mode, "the policy")
-    known = list(dict.fromkeys(name for found in metrics.values() for name in found))
+    known = list(dict.fromkeys(name for by_name in metrics.values() for name in by_name))
     for name in sorted(known, key=lambda name: not name.startswith(("eval", "val"))):
         if _LOW_IS_GOOD.search(name):
             return _best_step(metrics, name, "min", "")
@@ -186,8 +186,8 @@ def events_of(
         events.append({"kind": "death", "step": saved[-1].step, "since": last.since})
     again = [status.step for status in saved if status.order.save > 0]
     unfinished = [step for name in steps.leftovers if (step := _unfinished_step(steps, name)) is not None]
-    for kind, found in (("again", again), ("unfinished", unfinished)):
-        events += [{"kind": kind, "step": step} for step in found[-_MAX_RESTARTS:]]
+    for kind, numbers in (("again", again), ("unfinished", unfinished)):
+        events += [{"kind": kind, "step": step} for step in numbers[-_MAX_RESTARTS:]]
     return [*sorted(events, key=lambda event: (event["step"], event["kind"]))]
 
 
@@ -203,25 +203,25 @@ def _last_owner(steps: StepDirectory) -> Holder | None:
 
 def _unfinished_step(steps: StepDirectory, leftover: str) -> int | None:
     """Return the step that a leftover of a save belongs to; None for other leftovers."""
-    found = _UNFINISHED.fullmatch(leftover)
-    return None if found is None else steps.names.parse(found[1])
+    match = _UNFINISHED.fullmatch(leftover)
+    return None if match is None else steps.names.parse(match[1])
 
 
 def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
     """Return the framework of the arrays of a step; None if it is not known. It is remembered for the save."""
     key = ("framework", status.save_id)
-    found: str | None = viewed.recall(key)
-    if found is None:
+    framework: str | None = viewed.recall(key)
+    if framework is None:
         step = f"{place}/{status.name}" if place else status.name
         try:
             composite = viewed.members(step)
             members = {} if composite is None else present_members(composite)
             places = [f"{step}/{names[0]}" for names in members.values() if names] if members else [step]
-            found = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
+            framework = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
         except CheckpointError:
-            found = ""
-        viewed.remember(key, found)
-    return found or None
+            framework = ""
+        viewed.remember(key, framework)
+    return framework or None
 
 
 def _framework_of(opened: OpenTree) -> str:
