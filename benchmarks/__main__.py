@@ -27,20 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     setting = Setting(options.directory, options.rounds, options.scale)
     print(TABLE_HEAD)
-    found: dict[str, Sequence[Row]] = {}
+    sections: dict[str, Sequence[Row]] = {}
     for name in options.only:
         rows = []
         for row in measure(name, setting):
             print(row.line(), flush=True)
             rows.append(row)
-        found[name] = rows
+        sections[name] = rows
         if options.out is not None:
-            write_report(options.out, setting, found)
+            write_report(options.out, setting, sections)
     if options.chart:
         from benchmarks import chart  # imports every library that it shows
 
         chart.main(["--results", str(options.out)])
-    missed = sum(not row.reached for rows in found.values() for row in rows)
+    missed = sum(not row.reached for rows in sections.values() for row in rows)
     print(f"{missed} targets missed" if missed else "every target reached")
     return 1 if missed else 0
 

@@ -180,9 +180,9 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def _median(found: Sequence[PageCache]) -> PageCache | None:
-    if not found:
+def _median(times: Sequence[PageCache]) -> PageCache | None:
+    if not times:
         return None
-    columns = ([cache.free for cache in found], [cache.cached for cache in found], [cache.dirty for cache in found])
+    columns = ([cache.free for cache in times], [cache.cached for cache in times], [cache.dirty for cache in times])
     free, cached, dirty = (int(statistics.median(column)) for column in columns)
     return PageCache(free, cached, dirty)

@@ -56,8 +56,8 @@ def bars(report: Mapping[str, Any], case: str) -> Sequence[Bar]:
     rows = [row for row in report["benchmarks"].get("peers", ()) if row["case"] == case]
     if not rows:
         raise ValueError(f"the report has no case {case!r}: run python -m benchmarks --only peers --out FILE")
-    found = [Bar(row["contender"], row["nbytes"] / row["median"]) for row in rows]
-    return sorted(found, key=lambda bar: -bar.speed)
+    by_speed = [Bar(row["contender"], row["nbytes"] / row["median"]) for row in rows]
+    return sorted(by_speed, key=lambda bar: -bar.speed)
 
 
 def draw(report: Mapping[str, Any]) -> str:

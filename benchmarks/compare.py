@@ -356,16 +356,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.old.resolve(), given.new.resolve(), given.directory.resolve(), given.pairs, given.launches, given.scale
     )
     print(_HEAD)
-    found: dict[str, list[Comparison]] = {}
+    by_setting: dict[str, list[Comparison]] = {}
     notes: list[str] = []
     failed = 0
     for name in given.only:
-        found[name] = []
+        by_setting[name] = []
         try:
             for row in compare_trees(name, options):
                 if isinstance(row, Comparison):
                     print(row.line(), flush=True)
-                    found[name].append(row)
+                    by_setting[name].append(row)
                 else:
                     notes.append(f"{name}: {row}")
         except RuntimeError as error:
@@ -374,11 +374,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.out is not None:
             report = {
                 "options": {key: str(value) for key, value in asdict(options).items()},
-                "benchmarks": {key: [asdict(row) for row in rows] for key, rows in found.items()},
+                "benchmarks": {key: [asdict(row) for row in rows] for key, rows in by_setting.items()},
                 "notes": notes,
             }
             given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    worse = sum(not row.passed for rows in found.values() for row in rows)
+    worse = sum(not row.passed for rows in by_setting.values() for row in rows)
     print(*notes, f"{worse} rows are worse, {failed} benchmarks failed", sep="\n")
     return 1 if worse or failed else 0
 

@@ -105,9 +105,9 @@ def main(tree: Path) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     ckptcore = importlib.import_module("ckptcore")
-    found = Path(str(ckptcore.__file__)).resolve()
-    if not found.is_relative_to(tree):
-        raise SystemExit(f"expected ckptcore of {tree}, found {found}")
+    source = Path(str(ckptcore.__file__)).resolve()
+    if not source.is_relative_to(tree):
+        raise SystemExit(f"expected ckptcore of {tree}, found {source}")
     Worker(sys.stdin, replies).serve()
 
 

@@ -77,8 +77,8 @@ def measure_rank(
         writes: the contenders write files.
     """
     times = measure(Case("", contenders, writes=writes), rounds, barrier)
-    found = {name: asdict(of_one) for name, of_one in times.items()}
-    (results / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    records = {name: asdict(of_one) for name, of_one in times.items()}
+    (results / f"{rank}.json").write_text(json.dumps(records), encoding="utf-8")
 
 
 def joined_times(results: Path) -> Mapping[str, Times]:

@@ -56,18 +56,18 @@ def s3(directory: Path) -> Iterator[ObjectService]:
     """A small S3 in memory (`benchmarks.quick_s3`)."""
     script = str(Path(__file__).with_name("quick_s3.py"))
     with serve(lambda port: ServerCommand([sys.executable, script, str(port)], {}), directory) as server:
-        found = S3Server(server)
+        s3_service = S3Server(server)
         store = S3Store(
             _BUCKET,
-            endpoint=str(found.options["endpoint"]),
-            region=str(found.options["region"]),
-            access_key_id=str(found.options["access_key_id"]),
-            secret_access_key=str(found.options["secret_access_key"]),
+            endpoint=str(s3_service.options["endpoint"]),
+            region=str(s3_service.options["region"]),
+            access_key_id=str(s3_service.options["access_key_id"]),
+            secret_access_key=str(s3_service.options["secret_access_key"]),
             client_options={"allow_http": True},
         )
-        with _environment(found.environment):
+        with _environment(s3_service.environment):
             files = fsspec.filesystem("s3", endpoint_url=server.url, skip_instance_cache=True)
-            yield ObjectService("s3", _BUCKET, server.url, found.options, store, files, "s3fs")
+            yield ObjectService("s3", _BUCKET, server.url, s3_service.options, store, files, "s3fs")
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def _uploads(service: ObjectService, state: State) -> Iterator[Case]:
 
         def clear() -> None:
             for page in obstore.list(store, f"up/{layout}"):
-                obstore.delete(store, [found["path"] for found in page])
+                obstore.delete(store, [entry["path"] for entry in page])
 
         save = partial(ckptcore.save, location, state, layout=layout, context=context)
         return Contender(f"ckptcore {layout}", save, clear)
@@ -161,8 +161,8 @@ def _receive(url: str, path: str, part: tuple[int, int]) -> None:
     with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
         connection.sendall(request.encode("ascii"))
         left = part[1] - part[0]  # and the headers, which stay unread
-        while left > 0 and (found := connection.recv_into(buffer, min(left, len(buffer)))):
-            left -= found
+        while left > 0 and (received := connection.recv_into(buffer, min(left, len(buffer)))):
+            left -= received
 
 
 def _requests(server: S3Server, bucket: str, count: int) -> Iterator[Row]:
@@ -178,6 +178,8 @@ def _requests(server: S3Server, bucket: str, count: int) -> Iterator[Row]:
                     ckptcore.save(location, small, layout=layout, context=context)
                 else:
                     ckptcore.load(location, context=context)
-                found = len(proxy.log)
+                requests = len(proxy.log)
                 case = f"s3 requests, {what} {count} arrays"
-                yield Row(case, f"ckptcore {layout}", found, "requests", target=f"below {most}", reached=found < most)
+                yield Row(
+                    case, f"ckptcore {layout}", requests, "requests", target=f"below {most}", reached=requests < most
+                )

@@ -134,10 +134,10 @@ def _in_process(
     """Time statements in a new process, and count the modules that they import."""
     program = _TIMED.format(setup=setup, timed=timed)
 
-    def note(found: Sequence[float]) -> None:
-        modules[name] = int(found[1])
+    def note(figures: Sequence[float]) -> None:
+        modules[name] = int(figures[1])
 
-    return Contender(name, partial(_run, program), clear or (lambda: None), note, lambda found: float(found[0]))
+    return Contender(name, partial(_run, program), clear or (lambda: None), note, lambda figures: float(figures[0]))
 
 
 def _told(row: Row, modules: dict[str, int], *, target: str = "", reached: bool = True) -> Row:

@@ -127,8 +127,8 @@ def _put(state: _Objects, key: str, data: memoryview, headers: dict[str, str]) -
         return _error("412 Precondition Failed", "PreconditionFailed")
     tag = f'"{uuid.uuid4().hex}"'
     state.objects[key] = (data, tag)
-    found = _xml(f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
-    return _Answer("200 OK", (f"ETag: {tag}",), found.body)
+    answer = _xml(f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>")
+    return _Answer("200 OK", (f"ETag: {tag}",), answer.body)
 
 
 def _get(state: _Objects, method: str, key: str, headers: dict[str, str]) -> _Answer:
@@ -157,8 +157,8 @@ def _list(state: _Objects, bucket: str, query: dict[str, str]) -> _Answer:
     keys = sorted(key.removeprefix(f"{bucket}/") for key in state.objects if key.startswith(f"{bucket}/{prefix}"))
     contents, prefixes = [], set()
     for key in keys:
-        rest, found, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else (key, "", "")
-        if found:
+        rest, delimited, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else (key, "", "")
+        if delimited:
             prefixes.add(f"{prefix}{rest}{delimiter}")
             continue
         data, tag = state.objects[f"{bucket}/{key}"]
@@ -166,7 +166,9 @@ def _list(state: _Objects, bucket: str, query: dict[str, str]) -> _Answer:
             f"<Contents><Key>{key}</Key><Size>{len(data)}</Size><ETag>{tag}</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
         )
-    common = "".join([f"<CommonPrefixes><Prefix>{found}</Prefix></CommonPrefixes>" for found in sorted(prefixes)])
+    common = "".join(
+        [f"<CommonPrefixes><Prefix>{delimited}</Prefix></CommonPrefixes>" for delimited in sorted(prefixes)]
+    )
     count = len(contents) + len(prefixes)
     return _xml(
         f"<ListBucketResult><IsTruncated>false</IsTruncated><KeyCount>{count}</KeyCount>{''.join(contents)}{common}</ListBucketResult>"

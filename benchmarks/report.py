@@ -39,13 +39,13 @@ class PageCache:
     @classmethod
     def now(cls) -> PageCache:
         """Read the present state; zeros if the system does not report it."""
-        found = {"MemFree": 0, "Cached": 0, "Dirty": 0}
+        memory = {"MemFree": 0, "Cached": 0, "Dirty": 0}
         path = Path("/proc/meminfo")
         for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
             name, _, value = line.partition(":")
-            if name in found:
-                found[name] = int(value.split()[0]) << 10
-        return cls(found["MemFree"], found["Cached"], found["Dirty"])
+            if name in memory:
+                memory[name] = int(value.split()[0]) << 10
+        return cls(memory["MemFree"], memory["Cached"], memory["Dirty"])
 
     def __str__(self) -> str:
         return f"free {self.free / 1e9:.1f} GB, cached {self.cached / 1e9:.1f} GB, dirty {self.dirty / 1e6:.0f} MB"
@@ -107,13 +107,13 @@ def _amount(value: float, unit: str) -> str:
 
 def write_report(path: Path, setting: Setting, rows: Mapping[str, Sequence[Row]]) -> None:
     """Write a report as JSON: the machine, the versions, the setting, and the rows of each benchmark."""
-    found = {
+    report = {
         "machine": _machine(setting.directory),
         "versions": {"python": platform.python_version(), **_versions()},
         "setting": {"rounds": setting.rounds, "scale": setting.scale},
         "benchmarks": {name: [asdict(row) for row in of_one] for name, of_one in rows.items()},
     }
-    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _machine(directory: Path) -> dict[str, Any]:
@@ -136,16 +136,16 @@ def _processor() -> str:
 
 def _file_system(directory: Path) -> str:
     """Return the type of the file system of a directory. The longest mount point that contains it decides."""
-    path, found = Path("/proc/mounts"), ("", "unknown")
+    path, best = Path("/proc/mounts"), ("", "unknown")
     here = directory.resolve()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         _, mounted, kind, *_ = line.split(" ")
-        if here.is_relative_to(mounted) and len(mounted) >= len(found[0]):
-            found = mounted, kind
-    return found[1]
+        if here.is_relative_to(mounted) and len(mounted) >= len(best[0]):
+            best = mounted, kind
+    return best[1]
 
 
 def _versions() -> dict[str, str]:
-    names = {found.metadata["Name"] for found in metadata.distributions()}
+    names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
     plugins = sorted(name for name in names if name and name.startswith("ckptcore-"))
     return {name: metadata.version(name) for name in (*_DISTRIBUTIONS, *plugins) if name in names}

@@ -138,7 +138,7 @@ class Simulation:
         replicas = self._replicas if shares else None
 
         def describe() -> TreeDescription:
-            found = describe_part(
+            part = describe_part(
                 "",
                 value,
                 self._layout,
@@ -147,8 +147,8 @@ class Simulation:
                 size=self._job.size,
                 replicas=replicas,
             )
-            assert isinstance(found, TreeDescription)
-            return found
+            assert isinstance(part, TreeDescription)
+            return part
 
         def prepare() -> None:
             description = describe()
@@ -340,11 +340,11 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Simulate saves of jobs, each in a new process."""
     for size in [size for size in _SIZES if size <= setting.count(_SIZES[-1], least=_SIZES[0])]:
         for layout in LAYOUTS:
-            found = setting.directory / f"scale-{size}-{layout}.json"
+            path = setting.directory / f"scale-{size}-{layout}.json"
             layers = setting.count(LAYERS)
-            command = [sys.executable, "-m", "benchmarks.scale", str(size), layout, str(found), str(layers)]
+            command = [sys.executable, "-m", "benchmarks.scale", str(size), layout, str(path), str(layers)]
             subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
-            measured: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+            measured: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             seconds, own = sum(measured["leader"].values()), sum(measured["process"].values())
             case = f"scale: {size} processes, {measured['chunks']} chunks"
             target = f"at most {_SECONDS:.0f} s"
@@ -354,10 +354,10 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def main(arguments: Sequence[str]) -> None:
     """Simulate one save and write its measurements."""
-    size, layout, found, *layers = arguments
+    size, layout, options, *layers = arguments
     job = TrainingJob.of_size(int(size), layers=int(layers[0]) if layers else LAYERS)
     measured = Simulation(job, layout).run()
-    Path(found).write_text(json.dumps(asdict(measured)), encoding="utf-8")
+    Path(options).write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 
 if __name__ == "__main__":

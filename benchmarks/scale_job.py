@@ -100,9 +100,9 @@ class TrainingJob:
     @cached_property
     def _boundaries(self) -> Mapping[_Array, tuple[tuple[int, ...], ...]]:
         """The inner boundaries of the shards of each kind of array."""
-        found: dict[_Array, tuple[tuple[int, ...], ...]] = {}
+        boundaries: dict[_Array, tuple[tuple[int, ...], ...]] = {}
         for array in self.arrays:
-            if array in found:
+            if array in boundaries:
                 continue
             rows = array.shape[0]
             parts = _bounds(0, rows, self.tensor) if array.parallel == _ROWS else [0, rows]
@@ -110,8 +110,8 @@ class TrainingJob:
             axes = [tuple(sorted(inner - {0, rows})), *[() for _ in array.shape[1:]]]
             if array.parallel == _COLUMNS:
                 axes[1] = tuple(_bounds(0, array.shape[1], self.tensor)[1:-1])
-            found[array] = tuple(axes)
-        return found
+            boundaries[array] = tuple(axes)
+        return boundaries
 
     def shard(self, array: _Array, rank: int) -> Shard:
         """Return the box of an array in a process."""

@@ -85,7 +85,7 @@ class JobReceipts:
 
     def columns(self, rank: int) -> tuple[HostArray, Mapping[int, Box]]:
         """Return the leaves whose box a process writes, ascending, and the box of each."""
-        found: list[HostArray] = []
+        columns: list[HostArray] = []
         boxes: dict[int, Box] = {}
         for leaves in self._kinds:
             first = int(leaves[0])
@@ -96,9 +96,9 @@ class JobReceipts:
             cuts = record.cuts or ()
             place = sum(int(np.searchsorted(cut, low, "right")) for cut, low in zip(cuts, shard.box.start, strict=True))
             mine = np.where(numbers < 0, 0, (numbers + place) % shard.replicas) == shard.replica
-            found.append(leaves[mine])
+            columns.append(leaves[mine])
             boxes.update(dict.fromkeys(leaves[mine].tolist(), shard.box))
-        return np.sort(np.concatenate(found)), boxes
+        return np.sort(np.concatenate(columns)), boxes
 
     def receipt(self, rank: int) -> Receipt:
         """Return the receipt of a process."""

@@ -62,9 +62,9 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
         f'<text transform="translate(16 {_HEIGHT / 2:.0f}) rotate(-90)" text-anchor="middle">CPU seconds</text>'
     )
     for number, (layout, color) in enumerate(_COLORS.items()):
-        found = sorted((row for row in rows if row["layout"] == layout), key=lambda row: int(row["size"]))
+        chosen = sorted((row for row in rows if row["layout"] == layout), key=lambda row: int(row["size"]))
         for role, dashes in (("leader", ""), ("process", ' stroke-dasharray="5 4"')):
-            points = [(_x(row["size"]), _y(sum(row[role].values()))) for row in found]
+            points = [(_x(row["size"]), _y(sum(row[role].values()))) for row in chosen]
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>')
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]

@@ -82,11 +82,11 @@ def _opening_cases(setting: Setting, directory: Path) -> Iterator[Case]:
 
 
 def _places(arrays: int) -> list[tuple[str, int]]:
-    found = [
+    places = [
         (f"layers.{number}.weight", start) for number in range(arrays) for start in range(0, 1024 - _ROWS, 8 * _ROWS)
     ]
-    random.Random(0).shuffle(found)
-    return found
+    random.Random(0).shuffle(places)
+    return places
 
 
 def _rows_of(start: int) -> slice:

@@ -20,8 +20,8 @@ def main(directory: Path) -> None:
     assert np.array_equal(loaded["layers"][0]["weights"], weights)
     assert (loaded["step"], loaded["name"]) == (100, "quickstart")
 
-    found = ckptcore.metadata(location)
-    print(f"{location}: layout {found.layout}, {found.nbytes} bytes of arrays, {dict(found.custom)}")
+    metadata = ckptcore.metadata(location)
+    print(f"{location}: layout {metadata.layout}, {metadata.nbytes} bytes of arrays, {dict(metadata.custom)}")
 
     # An abstract tree selects what to load: here only the first array. Nothing else is read.
     first = ckptcore.AbstractArray((3, 4), np.float32)
@@ -35,7 +35,7 @@ def main(directory: Path) -> None:
     assert partial["step"] is ckptcore.PLACEHOLDER
 
     # Existing arrays can be filled in place.
-    target = found.abstract | {"layers": [{"weights": np.zeros((3, 4), np.float32)}, ckptcore.PLACEHOLDER]}
+    target = metadata.abstract | {"layers": [{"weights": np.zeros((3, 4), np.float32)}, ckptcore.PLACEHOLDER]}
     before = target["layers"][0]["weights"]
     ckptcore.load_into(location, target)
     assert target["layers"][0]["weights"] is before

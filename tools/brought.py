@@ -154,17 +154,17 @@ def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write or compare the page. Return 1 if a test cannot be collected, or if the page differs."""
     files = files_with("brings")
-    found, output = Rows(), io.StringIO()
+    rows, output = Rows(), io.StringIO()
     parsed = [file for file in files if file.is_relative_to(_TRAINERS)]
     for file in parsed:
-        found.parse(file)
+        rows.parse(file)
     collected = [str(file) for file in files if file not in parsed]
     with contextlib.redirect_stdout(output):
-        pytest.main(["--collect-only", "-q", "--slow", "-n", "0", "-p", "no:cacheprovider", *collected], [found])
-    if found.problems:
-        print(*found.problems, sep="\n")
+        pytest.main(["--collect-only", "-q", "--slow", "-n", "0", "-p", "no:cacheprovider", *collected], [rows])
+    if rows.problems:
+        print(*rows.problems, sep="\n")
         return 1
-    page = written_page(found.rows, pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    page = written_page(rows.rows, pinned_versions((ROOT / "constraints.txt").read_text(encoding="utf-8")))
     return write_page(_PAGE, page, arguments, "tools.brought")
 
 

@@ -148,12 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = count_packages(root)
     names, modules = public_names(root), imported_modules(root)
     if options.json:
-        found = {
+        counted = {
             "packages": {name: asdict(count) for name, count in counts.items()},
             "public_names": names,
             "modules_of_a_save_and_a_load": modules,
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(counted, indent=1))
     else:
         print("\n".join(table(counts)))
         own = sum(module.partition(".")[0] == "ckptcore" for module in modules)

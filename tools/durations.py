@@ -62,7 +62,7 @@ def read(paths: Sequence[str]) -> dict[str, FileTime]:
             module = case.get("classname", "")
             while module and not module.rpartition(".")[2].startswith("test_"):
                 module = module.rpartition(".")[0]
-            cpu = sum(float(found.get("value", "0")) for found in case.iterfind("properties/property[@name='cpu']"))
+            cpu = sum(float(entry.get("value", "0")) for entry in case.iterfind("properties/property[@name='cpu']"))
             time = files.setdefault(module or case.get("classname", ""), FileTime())
             time.tests += 1
             time.wall += float(case.get("time", "0"))

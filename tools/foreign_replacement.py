@@ -30,8 +30,8 @@ _OURS: Final = "ckptcore_integrations"
 REPLACED: Final[Mapping[str, Mapping[str, str]]] = {
     "orbax": {
         f"{_ORBAX}._src.saving.saving": f"{_OURS}.orbax_v1.saving",
-        f"{_ORBAX}._src.loading.loading": f"{_OURS}.orbax_v1.loading",
-        f"{_ORBAX}._src.metadata.loading": f"{_OURS}.orbax_v1.loading",
+        f"{_ORBAX}._src.loading.loading": f"{_OURS}.orbax_v1.trees",
+        f"{_ORBAX}._src.metadata.loading": f"{_OURS}.orbax_v1.trees",
         f"{_ORBAX}._src.partial.saving": f"{_OURS}.orbax_v1.partial",
         f"{_ORBAX}._src.training.checkpointer": f"{_OURS}.orbax_v1.training",
         _ORBAX: f"{_OURS}.orbax_v1",

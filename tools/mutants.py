@@ -94,13 +94,13 @@ def find_mutants(root: Path, paths: Sequence[str]) -> Sequence[Mutant]:
     for path in paths:
         files += sorted((root / path).rglob("*.py")) if (root / path).is_dir() else [root / path]
     seen: Counter[str] = Counter()
-    found = []
+    mutants = []
     for file in files:
         for index, site in enumerate(_sites(ast.parse(file.read_text(encoding="utf-8")))):
             name = f"{site.function} | {site.kind} | {site.text}"
-            found.append(Mutant(f"{name} | {seen[name]}", str(file.relative_to(root)), index))
+            mutants.append(Mutant(f"{name} | {seen[name]}", str(file.relative_to(root)), index))
             seen[name] += 1
-    return found
+    return mutants
 
 
 def mutated_source(source: str, index: int) -> str:
@@ -314,8 +314,8 @@ def compare(before: Mapping[str, Result], after: Mapping[str, Result]) -> tuple[
 
 
 def _read(path: Path) -> dict[str, Result]:
-    found = json.loads(path.read_text(encoding="utf-8"))["mutants"]
-    return {name: Result(**result) for name, result in found.items()}
+    mutants = json.loads(path.read_text(encoding="utf-8"))["mutants"]
+    return {name: Result(**result) for name, result in mutants.items()}
 
 
 def _write(path: Path, tests: Sequence[str], results: Mapping[str, Result]) -> None:

@@ -41,7 +41,7 @@ def read_as_owner(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any]:
         warnings.simplefilter("ignore")
         for reader in _DIRECTORY_READERS if path.is_dir() else _FILE_READERS:
             try:
-                found = reader(path, metadata)
+                value = reader(path, metadata)
             except NotReadError:
                 raise
             except ImportError as error:
@@ -50,8 +50,8 @@ def read_as_owner(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any]:
                 raise
             except BaseException as error:  # readers fail in any way, also by CheckpointException of torch
                 raise NotReadError(f"{reader.__name__[6:]}: {type(error).__name__}: {error}") from error
-            if found is not None:
-                return found
+            if value is not None:
+                return value
     raise NotReadError("no reader of an owner")
 
 
@@ -69,8 +69,8 @@ def _read_safetensors(path: Path, metadata: CheckpointMetadata) -> tuple[str, An
 def _safetensors(path: Path) -> dict[str, Any]:
     for module in ("safetensors.torch", "safetensors.numpy"):
         with contextlib.suppress(ImportError):
-            found: dict[str, Any] = importlib.import_module(module).load_file(path)
-            return found
+            tensors: dict[str, Any] = importlib.import_module(module).load_file(path)
+            return tensors
     raise NotReadError("safetensors is not installed")
 
 
@@ -78,11 +78,11 @@ def _safetensors_of(index: Path, directory: Path) -> dict[str, Any]:
     by_file: dict[str, list[str]] = {}
     for name, file in json.loads(index.read_text())["weight_map"].items():
         by_file.setdefault(file, []).append(name)
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for file, names in by_file.items():
         read = _safetensors(directory / file)
-        found.update({name: read[name] for name in names})
-    return found
+        tensors.update({name: read[name] for name in names})
+    return tensors
 
 
 def _read_torch(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:
@@ -142,10 +142,10 @@ def _read_msgpack(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] |
         return None
     from flax.serialization import msgpack_restore
 
-    found = msgpack_restore(path.read_bytes())
+    state = msgpack_restore(path.read_bytes())
     if b"//GDAPlaceholder" in path.read_bytes():
         raise NotReadError("Flax stored some arrays in another directory")
-    return "flax", found
+    return "flax", state
 
 
 class Unpickler(pickle.Unpickler):

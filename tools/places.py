@@ -66,9 +66,9 @@ def rows_of(file: str, source: str) -> Iterable[Row]:
 def written_page(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
     """Return the page. `versions` has the versions of libraries by name, in lower case."""
 
-    def with_version(found: re.Match[str]) -> str:
-        version = versions.get(found[0].lower())
-        return found[0] if version is None else f"{found[0]} {version}"
+    def with_version(match: re.Match[str]) -> str:
+        version = versions.get(match[0].lower())
+        return match[0] if version is None else f"{match[0]} {version}"
 
     lines = []
     for row in sorted(rows, key=lambda row: (row.place.lower(), row)):

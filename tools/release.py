@@ -59,15 +59,17 @@ def projects(root: Path = ROOT) -> Mapping[str, Path]:
     This is the order of a release: whoever installs a distribution meanwhile finds what it requires. Extras do not
     count, because those of the core name all distributions.
     """
-    found: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     required: dict[str, set[str]] = {}
     for file in [root / "pyproject.toml", *sorted(root.glob("plugins/*/pyproject.toml"))]:
         table = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         name = canonicalize_name(table["name"])
-        found[name] = file.parent
+        directories[name] = file.parent
         required[name] = {canonicalize_name(Requirement(text).name) for text in table["dependencies"]}
-    order = TopologicalSorter({name: sorted(required[name] & found.keys()) for name in found}).static_order()
-    return {name: found[name] for name in order}
+    order = TopologicalSorter(
+        {name: sorted(required[name] & directories.keys()) for name in directories}
+    ).static_order()
+    return {name: directories[name] for name in order}
 
 
 def with_urls(text: str, urls: Mapping[str, str]) -> str:

@@ -114,16 +114,16 @@ def examine(path: Path, shown: str) -> Line:
     except Exception as error:  # noqa: BLE001  # what it raises is the result
         result = _refusal(error)
         return Line(shown, result, metadata.writer, f"{where}: {type(error).__name__}: {error}")
-    if found := difference(ours, copied):
-        return Line(shown, "different", metadata.writer, f"copy: {found}")
+    if problem := difference(ours, copied):
+        return Line(shown, "different", metadata.writer, f"copy: {problem}")
     try:
         owner, read = read_as_owner(path, metadata)
     except NotReadError as reason:
         return Line(shown, "read", metadata.writer, f"{report.state}; {reason}")
     if metadata.is_composite:  # the owner may read only some of the objects
         ours = {path: value for path, value in ours.items() if path[0] in read}
-    if found := difference(ours, flatten(read), _tied(metadata)):
-        return Line(shown, "different", metadata.writer, f"{owner}: {found}")
+    if problem := difference(ours, flatten(read), _tied(metadata)):
+        return Line(shown, "different", metadata.writer, f"{owner}: {problem}")
     return Line(shown, "equal", metadata.writer, f"{report.state}; {len(ours)} leaves as {owner}")
 
 
@@ -144,18 +144,18 @@ def _refusal(error: Exception) -> Result:
 
 def flatten(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """Return the arrays and values of a tree of any library by their keys. Containers of all kinds are equal."""
-    found: dict[tuple[str, ...], Any] = {}
+    flat: dict[tuple[str, ...], Any] = {}
     left: list[tuple[tuple[str, ...], Any]] = [(path, value)]
     while left:
         where, each = left.pop()
         parts = _parts(each)
         if parts is None:
-            found[where] = each
+            flat[where] = each
         elif not parts:
-            found[where] = "<empty>"
+            flat[where] = "<empty>"
         else:
             left.extend([((*where, str(key)), part) for key, part in parts])
-    return found
+    return flat
 
 
 def _parts(value: Any) -> Sequence[tuple[Any, Any]] | None:
@@ -206,8 +206,8 @@ def _differ(one: Any, other: Any) -> str:
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
     """Return an array or number of any library as an array of NumPy; None for other values."""
     if isinstance(value, bool | int | float | complex | np.generic | np.ndarray):
-        found: np.ndarray[Any, Any] = np.asarray(value)
-        return None if found.dtype == object else found.astype(found.dtype.newbyteorder("="), copy=False)
+        array: np.ndarray[Any, Any] = np.asarray(value)
+        return None if array.dtype == object else array.astype(array.dtype.newbyteorder("="), copy=False)
     if type(value).__module__.startswith("torch") and hasattr(value, "detach"):
         import ml_dtypes
         import torch

@@ -69,14 +69,14 @@ def spine_table(traces: Mapping[str, Trace]) -> str:
 
 def trace(run: Callable[[], object]) -> Trace:
     """Run a function, and return what it ran through on this thread and on threads that it started."""
-    found: dict[str, list[str]] = {}
+    calls: dict[str, list[str]] = {}
     prefix = f"{_CORE}/"
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(prefix):
             return
-        functions = found.setdefault(code.co_filename.removeprefix(prefix), [])
+        functions = calls.setdefault(code.co_filename.removeprefix(prefix), [])
         if not code.co_name.startswith("<") and code.co_qualname not in functions:
             functions.append(code.co_qualname)
 
@@ -87,7 +87,7 @@ def trace(run: Callable[[], object]) -> Trace:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return found
+    return calls
 
 
 def trace_plain_save(directory: Path) -> Trace:

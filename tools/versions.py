@@ -267,9 +267,9 @@ def find_interpreter(python: str, environment: Mapping[str, str] = os.environ) -
         return given
     if sys.version_info[:2] == tuple(map(int, python.split("."))):
         return sys.executable
-    found = shutil.which(f"python{python}", path=environment.get("PATH"))
-    if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
-        return found  # a shim of pyenv exists also if its version is not chosen
+    program = shutil.which(f"python{python}", path=environment.get("PATH"))
+    if program and subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0:
+        return program  # a shim of pyenv exists also if its version is not chosen
     pyenv = Path(environment.get("PYENV_ROOT") or Path.home() / ".pyenv")
     installed = sorted(pyenv.glob(f"versions/{python}.*/bin/python"))
     return str(installed[-1]) if installed else None

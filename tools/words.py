@@ -158,10 +158,10 @@ def _check_text(path: Path, line: int, text: str) -> Iterator[Finding]:
 def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            for found in sorted([*path.rglob("*.py"), *path.rglob("*.md")]):
-                skipped = any(part in _SKIPPED or part.startswith(".") for part in found.parts)
-                if not skipped and found != Path("tools/words.py"):
-                    yield found
+            for file in sorted([*path.rglob("*.py"), *path.rglob("*.md")]):
+                skipped = any(part in _SKIPPED or part.startswith(".") for part in file.parts)
+                if not skipped and file != Path("tools/words.py"):
+                    yield file
         else:
             yield path
 

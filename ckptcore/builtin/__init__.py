@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ckptcore.builtin.containers import collection_handler, container_handler
 from ckptcore.builtin.files import files_handler
-from ckptcore.builtin.growing import growing_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
 from ckptcore.builtin.host_values import form_handler
 from ckptcore.builtin.local import open_local

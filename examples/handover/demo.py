@@ -60,7 +60,7 @@ def run_steps(report: Report, directory: Path) -> None:
     report.claim("the files of the killed save still exist", hidden_directories(directory) == [killed.leftover])
 
     report.step("Resume in JAX: weights, moments of Adam, position in the data")
-    found = dict(enumerate(killed.losses[:last], 1))
+    losses = dict(enumerate(killed.losses[:last], 1))
     with ckptcore.Checkpointer(directory, save_policy=FixedInterval(SAVE_EVERY)) as checkpointer:
         training = in_jax.Training(checkpointer)
         checkpointer.wait()
@@ -68,7 +68,7 @@ def run_steps(report: Report, directory: Path) -> None:
         report.claim(f"JAX resumes from step {checkpointer.restored_step}", checkpointer.restored_step == last)
         # Steps after the last save of PyTorch are lost, and are repeated.
         for step, loss in zip(range(last + 1, STEPS + 1), training.losses(), strict=False):
-            found[step] = loss
+            losses[step] = loss
             checkpointer.save_checkpointables(
                 step,
                 {"model": training.params, "optimizer": training.opt_state, "data": training.data},
@@ -87,15 +87,15 @@ def run_steps(report: Report, directory: Path) -> None:
     report.say(f"{'step':>6}  {'this run':>9}            {'not killed':>10}")
     for step in shown:
         who = "PyTorch" if step <= last else "JAX    "
-        report.say(f"{step:>6}  {found[step]:>9.5f}  {who}   {straight[step]:>10.5f}")
+        report.say(f"{step:>6}  {losses[step]:>9.5f}  {who}   {straight[step]:>10.5f}")
     report.claim(
-        f"the losses agree at every step within {_CLOSE:.1%}: {_furthest(found, straight):.1e}",
-        found.keys() == straight.keys() and _furthest(found, straight) < _CLOSE,
+        f"the losses agree at every step within {_CLOSE:.1%}: {_furthest(losses, straight):.1e}",
+        losses.keys() == straight.keys() and _furthest(losses, straight) < _CLOSE,
     )
     report.claim(
-        f"the loss decreases further: {_mean(found, last - 9, last):.3f} over the last ten steps of PyTorch, "
-        f"{_mean(found, STEPS - 9, STEPS):.3f} over those of JAX",
-        _mean(found, STEPS - 9, STEPS) < _mean(found, last - 9, last) < _mean(found, 1, 10),
+        f"the loss decreases further: {_mean(losses, last - 9, last):.3f} over the last ten steps of PyTorch, "
+        f"{_mean(losses, STEPS - 9, STEPS):.3f} over those of JAX",
+        _mean(losses, STEPS - 9, STEPS) < _mean(losses, last - 9, last) < _mean(losses, 1, 10),
     )
 
 

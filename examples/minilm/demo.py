@@ -163,12 +163,12 @@ def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.
     }
 
 
-def same_bits(found: Mapping[str, Any], expected: Mapping[str, npt.NDArray[Any]]) -> bool:
+def same_bits(restored: Mapping[str, Any], expected: Mapping[str, npt.NDArray[Any]]) -> bool:
     """Return True if two dicts have the same names, dtypes, shapes and bits."""
-    if found.keys() != expected.keys():
+    if restored.keys() != expected.keys():
         return False
     for name, array in expected.items():
-        other = np.asarray(found[name])
+        other = np.asarray(restored[name])
         if (other.dtype, other.shape) != (array.dtype, array.shape) or other.tobytes() != array.tobytes():
             return False
     return True

@@ -19,11 +19,11 @@ import msgpack  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import torch
 import xxhash
+from ckptcore_orbax.ocdbt.cursor import encode_varint, encode_varints
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
 from ckptcore_orbax.ocdbt.node import NodeReference, Statistics
 from ckptcore_orbax.ocdbt.paths import DataFile
-from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ckptcore_tools.optimizer_parts import find_optimizers
+from ckptcore_tools.subtrees import find_optimizers
 from ckptcore_transforms import Drop
 from safetensors.numpy import load_file
 

@@ -130,8 +130,7 @@ def _gs(directory: Path) -> Iterator[ObjectStore]:
 
 @contextmanager
 def _az(directory: Path) -> Iterator[ObjectStore]:
-    from ckptcore_azure.containers import AzureContainer
-    from ckptcore_azure.listing import list_blobs
+    from ckptcore_azure.containers import AzureContainer, list_blobs
     from ckptcore_azure.service import AzureService
     from ckptcore_azure.settings import settings_of
     from ckptcore_azure.testing import DIALECT, azurite

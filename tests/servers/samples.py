@@ -10,9 +10,8 @@ import pytest
 from ckptcore_azure.testing import SAMPLE as AZURITE
 from ckptcore_gcs.testing import FAKE_GCS_SERVER
 from ckptcore_gcs.testing import SAMPLE as STRICT_GCS
-from ckptcore_s3.testing import MOTO
+from ckptcore_s3.testing import MOTO, server_kind
 from ckptcore_s3.testing import SAMPLE as S3
-from ckptcore_s3.testing.servers import server_kind
 from ckptcore_testing import StorageSample
 
 from ckptcore.plugins import installed_plugins

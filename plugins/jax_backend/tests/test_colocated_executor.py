@@ -11,7 +11,7 @@ from ckptcore_jax import ColocatedExecutor
 from ckptcore_jax.executor_tests import ExecutorTests
 from ckptcore_jax.leaves import JaxLeafHandler
 from ckptcore_jax.staged_executor import StagedExecutor
-from ckptcore_jax.worker_leaves import LeavesAtWorkers
+from ckptcore_jax.worker_saves import LeavesAtWorkers
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.model import ArraySpec, HostArray

@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_jax import JaxLeafHandler, leaves
-from ckptcore_jax.placements import placement_of
 from ckptcore_jax.plugin import ckpt_leaf_handler
+from ckptcore_jax.shardings import placement_of
 from ckptcore_jax.testing import enable_x64
 from ckptcore_testing import LateHostMemory, LeafExample, LeafHandlerTests
 from hypothesis import given, settings

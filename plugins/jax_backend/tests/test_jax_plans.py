@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckptcore_jax.leaves import JaxLeafHandler
-from ckptcore_jax.placements import Placement, placement_of, shards_in_process
+from ckptcore_jax.shardings import Placement, placement_of, shards_in_process
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
@@ -65,7 +65,7 @@ def test_plan_with_an_abstract_mesh_is_refused() -> None:
 def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     top, bottom = Box((0, 0), (4, 8)), Box((4, 0), (8, 8))
     placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, 2, ((4,), ()), 4, False, True, {})
-    monkeypatch.setattr("ckptcore_jax.placements.placement_of", lambda sharding, shape: placement)
+    monkeypatch.setattr("ckptcore_jax.shardings.placement_of", lambda sharding, shape: placement)
     sharding = NamedSharding(_mesh(), PartitionSpec("x"))
     found = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
     assert found == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from ckptcore_jax.placements import placement_of, shards_of
+from ckptcore_jax.shardings import placement_of, shards_of
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box, Shard

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ckptcore_jax.job_service import JobService
-from ckptcore_jax.key_value_coordinator import _JobCoordinators
+from ckptcore_jax.key_value_coordinator import JobService, _JobCoordinators
 from ckptcore_jax.plugin import ckpt_coordinator
 from jax._src import distributed
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import jax
 import pytest
 from ckptcore_jax import KeyValueCoordinator
-from ckptcore_jax.job_service import KeyValueClient
+from ckptcore_jax.key_value_coordinator import KeyValueClient
 from ckptcore_jax.plugin import ckpt_coordinator
 from ckptcore_testing import CoordinatorTests
 from jax._src import distributed

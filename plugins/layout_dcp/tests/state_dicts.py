@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_dcp.dtypes import TORCH_DTYPES
+from ckptcore_dcp.stored_tensors import TORCH_DTYPES
 from ckptcore_testing import DTYPE_NAMES, bit_patterns
 from torch.distributed.checkpoint.metadata import Metadata
 

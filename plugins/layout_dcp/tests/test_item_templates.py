@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptcore_dcp.item_templates import TemplateCache
+from ckptcore_dcp.item_reading import TemplateCache
 from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save

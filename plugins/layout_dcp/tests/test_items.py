@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptcore_dcp.dtypes import TORCH_DTYPES, physical_box, physical_spec
 from ckptcore_dcp.items import tensor_item, value_item
+from ckptcore_dcp.stored_tensors import TORCH_DTYPES, physical_box, physical_spec
 from ckptcore_testing import DTYPE_NAMES, SHAPES, bit_patterns
 
 from ckptcore.model import ArraySpec, Box

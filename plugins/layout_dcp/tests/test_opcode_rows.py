@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 from ckptcore_dcp.metadata import ChunkRows, DcpChunk, DcpChunkColumns, DcpMetadata, DcpTensor, write_metadata
-from ckptcore_dcp.metadata.opcode_rows import (
+from ckptcore_dcp.metadata.writing import (
     bytes_field,
     encode_rows,
     number_field,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tensorstore
 from ckptcore_orbax import Zarr3Layout
+from ckptcore_orbax.zarr.array_files import parse_zarr3
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CorruptCheckpointError

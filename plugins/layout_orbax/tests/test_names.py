@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_orbax.zarr.names import directory_names, key_names
+from ckptcore_orbax.zarr.stored_arrays import directory_names, key_names
 
 import ckptcore
 

@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 import pytest
+from ckptcore_orbax.ocdbt.cursor import encode_varint, encode_varints
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
 from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, ValueLocation
 from ckptcore_orbax.ocdbt.paths import DataFile
-from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CorruptCheckpointError

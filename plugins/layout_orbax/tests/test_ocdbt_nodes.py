@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 from ckptcore_orbax.crc32c import crc32c_of
-from ckptcore_orbax.ocdbt.cursor import ByteRange
+from ckptcore_orbax.ocdbt.cursor import ByteRange, encode_varint, encode_varints
 from ckptcore_orbax.ocdbt.node import InteriorNode, LeafNode, NodeReference, Statistics, ValueLocation, decode_node
 from ckptcore_orbax.ocdbt.paths import DataFile
-from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

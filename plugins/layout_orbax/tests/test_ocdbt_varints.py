@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ckptcore_orbax.ocdbt.varints import decode_varints, encode_varint, encode_varints
+from ckptcore_orbax.ocdbt.cursor import decode_varints, encode_varint, encode_varints
 from hypothesis import given
 from hypothesis import strategies as st
 

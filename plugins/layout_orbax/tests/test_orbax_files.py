@@ -15,7 +15,7 @@ from ckptcore_orbax.orbax.items import find_item
 from ckptcore_orbax.orbax.markers import PYTREE_HANDLER, encode_metrics, marker_files
 from ckptcore_orbax.orbax.shardings import encode_shardings, parse_shardings
 from ckptcore_orbax.orbax.tree_file import orbax_name, parse_tree
-from ckptcore_orbax.orbax.values import scalar_record, value_array, value_record, value_text, value_type
+from ckptcore_orbax.orbax.trees import scalar_record, value_array, value_record, value_text, value_type
 from ckptcore_testing.layout_stores import DirectoryReadStore
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
+from ckptcore_orbax.zarr.array_files import inner_array, parse_zarr2, parse_zarr3, zarr2_array, zarr3_array
 from ckptcore_orbax.zarr.chunking import iter_chunks
 from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression, encode_metadata
@@ -21,8 +22,6 @@ from ckptcore_orbax.zarr.shard_index import (
     index_range,
     inner_offsets,
 )
-from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
-from ckptcore_orbax.zarr.version3 import inner_array, parse_zarr3, zarr3_array
 from ckptcore_testing.arrays import same_bits
 
 from ckptcore.errors import UnsupportedLeafError

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
+from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3, zarr2_array, zarr3_array
 from ckptcore_orbax.zarr.formats import ArrayFormat, Compression, encode_metadata
 from ckptcore_orbax.zarr.shard_index import decode_index, dense_index, encode_index, index_range
-from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
-from ckptcore_orbax.zarr.version3 import parse_zarr3, zarr3_array
 from ckptcore_testing.hostile_json import tampered
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError

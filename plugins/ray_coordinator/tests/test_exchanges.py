@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
-from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks
+from ckptcore_ray.exchanges import Delivered, EndedIncarnation, Exchanges, LostRank, MissingRanks
 from ckptcore_ray.progress import JobProgress
 
 LONG = 20.0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 from ckptcore_azure.credentials import DefaultTokens
 from ckptcore_azure.plugin import AzurePlugin
+from ckptcore_azure.service import shared_key_headers
 from ckptcore_azure.settings import EMULATOR_ACCOUNT, EMULATOR_KEY
-from ckptcore_azure.signing import shared_key_headers
 
 from ckptcore.errors import StorageCredentialsError, StorageError
 from ckptcore.protocols import StorageBackend, StorageOptions

@@ -9,8 +9,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from ckptcore_fsspec import writing
-from ckptcore_fsspec.writing import InOrderWriter
+from ckptcore_fsspec import write_methods
+from ckptcore_fsspec.write_methods import InOrderWriter
 
 from ckptcore.errors import StorageError, StorageFullError
 
@@ -39,7 +39,7 @@ class Collected:
 
 @pytest.fixture(params=[32 << 20, 3000], ids=["in memory", "in a file"])
 def held_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(writing, "_MAX_BUFFERED_BYTES", request.param)
+    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", request.param)
     return int(request.param)
 
 
@@ -61,7 +61,7 @@ def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
 
 
 def test_what_comes_early_beyond_the_bound_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_MAX_BUFFERED_BYTES", 1000)
+    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", 1000)
     writer = InOrderWriter(Collected(), "it", None)
     for start in range(9000, 0, -1000):
         writer.write_at(start, bytes([start // 1000]) * 1000)

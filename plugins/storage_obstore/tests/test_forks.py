@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.credentials import DefaultTokens
-from ckptcore_obstore.limits import AdaptiveLimit
+from ckptcore_obstore.retrying import AdaptiveLimit
 from ckptcore_s3.credentials import ChainCredentials
 
 pytestmark = pytest.mark.system

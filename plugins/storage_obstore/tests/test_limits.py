@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ckptcore_obstore.limits import AdaptiveLimit
+from ckptcore_obstore.retrying import AdaptiveLimit
 
 
 def test_it_is_halved_once_for_each_burst() -> None:

@@ -7,10 +7,9 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from ckptcore_gcs.opening import GcsBuckets
-from ckptcore_obstore.open_buckets import OpenBuckets
-from ckptcore_obstore.storage import ObjectStoreDirectory
-from ckptcore_s3.opening import S3Buckets
+from ckptcore_gcs.buckets import GcsBuckets
+from ckptcore_obstore.storage import ObjectStoreDirectory, OpenBuckets
+from ckptcore_s3.service import S3Buckets
 
 from ckptcore.protocols import StorageOptions
 

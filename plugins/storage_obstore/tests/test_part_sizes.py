@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ckptcore_obstore.part_sizes import PartSizes
 from ckptcore_obstore.uploads import MAX_PARTS, MIN_PART_BYTES
+from ckptcore_obstore.writer import PartSizes
 from hypothesis import given
 from hypothesis import strategies as st
 

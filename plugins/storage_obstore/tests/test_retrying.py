@@ -6,8 +6,7 @@ import logging
 
 import pytest
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.limits import AdaptiveLimit
-from ckptcore_obstore.retrying import RetryPolicy, try_request
+from ckptcore_obstore.retrying import AdaptiveLimit, RetryPolicy, try_request
 
 POLICY = RetryPolicy(retries=5, initial_wait_seconds=0.0)
 

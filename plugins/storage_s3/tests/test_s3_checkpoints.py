@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ckptcore_s3.testing import S3Server
-from ckptcore_s3.testing.servers import server_kind
+from ckptcore_s3.testing import S3Server, server_kind
 
 import ckptcore
 from ckptcore import policies

@@ -16,10 +16,9 @@ import pytest
 from ckptcore_obstore.failures import RequestFailed
 from ckptcore_s3.credentials import Credentials
 from ckptcore_s3.plugin import S3Plugin
-from ckptcore_s3.service import S3Service
+from ckptcore_s3.service import S3Service, signed_headers
 from ckptcore_s3.sessions import Place
 from ckptcore_s3.settings import OPTIONS, settings_of
-from ckptcore_s3.signing import signed_headers
 
 from ckptcore import Context
 from ckptcore.errors import InvalidLocationError, StorageCredentialsError

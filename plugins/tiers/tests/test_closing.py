@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptcore_tiers import NearTier, TieredDirectory, deadlines
+from ckptcore_tiers import NearTier, TieredDirectory, near_tier
 
 from ckptcore import Checkpointer
 from ckptcore.errors import StorageError, UploadError
@@ -20,7 +20,7 @@ from tests.checkpointer.runs import Watch, assert_is_step, save_steps, through, 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Silence]]:
     """A plan and a far tier that never answers until the end of the test."""
-    monkeypatch.setattr(deadlines, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(near_tier, "_STOP_SECONDS", 0.1)
     watch = Watch()
     silent = Silence(watch)
     yield watch, silent
@@ -70,8 +70,8 @@ def test_a_directory_that_answers_is_released_after_the_deadline(
     near: str, far: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that does not answer may have used up the time."""
-    monkeypatch.setattr(deadlines, "_STOP_SECONDS", 0.0)
-    monkeypatch.setattr(deadlines, "_RELEASE_SECONDS", 60.0)
+    monkeypatch.setattr(near_tier, "_STOP_SECONDS", 0.0)
+    monkeypatch.setattr(near_tier, "_RELEASE_SECONDS", 60.0)
     with Checkpointer(tiers := TieredDirectory(NearTier(near, close_seconds=0), far)) as run:
         save_steps(run, [1])
         tiers.wait_for_uploads(60)

@@ -8,8 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_tools.box_reader import boxes_within
-from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
+from ckptcore_tools.elements import SAME, Distance, Tolerance, boxes_within, distance
 from hypothesis import given
 from hypothesis import strategies as st
 

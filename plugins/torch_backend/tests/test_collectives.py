@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckptcore_testing import CollectivesTests, ThreadJob
-from ckptcore_torch.collectives import GlooCollectives, collectives_of_job
-from ckptcore_torch.group_channels import DeviceChannels, JoinedGroup
+from ckptcore_torch.collectives import DeviceChannels, GlooCollectives, JoinedGroup, collectives_of_job
 
 from ckptcore.errors import RankFailedError
 from ckptcore.protocols import Channels, Collectives

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
+from ckptcore_torch.conversions import encoding_of, encoding_of_stored
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, dtype_from_name

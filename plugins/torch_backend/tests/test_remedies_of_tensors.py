@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ckptcore_testing.trees import same_value
-from ckptcore_torch import dtypes
+from ckptcore_torch import conversions
 from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,7 +113,7 @@ def test_tensors_in_other_layouts(tmp_path: Path, make: Any, text: str, follow: 
 def test_dtypes_of_a_newer_ml_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": VALUES.to(torch.float8_e8m0fnu)}
     with monkeypatch.context() as old:
-        old.delitem(dtypes._BY_TORCH, torch.float8_e8m0fnu)  # as where the installed ml_dtypes lacks it
+        old.delitem(conversions._BY_TORCH, torch.float8_e8m0fnu)  # as where the installed ml_dtypes lacks it
         refused(
             lambda: ckptcore.save(tmp_path / "c", state),
             "w: torch.float8_e8m0fnu needs a newer ml_dtypes than the installed one: upgrade ml-dtypes, or save a",

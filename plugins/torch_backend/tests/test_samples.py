@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.conversions import host_view
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import encoding_of, host_view
 from ckptcore_torch.tensors import sampled_on_device
 
 from ckptcore.model import WHOLE_SAMPLE_BYTES, sampled

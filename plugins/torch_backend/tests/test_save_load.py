@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import assert_same_bits, bit_patterns
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import encoding_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckptcore

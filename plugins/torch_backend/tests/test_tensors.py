@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
-from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
+from ckptcore_torch.conversions import FRAMEWORK, encoding_of
 from ckptcore_torch.leaf_handlers import leaf_handler_of_type
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode

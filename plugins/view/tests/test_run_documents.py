@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from ckptcore_view.documents.summary import summary_of
+from ckptcore_view.documents.checkpoint import summary_of
 from ckptcore_view.shardings import sharding_text
 from safetensors.numpy import save_file
 

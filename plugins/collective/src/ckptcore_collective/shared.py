@@ -316,7 +316,7 @@ def _decide(messages: Sequence[Any]) -> JSON:
         first.setdefault(digest, rank)
     numbers = {digest: number for number, digest in enumerate(first)}
     return {
-        "differ": ", ".join([f"rank {rank}: {found}" for found, rank in differ.items()]),
+        "differ": ", ".join([f"rank {rank}: {value}" for value, rank in differ.items()]),
         "again": len(versions) > 1,
         "first": list(first.values()),
         "of": [numbers[digest] for digest, _, _, _ in messages],

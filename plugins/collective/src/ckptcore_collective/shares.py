@@ -173,11 +173,11 @@ class _ReaderAssignment:
 
     def members(self, readers: ReaderSet) -> tuple[int, ...]:
         """Return the ranks with one of these requests."""
-        found = self._members.get(readers)
-        if found is None:
-            found = tuple(sorted([rank for number in readers for rank in self._ranks_of[number]]))
-            self._members[readers] = found
-        return found
+        members = self._members.get(readers)
+        if members is None:
+            members = tuple(sorted([rank for number in readers for rank in self._ranks_of[number]]))
+            self._members[readers] = members
+        return members
 
     def add(self, rank: int, nbytes: int) -> None:
         """Add bytes that a rank reads."""
@@ -316,11 +316,11 @@ def _chunk_lookup(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLooku
     """Return the chunks of an array if its cells must be cut at them; otherwise no chunks."""
     if len(cells) == 1 and not cells[0].is_sent:
         return ChunkLookup(())
-    found = iter(chunks)
-    first = next(found, None)
+    candidates = iter(chunks)
+    first = next(candidates, None)
     if first is None or (first.is_plain and not any(cell.is_sent for cell in cells)):
         return ChunkLookup(())
-    return ChunkLookup(itertools.chain([first], found))
+    return ChunkLookup(itertools.chain([first], candidates))
 
 
 def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:

@@ -1,27 +1,26 @@
-"""Trees put together from several torch.save files, with arrays whose boxes are in different files."""
+"""Trees and layouts put together from several torch.save files, with arrays whose boxes are in different files."""
 
 from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.reading import (
+from ckptcore_dcp.pickle_reading import (
     STORED,
-    Column,
     Leaf,
     LocationColumns,
+    StorageIndex,
     StoredBytes,
     StoredTensor,
-    TensorPart,
-    check_bounds,
     leaf_record,
-    read_torch_file,
 )
+from ckptcore_dcp.reading import Column, ReadOnlyLayout, TensorPart, check_bounds, read_torch_file
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,
@@ -29,17 +28,20 @@ from ckptcore.model import (
     ArraySpec,
     Attribute,
     Box,
+    Chunk,
+    HostArray,
     Key,
     LeafRecord,
     Node,
+    ReadItem,
     Skeleton,
     TreeMetadata,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.model.tree import leaf_count
-from ckptcore.planning import ChunkColumns
-from ckptcore.protocols import Inspection, ReadStore
+from ckptcore.planning import ChunkColumns, ChunkTable, natural_column
+from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
 
 PLACES: Final = "places"
 """Key of the state for whole tensors, of `LocationColumns`."""
@@ -94,8 +96,8 @@ class Part:
         if not isinstance(self.skeleton, Node):
             leaf = self.leaves[0]
             return leaf.values if isinstance(leaf, Column) else leaf
-        found = {key: child.plain() for key, child in self.children().items()}
-        return tuple(found.values()) if [*found] == [*range(len(found))] and self._is_sequence else found
+        values = {key: child.plain() for key, child in self.children().items()}
+        return tuple(values.values()) if [*values] == [*range(len(values))] and self._is_sequence else values
 
     @property
     def _is_sequence(self) -> bool:
@@ -129,11 +131,11 @@ class PartReader:
 
     def find(self, key: str) -> Part | None:
         """Read a file; None if it is not one of ``torch.save``."""
-        found = read_torch_file(self.store, key)
-        if found is None:
+        content = read_torch_file(self.store, key)
+        if content is None:
             return None
         self.keys.append(key)
-        return Part(key, found.skeleton, found.leaves, found.storages)
+        return Part(key, content.skeleton, content.leaves, content.storages)
 
     def read(self, key: str) -> Part:
         """Read a file whose name says that it is one of ``torch.save``.
@@ -141,10 +143,10 @@ class PartReader:
         Raises:
             CorruptCheckpointError: it is none.
         """
-        found = self.find(key)
-        if found is None:
+        part = self.find(key)
+        if part is None:
             raise CorruptCheckpointError(f"{key} is not a file of torch.save, in spite of its name: {RESTORE}", key=key)
-        return found
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,16 +307,16 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
         writer: the software.
         files: all objects of the checkpoint.
     """
-    found: list[tuple[Leaf, Part] | Divided | Refused] = []
-    skeleton = _flatten(entry, found)
-    records = [_record(leaf) for leaf in found]
+    entries: list[tuple[Leaf, Part] | Divided | Refused] = []
+    skeleton = _flatten(entry, entries)
+    records = [_record(leaf) for leaf in entries]
     paths = TreeMetadata(skeleton, tuple(records)).paths
     columns, chunks = LocationColumns(), ChunkColumns()
     storages: dict[StoredBytes, int] = {}
     storage_of: list[int] = []
     aliases: dict[int, int] = {}
     first: dict[tuple[object, ...], int] = {}
-    for number, leaf in enumerate(found):
+    for number, leaf in enumerate(entries):
         if isinstance(leaf, tuple):
             value, part = leaf
             if isinstance(value, StoredTensor):
@@ -339,23 +341,23 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     return Inspection(tree, state, writer, files=files)
 
 
-def _flatten(entry: Entry, found: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
+def _flatten(entry: Entry, entries: list[tuple[Leaf, Part] | Divided | Refused]) -> Skeleton:
     if isinstance(entry, Part):
-        found.extend((leaf, entry) for leaf in entry.leaves)
+        entries.extend((leaf, entry) for leaf in entry.leaves)
         return entry.skeleton
     if isinstance(entry, Branch):
         for leaf in entry.entries:
-            _flatten(leaf, found)
+            _flatten(leaf, entries)
         return entry.skeleton
     if isinstance(entry, Divided | Refused):
-        found.append(entry)
+        entries.append(entry)
         return LEAF
     if isinstance(entry, str):
-        found.append((entry, _NOWHERE))
+        entries.append((entry, _NOWHERE))
         return LEAF
     if isinstance(entry, list):
-        return Node("list", tuple(range(len(entry))), tuple([_flatten(child, found) for child in entry]))
-    return Node("dict", tuple(entry), tuple([_flatten(child, found) for child in entry.values()]))
+        return Node("list", tuple(range(len(entry))), tuple([_flatten(child, entries) for child in entry]))
+    return Node("dict", tuple(entry), tuple([_flatten(child, entries) for child in entry.values()]))
 
 
 _NOWHERE: Final = Part("", LEAF, (), {})
@@ -367,3 +369,106 @@ def _record(leaf: tuple[Leaf, Part] | Divided | Refused) -> LeafRecord:
     if isinstance(leaf, Refused):
         return unreadable_leaf(leaf.error)
     return ArrayRecord(leaf.spec, leaf.kind, notes=_FRAMEWORK)
+
+
+_SLAB_BYTES: Final = 1 << 24
+"""Bytes that are read at a time to compare a checksum."""
+
+
+class _AssembledIndex(ChunkTable):
+    """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
+
+    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+        """Read the state of `inspection_of`. A root may name this layout, with any state.
+
+        Raises:
+            CorruptCheckpointError: the state does not fit the tree.
+        """
+        super().__init__(tree, state)
+        columns: Any = state  # the errors of a hostile state are caught below
+        try:
+            self._places = StorageIndex(tree, columns[PLACES])
+            self._storages: Sequence[tuple[str, int, int, int]] = [_storage(*row) for row in columns["storages"]]
+            numbers = natural_column(columns["storage"], len(self._storages), len(columns["leaf"])).tolist()
+        except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
+            raise CorruptCheckpointError(
+                f"the root is corrupt: its state does not locate arrays in files of torch.save: {error!r}"
+            ) from error
+        self._storages_of: dict[int, set[int]] = {}
+        for leaf, number in zip(columns["leaf"], numbers, strict=True):
+            self._storages_of.setdefault(leaf, set()).add(number)
+        self._verified: set[int] = set()
+
+    def boxes(self, leaf: int, box: Box) -> Sequence[Chunk]:
+        """See `ChunkIndex.boxes`. Whole tensors in storages have no chunks."""
+        return () if leaf in self._places else tuple(super().boxes(leaf, box))
+
+    def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
+        """See `ChunkIndex.extents`."""
+        yield from self._places.extents(leaf)
+        if leaf not in self._places:
+            yield from super().extents(leaf)
+
+    def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
+        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
+
+        A storage has elements of many arrays, so it is read again, but only once.
+
+        Raises:
+            ChecksumError: a checksum differs.
+        """
+        if leaf in self._places:
+            places: Any = self._places
+            leaves: Collection[str] = places.unverified(leaf, store)
+            return leaves
+        unknown: set[str] = set()
+        for number in self._storages_of.get(leaf, ()):
+            key, start, stop, expected = self._storages[number]
+            if not expected:
+                unknown.add(key)
+            elif number not in self._verified:
+                _verify(store, key, start, stop, expected)
+                self._verified.add(number)
+        return unknown
+
+    def check(self, leaves: Collection[int]) -> None:
+        """See `ChunkIndex.check`."""
+        super().check([leaf for leaf in leaves if leaf not in self._places])
+
+    def reads(self, leaf: int, store: ReadStore) -> bool:
+        """See `NativeReader.reads`."""
+        return leaf in self._places
+
+    def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """See `NativeReader.read`."""
+        return self._places.read(items, buffers, store)
+
+
+def _storage(key: object, start: object, stop: object, crc: object) -> tuple[str, int, int, int]:
+    if type(key) is not str or type(start) is not int or type(stop) is not int or type(crc) is not int:
+        raise TypeError("a storage is expected")
+    if not 0 <= start <= stop < 1 << 62:
+        raise ValueError("a storage has no valid range")
+    return key, start, stop, crc
+
+
+def _verify(store: ReadStore, key: str, start: int, stop: int, expected: int) -> None:
+    checksum = 0
+    for first in range(start, stop, _SLAB_BYTES):
+        checksum = zlib.crc32(store.get(key, first, min(first + _SLAB_BYTES, stop)), checksum)
+    if checksum != expected:
+        raise ChecksumError(
+            f"{key!r} is damaged in bytes {start} to {stop}: expected the CRC-32 {expected:08x}, found {checksum:08x}; "
+            f"{RESTORE}",
+            key=key,
+            start=start,
+            stop=stop,
+        )
+
+
+class AssembledLayout(ReadOnlyLayout):
+    """A read-only layout whose `inspect` returns the result of `inspection_of`."""
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of the pieces and of the whole tensors."""
+        return _AssembledIndex(tree, state)

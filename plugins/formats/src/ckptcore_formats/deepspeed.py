@@ -6,22 +6,124 @@ ZeRO 1 and 2: the parameters of a group are one flat vector, and each process sa
 ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
 the file of the model. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
 "param_groups": [...], ...}, ...}``, with the rest of the state next to them.
+
+Universal checkpoints have a file for each parameter and state, of any parallelism: ``ds_to_universal.py`` writes
+``zero/NAME/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, ``zero/optimizer_state.pt``, and copies of
+the files of the model. A file has ``{"param": tensor, ...}`` with the whole parameter, or, from ZeRO 3, the bare
+tensor without its shape (DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembled_layout import AssembledLayout
-from ckptcore_formats.assembly import RESTORE, Entry, Part, PartReader, has_weights, inspection_of
-from ckptcore_formats.deepspeed_universal import read_universal
-from ckptcore_formats.deepspeed_zero import Weights, Zero, named, rest_of
+from ckptcore_formats.assembly import (
+    RESTORE,
+    AssembledLayout,
+    Entry,
+    Part,
+    PartReader,
+    Refused,
+    has_weights,
+    inspection_of,
+)
+from ckptcore_formats.deepspeed_zero import PARTITIONS, Weights, Zero, named, named_groups, rest_of
+
+_SUFFIX: Final = ".pt"
+_WEIGHT: Final = "fp32"
+_MAX_DEPTH: Final = 8
+"""Most directories within each other. The name of a parameter has no slash in practice."""
+
+
+def read_universal(reader: PartReader, directory: str, models: Sequence[Part], weights: Weights) -> Entry:
+    """Return the state as one tree, as for other checkpoints of DeepSpeed.
+
+    Args:
+        reader: the files.
+        directory: prefix of the keys of the files of parameters.
+        models: the files of the model, one of each process if ZeRO 3 wrote them.
+        weights: names and shapes in the first of them.
+    """
+    values: dict[str, Entry] = {}
+    states: dict[Key, dict[Key, Entry]] = {}
+    shapes = weights.shapes
+    for name, kind, key in _files(reader.store, directory, "", 0):
+        path = f"module/{name}" if kind == _WEIGHT else f"optimizer/state/{name}/{kind}"
+        entry = _value(reader.read(key), shapes.get(name), path)
+        if kind == _WEIGHT:
+            values[name] = entry
+        else:
+            states.setdefault(name, {})[kind] = entry
+    for name, kind in _missing([*shapes], values, states):
+        key = f"{directory}{name}/{kind}{_SUFFIX}"
+        lost = Refused(CorruptCheckpointError(f"{key} is missing: the checkpoint is incomplete; {RESTORE}", key=key))
+        (values if kind == _WEIGHT else states.setdefault(name, {}))[name if kind == _WEIGHT else kind] = lost
+    optimizer: dict[Key, Entry] = {"state": dict(states)}
+    if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
+        found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
+        groups = found.get("param_groups")
+        optimizer["param_groups"] = [] if groups is None else named_groups([groups], [*map(list, weights.groups)])
+        optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
+    module = weights.module({**values, **weights.frozen_in_slices(models)})
+    return {"module": module, "optimizer": optimizer, **rest_of(models)}
+
+
+def _missing(
+    trained: Sequence[str], values: Mapping[str, Entry], states: Mapping[Key, Mapping[Key, Entry]]
+) -> Iterator[tuple[str, str]]:
+    """Return the files of parameters that are missing: the name, and the kind of the state.
+
+    A trained parameter has a weight. It has the states of another parameter if it has some of these or none: with
+    several optimizers in one, such as Muon, parameters have different ones.
+    """
+    kinds = sorted({frozenset(state) for state in states.values()}, key=len, reverse=True)
+    for name in dict.fromkeys([*trained, *map(str, states)]):
+        if name not in values:
+            yield name, _WEIGHT
+        own = frozenset(states.get(name, ()))
+        expected = next((one for one in kinds if own < one), frozenset())
+        for kind in sorted(map(str, expected - own)):
+            yield name, kind
+
+
+def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:
+    """Return the name of a parameter, the kind of the state, and the key, for each file of a parameter."""
+    for found in store.list_names(f"{directory}{name}"):
+        if found.endswith("/") and depth < _MAX_DEPTH:
+            yield from _files(store, directory, name + found, depth + 1)
+        elif name and found.endswith(_SUFFIX):
+            yield name[:-1], found.removesuffix(_SUFFIX), f"{directory}{name}{found}"
+
+
+def _value(part: Part, shape: tuple[int, ...] | None, path: str) -> Entry:
+    """Return the value of a file. A bare tensor gets the shape of its parameter."""
+    children = part.children()
+    if "param" in children:
+        return children["param"]
+    tensor = part.tensor
+    if tensor is None or shape is None or tensor.shape == shape or not tensor.shape:
+        return part
+    if math.prod(tensor.shape) != math.prod(shape) or not tensor.is_contiguous:
+        return Refused(
+            CorruptCheckpointError(
+                f"{path} has {math.prod(tensor.shape)} elements in {part.key}, but its shape is {list(shape)}: "
+                f"{RESTORE}",
+                key=part.key,
+            )
+        )
+    return replace(part, leaves=(replace(tensor, shape=shape, strides=_c_strides(shape)),))
+
+
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+
 
 _OPTIM: Final = re.compile(
     r"((?:bf16_|fp16_)?zero_pp_rank_)([0-9]{1,9})(_mp_rank_([0-9]{1,9})_optim_states\.pt)", re.ASCII
@@ -42,10 +144,7 @@ _CONVERT: Final = (
 class DeepSpeedLayout(AssembledLayout):
     """Directories of DeepSpeed: ``global_stepN``, or their parent directory with ``latest``. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "deepspeed"."""
-        return "deepspeed"
+    name = "deepspeed"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory by the names of the files of ranks; see the module.
@@ -74,8 +173,8 @@ class DeepSpeedLayout(AssembledLayout):
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
-        found = [key for key in keys if _is_own_key(key.split("/"))]
-        return found if len({key.partition("/")[0] for key in found if "/" in key} - {"zero"}) < 2 else ()
+        own = [key for key in keys if _is_own_key(key.split("/"))]
+        return own if len({key.partition("/")[0] for key in own if "/" in key} - {"zero"}) < 2 else ()
 
 
 def _is_own(name: str) -> bool:
@@ -131,18 +230,18 @@ class _Directory:
             CorruptCheckpointError: there is no file of the model.
             UnsupportedLeafError: see `DeepSpeedLayout.inspect`.
         """
-        found: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
+        files: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
         for name in names:
             if match := _OPTIM.fullmatch(name):
-                found["optim"][int(match[4]), int(match[2])] = directory + name
+                files["optim"][int(match[4]), int(match[2])] = directory + name
             elif match := _ZERO_MODEL.fullmatch(name):
-                found["zero"][int(match[4]), int(match[2])] = directory + name
+                files["zero"][int(match[4]), int(match[2])] = directory + name
             elif match := _MODEL.fullmatch(name):
-                found["model"][int(match[1]), 0] = directory + name
-        models = found["zero"] or found["model"]
+                files["model"][int(match[1]), 0] = directory + name
+        models = files["zero"] or files["model"]
         within = directory or "the directory"
         is_universal = "zero/" in names
-        parallel = {rank for rank, _ in (*models, *found["optim"])}
+        parallel = {rank for rank, _ in (*models, *files["optim"])}
         if not is_universal:
             for pattern, what in ((_EXPERT, "experts"), (_LAYER, "pipeline stages")):
                 if first := next((name for name in names if pattern.fullmatch(name)), None):
@@ -159,8 +258,8 @@ class _Directory:
                 f"{within} has files of DeepSpeed's optimizer, but mp_rank_00_model_states.pt, which names the "
                 f"parameters, is missing: {RESTORE}"
             )
-        ranks = {rank: key for (_, rank), key in sorted(found["zero"].items(), reverse=True)}
-        optimizers = {rank: key for (_, rank), key in found["optim"].items()}
+        ranks = {rank: key for (_, rank), key in sorted(files["zero"].items(), reverse=True)}
+        optimizers = {rank: key for (_, rank), key in files["optim"].items()}
         return cls(reader, directory, models[min(models)], ranks, optimizers, len(parallel), is_universal)
 
     def tree(self) -> Entry:

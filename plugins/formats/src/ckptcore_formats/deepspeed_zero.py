@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from ckptcore_dcp.reading import StoredTensor
+from ckptcore_dcp.pickle_reading import StoredTensor
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Key
@@ -88,9 +88,9 @@ class Weights:
         self.key = key
         self._state = state
         self._parallel = parallel
-        found = state["param_shapes"].plain() if "param_shapes" in state else None
+        shapes = state["param_shapes"].plain() if "param_shapes" in state else None
         self.groups: list[dict[str, tuple[int, ...]]] = []
-        for group in found if isinstance(found, tuple) else () if found is None else (found,):
+        for group in shapes if isinstance(shapes, tuple) else () if shapes is None else (shapes,):
             if not isinstance(group, dict):
                 raise CorruptCheckpointError(f"{key} has no valid shapes of parameters: {RESTORE}", key=key)
             self.groups.append({str(name): _shape(shape, key, f"module/{name}") for name, shape in group.items()})
@@ -113,15 +113,15 @@ class Weights:
         """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
         fragments = [named(model).get("frozen_param_fragments") for model in models]
         slices = [{} if part is None else part.children() for part in fragments]
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for name, shape in self.frozen.items():
             path = f"module/{name}"
             parts = [each.get(name) for each in slices]
             tensor = None if parts[0] is None else parts[0].tensor
             if len(parts) == 1 and tensor is not None and tensor.shape == shape:
                 continue  # the only file has it whole, without ZeRO 3
-            found[name] = guarded(lambda: in_slices([stored_run(part, path) for part in parts], shape, path))  # noqa: B023
-        return found
+            entries[name] = guarded(lambda: in_slices([stored_run(part, path) for part in parts], shape, path))  # noqa: B023
+        return entries
 
     def module(self, weights: Mapping[str, Entry]) -> Mapping[Key, Entry]:
         """Return weights and buffers by name, in the order of the module.
@@ -135,34 +135,34 @@ class Weights:
         listed = self._state["shared_params"].plain() if "shared_params" in self._state else None
         shared = listed if isinstance(listed, dict) else {}
         buffers = {name for name in _items(self._state.get("buffer_names")) if isinstance(name, str)}
-        found: dict[Key, Entry] = {}
+        entries: dict[Key, Entry] = {}
         for name, part in stored.items():
             if name in weights and name not in buffers:  # `ds_to_universal` converts buffers to fp32, also counters
-                found[name] = weights[name]
+                entries[name] = weights[name]
             elif name in buffers or part.tensor is None:
-                found[name] = part
+                entries[name] = part
             elif self._parallel > 1:
-                found[name] = Refused(
+                entries[name] = Refused(
                     UnsupportedLeafError(
                         f"it is in the files of the model only, of {self._parallel} tensor parallel ranks or pipeline "
                         f"stages, and {self.key} has the part of one: load the files of the model by their own paths"
                     )
                 )
             elif 0 not in part.tensor.shape:
-                found[name] = part
+                entries[name] = part
             elif name in frozen:
-                found[name] = frozen[name]
+                entries[name] = frozen[name]
             elif name not in shared:
-                found[name] = Refused(
+                entries[name] = Refused(
                     UnsupportedLeafError(
                         f"it is a parameter that ZeRO 3 divided, and {self.key} has no shape of it: save with "
                         "exclude_frozen_parameters=False"
                     )
                 )
         for name, entry in (*frozen.items(), *weights.items()):
-            found.setdefault(name, entry)
-        found.update({name: found[one] for name, one in shared.items() if isinstance(one, str) and one in found})
-        return found
+            entries.setdefault(name, entry)
+        entries.update({name: entries[one] for name, one in shared.items() if isinstance(one, str) and one in entries})
+        return entries
 
 
 def named_groups(groups: Sequence[Part], names: Sequence[Sequence[str]]) -> Entry:
@@ -188,8 +188,8 @@ def named_groups(groups: Sequence[Part], names: Sequence[Sequence[str]]) -> Entr
 
 
 def _items(part: Part | None) -> Sequence[object]:
-    found = None if part is None else part.plain()
-    return found if isinstance(found, tuple | list) else ()
+    mapping = None if part is None else part.plain()
+    return mapping if isinstance(mapping, tuple | list) else ()
 
 
 class Zero:
@@ -223,12 +223,12 @@ class Zero:
         states: list[dict[str, Part]] = []
         for key in files:
             part = named(reader.read(key)).get("optimizer_state_dict")
-            found = {} if part is None else named(part)
-            if _FLAT_3 not in found and _FLAT_12 not in found:
+            named_parts = {} if part is None else named(part)
+            if _FLAT_3 not in named_parts and _FLAT_12 not in named_parts:
                 raise CorruptCheckpointError(
                     f"{key} has no partitions of weights in fp32: {RESTORE}, or load one file by its own path", key=key
                 )
-            states.append(found)
+            states.append(named_parts)
         counts = states[0]["partition_count"].plain() if "partition_count" in states[0] else None
         count = max(
             [each for each in (counts if isinstance(counts, tuple) else (counts,)) if type(each) is int], default=0
@@ -261,16 +261,16 @@ class Zero:
         sizes = self.sizes
         if len({len(each) for each in sizes}) != 1:
             raise CorruptCheckpointError(f"{self._weights.key}: the ranks have different numbers of groups; {RESTORE}")
-        found: dict[str, tuple[int, int]] = {}
+        places: dict[str, tuple[int, int]] = {}
         if self.stage == 3:
             bounds = [0, *itertools.accumulate(sizes[0])]
             position = 0
             for name, shape in self._weights.shapes.items():
-                found[name] = max(bisect.bisect_right(bounds, position) - 1, 0), position
+                places[name] = max(bisect.bisect_right(bounds, position) - 1, 0), position
                 position += -(-math.prod(shape) // self.processes)
             for rank, each in enumerate(sizes):
                 self._expect(position == sum(each), sum(each), position, f"the partitions of rank {rank}")
-            return found
+            return places
         self._expect(
             len(self._weights.groups) == len(sizes[0]), len(sizes[0]), len(self._weights.groups), "the number of groups"
         )
@@ -278,13 +278,13 @@ class Zero:
             paddings = self._alignment(number, len(group))
             position = 0
             for (name, shape), padding in zip(group.items(), paddings, strict=True):
-                found[name] = number, position
+                places[name] = number, position
                 position += math.prod(shape) + padding
             # DeepSpeed pads a group to a multiple of twice the processes, and removes some of it (zero_to_fp32.py).
             align = 2 * self.processes
             available = sum([each[number] for each in sizes])
             self._expect(-(-position // align) == -(-available // align), available, position, f"group {number}")
-        return found
+        return places
 
     def _alignment(self, group: int, count: int) -> Sequence[int]:
         stated = self._first["param_alignment_paddings"].plain() if "param_alignment_paddings" in self._first else None
@@ -302,10 +302,10 @@ class Zero:
             )
         return paddings
 
-    def _expect(self, condition: bool, found: int, expected: int, what: str) -> None:
+    def _expect(self, condition: bool, count: int, expected: int, what: str) -> None:
         if not condition:
             raise CorruptCheckpointError(
-                f"{what}: the files of the optimizer have {found}, and {self._weights.key} describes {expected}; a "
+                f"{what}: the files of the optimizer have {count}, and {self._weights.key} describes {expected}; a "
                 f"file is from another checkpoint or damaged: {RESTORE}",
                 key=self._weights.key,
             )
@@ -356,10 +356,10 @@ class Zero:
         """Return the states of each group of a process."""
         count = len(self._flat[0])
         key = _STATE_3 if self.stage == 3 else _STATE_12
-        found = self._states[rank].get(key)
-        if found is None:
+        state = self._states[rank].get(key)
+        if state is None:
             return [{}] * count
-        children = found.children()
+        children = state.children()
         if "state" not in children:  # a list with the states of each group (elastic checkpoints)
             self._expect(
                 len(children) in (0, count), len(children), count, f"the states in {self._files[rank]} of all groups"
@@ -404,14 +404,14 @@ class Zero:
             template: the path of an array, with the name of the parameter left out.
         """
         vectors = _Vectors(self, groups)
-        found: dict[str, Entry] = {}
+        arrays: dict[str, Entry] = {}
         for name, shape in self._weights.shapes.items():
             group, position = self._positions[name]
             if all(parts[group] is None for parts in groups):
                 continue
             path = template.format(name)
-            found[name] = guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023
-        return found
+            arrays[name] = guarded(lambda: vectors.array(group, position, shape, path))  # noqa: B023
+        return arrays
 
 
 def _tensor(part: Part) -> StoredTensor:

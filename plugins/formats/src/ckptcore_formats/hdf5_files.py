@@ -65,10 +65,7 @@ _INDEX_SUFFIX: Final = ".weights.json"
 class Hdf5Layout(ReadOnlyLayout):
     """HDF5 files, also of Keras. Read-only. Needs h5py."""
 
-    @property
-    def name(self) -> str:
-        """The name "hdf5"."""
-        return "hdf5"
+    name = "hdf5"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of datasets."""
@@ -322,16 +319,16 @@ class _Hdf5Index(StorageIndex):
 
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`."""
-        found = self._datasets.get(leaf)
-        return super().chunk_rows(leaf) if found is None else max(found[4], 1)
+        dataset = self._datasets.get(leaf)
+        return super().chunk_rows(leaf) if dataset is None else max(dataset[4], 1)
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
         """See `ChunkIndex.extents`. The chunks of a dataset may be anywhere in its file."""
-        found = self._datasets.get(leaf)
-        if found is None:
+        dataset = self._datasets.get(leaf)
+        if dataset is None:
             yield from super().extents(leaf)
         else:
-            yield found[0], found[1], found[1]
+            yield dataset[0], dataset[1], dataset[1]
 
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""

@@ -2,6 +2,9 @@
 
 The library of HDF5 reads through `StoredFile`, so that it cannot open another file: links to other files, external
 storage and virtual datasets are named, and not followed.
+
+The global heaps of a file, which have the texts and lists of its attributes, are checked before. The library of HDF5
+trusts the sizes in them: one that is zero makes it loop without an end.
 """
 
 from __future__ import annotations
@@ -18,7 +21,69 @@ from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, 
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
-from ckptcore_formats.hdf5_heaps import HeapChecks
+
+_MAGIC: Final = b"GCOL\x01"
+_SUPERBLOCK: Final = b"\x89HDF\r\n\x1a\n"
+_LEAST_BYTES: Final = 4096
+_HEAP_WINDOW_BYTES: Final = 1 << 14
+
+
+class HeapChecks:
+    """Checks each heap whose beginning is among bytes that the library reads. Not thread-safe."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
+        """Read how many bytes a length has. `fetch` returns bytes from `start` to `stop` of the file."""
+        self._fetch = fetch
+        self._size = size
+        self._checked: set[int] = set()
+        self._left = _MAX_OBJECTS
+        origin = 0
+        head = b""
+        while origin < size and (head := fetch(origin, min(origin + 16, size)))[:8] != _SUPERBLOCK:
+            origin = max(2 * origin, 512)
+        at = 14 if head[8:9] in (b"\0", b"\1") else 10
+        self._length = head[at] if len(head) == 16 else 8
+
+    def check(self, data: bytes, start: int) -> None:
+        """Check the heaps that begin in data, which is at offset `start` of the file.
+
+        Raises:
+            ValueError: one is damaged.
+        """
+        position = -1
+        while (position := data.find(_MAGIC, position + 1)) >= 0:
+            if start + position not in self._checked:
+                self._check_heap(start + position)
+                self._checked.add(start + position)
+
+    def _check_heap(self, start: int) -> None:
+        aligned = -(-(8 + self._length) // 8) * 8
+        size = self._number(start + 8)
+        stop = start + size
+        position = start + aligned
+        if not _LEAST_BYTES <= size <= self._size - start:
+            self._damaged(start, f"has a size of {size} bytes")
+        window, origin = b"", 0
+        while position + aligned <= stop:
+            self._left -= 1
+            if self._left < 0:
+                self._damaged(start, f"and those before it have more than {_MAX_OBJECTS} objects")
+            if not origin <= position <= origin + len(window) - aligned:
+                window, origin = self._fetch(position, min(position + _HEAP_WINDOW_BYTES, stop)), position
+            header = window[position - origin : position - origin + aligned]
+            number = int.from_bytes(header[:2], "little")
+            nbytes = int.from_bytes(header[8 : 8 + self._length], "little")
+            step = aligned + -(-nbytes // 8) * 8 if number else nbytes  # number 0 is the free space, with its header
+            if not aligned <= step <= stop - position:
+                self._damaged(start, f"has an object of {nbytes} bytes at byte {position} (number {number})")
+            position += step
+
+    def _number(self, start: int) -> int:
+        return int.from_bytes(self._fetch(start, min(start + self._length, self._size)), "little")
+
+    def _damaged(self, start: int, reason: str) -> None:
+        raise ValueError(f"the global heap at byte {start} {reason}, which cannot be")
+
 
 _WINDOW_BYTES: Final = 1 << 16
 _WINDOWS: Final = 8
@@ -209,36 +274,36 @@ class _Walk:
             return self._leaf(Unreadable(f"a link to {link.path!r} in the file {link.filename!r}: load that file"))
         if not isinstance(link, h5py.HardLink):
             return self._leaf(Unreadable("a link to another name of the file: load that name"))
-        found = group.get(name)
-        if isinstance(found, h5py.Group):
-            return self.group(found, path, above)
-        if not isinstance(found, h5py.Dataset):
+        item = group.get(name)
+        if isinstance(item, h5py.Group):
+            return self.group(item, path, above)
+        if not isinstance(item, h5py.Dataset):
             return self._leaf(Unreadable("a named type, which has no elements"))
-        self._attributes(found, path)
-        return self._dataset(found, path)
+        self._attributes(item, path)
+        return self._dataset(item, path)
 
     def _leaf(self, leaf: Leaf) -> Skeleton:
         self.leaves.append(leaf)
         return LEAF
 
-    def _dataset(self, found: Any, path: str) -> Skeleton:
-        if found.external:
-            return self._leaf(Unreadable(f"a dataset with its elements in the file {found.external[0][0]!r}"))
-        if found.is_virtual:
+    def _dataset(self, dataset: Any, path: str) -> Skeleton:
+        if dataset.external:
+            return self._leaf(Unreadable(f"a dataset with its elements in the file {dataset.external[0][0]!r}"))
+        if dataset.is_virtual:
             return self._leaf(Unreadable("a virtual dataset, whose elements are in other datasets: load these"))
-        shape, dtype = found.shape, found.dtype
+        shape, dtype = dataset.shape, dataset.dtype
         if shape is None:
             return self._leaf(None)
         if dtype.hasobject:
-            return self._leaf(_text(found, dtype))
-        stored = found.id.get_storage_size()
+            return self._leaf(_text(dataset, dtype))
+        stored = dataset.id.get_storage_size()
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
         storage = str(len(self.leaves))  # no name of the file, because `arrays_of` marks big endian arrays with ">"
         array = arrays_of(dtype, shape, c_strides(shape), storage)
-        offset = found.id.get_offset()
-        if offset is not None and found.chunks is None and _is_stored_as(found.id.get_type(), dtype):
+        offset = dataset.id.get_offset()
+        if offset is not None and dataset.chunks is None and _is_stored_as(dataset.id.get_type(), dtype):
             self.places[storage] = Place(offset, stored, big_endian=False)
             self.places[f"{storage}>"] = Place(offset, stored, big_endian=True)
             return self._fields(array)
@@ -250,23 +315,23 @@ class _Walk:
                     else "a dataset of structures in chunks, or of unusual types: write it without"
                 )
             )
-        self.datasets[array.storage] = Dataset(path, found.chunks[0] if found.chunks else max([1, *shape[:1]]))
+        self.datasets[array.storage] = Dataset(path, dataset.chunks[0] if dataset.chunks else max([1, *shape[:1]]))
         return self._leaf(array)
 
-    def _fields(self, found: Fields) -> Skeleton:
-        if isinstance(found, StoredTensor | str):
-            return self._leaf(Unreadable(found) if isinstance(found, str) else found)
-        return Node("dict", tuple(found), tuple([self._fields(part) for part in found.values()]), "numpy.void")
+    def _fields(self, dataset: Fields) -> Skeleton:
+        if isinstance(dataset, StoredTensor | str):
+            return self._leaf(Unreadable(dataset) if isinstance(dataset, str) else dataset)
+        return Node("dict", tuple(dataset), tuple([self._fields(part) for part in dataset.values()]), "numpy.void")
 
-    def _attributes(self, found: Any, path: str) -> None:
+    def _attributes(self, attributes: Any, path: str) -> None:
         values: dict[str, JSON] = {}
-        for name in found.attrs:
-            info = found.attrs.get_id(name)
+        for name in attributes.attrs:
+            info = attributes.attrs.get_id(name)
             # Elements may have no bytes, and still take time.
             self._attribute_bytes -= math.prod(map(int, info.shape)) * max(info.dtype.itemsize, 1) + len(name)
             if self._attribute_bytes < 0:
                 return
-            value = _json(found.attrs[name])
+            value = _json(attributes.attrs[name])
             if value is not None:
                 values[_plain(name)] = value  # h5py returns bytes that are not UTF-8 as they are
         if values:

@@ -1,12 +1,16 @@
 """The layout `pickle`: files of ``pickle.dump``, ``joblib.dump`` and cloudpickle, read as data. No code in them runs.
 
-Arrays of NumPy, JAX and PyTorch are read from their bytes in the file. Objects of unknown classes become their parts.
-Long arrays are not read when a file is inspected.
+Arrays of NumPy, JAX and PyTorch are read from their bytes in the file. Objects of unknown classes become their
+parts. Long arrays are not read when a file is inspected.
+
+In files of joblib the bytes of an array follow the object that describes it, between two opcodes of the pickle.
+Source: ``NumpyArrayWrapper`` of ``joblib/numpy_pickle.py``, from joblib 0.10 on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,14 +20,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from ckptcore_dcp.pickle_reading import (
+    Call,
     DenseFileError,
     EmbeddedStorages,
     Fetch,
+    Global,
+    OutOfLine,
     Places,
     StorageIndex,
     Value,
     Window,
     is_legacy,
+    numpy_dtype,
     pickled_storages,
     read_pickle,
     tree_of,
@@ -37,7 +45,80 @@ from ckptcore.protocols import ChunkIndex, Inspection, ReadStore, StorageAddress
 from ckptcore.temporary import TemporaryFile
 from ckptcore_formats.compressed_files import Codec, codec_of, decompressed, decompressed_head
 from ckptcore_formats.inspections import FileTree, inspection_of
-from ckptcore_formats.joblib_arrays import JoblibArrays
+
+_WRAPPER: Final = Global("joblib.numpy_pickle", "NumpyArrayWrapper")
+_DTYPE: Final = Global("numpy", "dtype")
+_FROM_BUFFER: Final = Global("numpy._core.numeric", "_frombuffer")
+_OBJECT_CODES: Final = ("O", "O8", "O4")
+_MAX_NESTED: Final = 20
+_MAX_AXES: Final = 64
+_MAX_ARRAY_BYTES: Final = 1 << 62
+
+
+class JoblibArrays:
+    """Finds the bytes of arrays in one file. Each becomes a call that makes an array of bytes."""
+
+    def __init__(self, data: bytes | Window, key: str, places: Places, depth: int = 0) -> None:
+        """Find arrays in a file.
+
+        Args:
+            data: the file.
+            key: the object, for errors.
+            places: receives where pickles inside the file have texts and bytes.
+            depth: how many arrays of objects this pickle is in.
+        """
+        self._data = data
+        self._key = key
+        self._places = places
+        self._depth = depth
+
+    def __call__(self, call: Call, position: int) -> tuple[Value, int] | None:
+        """Return the array that an object describes, and the offset after it. None for other objects.
+
+        Raises:
+            CorruptCheckpointError: the description is invalid, or bytes are missing.
+        """
+        state = call.state
+        if call.function != _WRAPPER or not isinstance(state, dict):
+            return None
+        shape, dtype, order = state.get("shape"), state.get("dtype"), state.get("order")
+        if isinstance(dtype, Call) and dtype.function == _DTYPE and dtype.arguments[:1] and _is_object(dtype):
+            if self._depth == _MAX_NESTED:
+                raise self._invalid(position, "arrays of objects are nested too deeply")
+            nested = JoblibArrays(self._data, self._key, self._places, self._depth + 1)
+            return read_pickle(self._data, key=self._key, start=position, places=self._places, raw=nested)
+        try:
+            kind = numpy_dtype(dtype)
+        except OverflowError as error:
+            raise self._invalid(position, str(error)) from error
+        if kind is None or not isinstance(shape, tuple) or len(shape) > _MAX_AXES or order not in ("C", "F"):
+            raise self._invalid(position, "an array has no dtype, shape or order that is known")
+        extents = [extent for extent in shape if type(extent) is int and 0 <= extent < _MAX_ARRAY_BYTES]
+        if len(extents) != len(shape):
+            raise self._invalid(position, "the shape of an array is invalid")
+        if state.get("numpy_array_alignment_bytes") is not None:  # joblib 1.2 and later pad
+            position += 1 + int(self._data[position])
+        stop = position + math.prod(extents) * kind.itemsize
+        if stop > len(self._data):
+            raise self._invalid(position, f"an array ends at byte {stop} of {len(self._data)}")
+        elements = OutOfLine(position, stop, False, self._fetch)
+        return Call(_FROM_BUFFER, (elements, dtype, shape, order)), stop
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        raise self._invalid(start, "an array is used as bytes")
+
+    def _invalid(self, position: int, reason: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._key} contains a file of joblib that cannot be read, near byte {position}: {reason}; the file is "
+            "cut short or damaged; restore it from a copy",
+            key=self._key,
+            start=position,
+        )
+
+
+def _is_object(dtype: Call) -> bool:
+    return dtype.arguments[0] in _OBJECT_CODES
+
 
 _SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
 """Names of pickles of protocols 0 and 1, which have no first bytes of their own."""
@@ -67,10 +148,7 @@ class PickleLayout(ReadOnlyLayout):
 
     _contents: _Contents = field(default_factory=_Contents, init=False, repr=False, compare=False)
 
-    @property
-    def name(self) -> str:
-        """The name "pickle"."""
-        return "pickle"
+    name = "pickle"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in pickles."""
@@ -95,7 +173,7 @@ class PickleLayout(ReadOnlyLayout):
         if codec is None:
             if not _is_pickle(head, entry):
                 return None
-            found = _read(fetch, store.size(entry), entry)
+            tree = _read(fetch, store.size(entry), entry)
         else:
             # A block of bzip2 is decompressed whole.
             inner = decompressed_head(codec, head, FILE_HEAD_BYTES) or decompressed_head(
@@ -104,8 +182,8 @@ class PickleLayout(ReadOnlyLayout):
             if not _is_pickle(inner, entry.removesuffix(".gz").removesuffix(".bz2").removesuffix(".xz")):
                 return None
             content = self._contents[store] = _Decompressed(store, entry, codec)
-            found = _read(lambda start, stop: content.get(entry, start, stop), content.size(entry), entry)
-        inspection = inspection_of(found, "pickle")
+            tree = _read(lambda start, stop: content.get(entry, start, stop), content.size(entry), entry)
+        inspection = inspection_of(tree, "pickle")
         return inspection._replace(state={"arrays": inspection.state, "file": None if codec is None else entry})
 
 

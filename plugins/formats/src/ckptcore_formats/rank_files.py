@@ -13,14 +13,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptcore_dcp.reading import RANK_FILE, Column, Leaf, StoredTensor, TensorPart, Unreadable
+from ckptcore_dcp.pickle_reading import Leaf, StoredTensor, Unreadable
+from ckptcore_dcp.reading import RANK_FILE, Column, TensorPart
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembled_layout import AssembledLayout
 from ckptcore_formats.assembly import (
     RESTORE,
+    AssembledLayout,
     Branch,
     Divided,
     Entry,
@@ -51,10 +52,7 @@ class _Kind(NamedTuple):
 class RankFilesLayout(AssembledLayout):
     """Directories with one torch.save file for each process. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "ranks"."""
-        return "ranks"
+    name = "ranks"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory of files whose names have the rank, and which have parts of tensors or a world size.
@@ -94,13 +92,13 @@ class RankFilesLayout(AssembledLayout):
 
 def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
     """Return the files of each kind by rank."""
-    found: dict[_Kind, dict[int, str]] = {}
+    kinds: dict[_Kind, dict[int, str]] = {}
     for name in names:
         if match := RANK_FILE.fullmatch(name):
             label = f"{match['kind'].rstrip('_-.')}{match['end'].rpartition('.')[0]}".strip("_-.")
             kind = _Kind(label or "rank", match["size"], match["end"])
-            found.setdefault(kind, {})[int(match["rank"])] = name
-    return found
+            kinds.setdefault(kind, {})[int(match["rank"])] = name
+    return kinds
 
 
 def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
@@ -151,7 +149,7 @@ def merge_parts(parts: Sequence[Part]) -> Entry:
     skeleton = parts[0].skeleton
     if all(part.skeleton == skeleton for part in parts):
         leaves = zip(*[part.leaves for part in parts], strict=True)
-        return Branch(skeleton, [_merge_leaf(found, parts) for found in leaves])
+        return Branch(skeleton, [_merge_leaf(entry, parts) for entry in leaves])
     if not all(_is_mapping(part.skeleton) for part in parts):
         return Refused(
             UnsupportedLeafError(
@@ -163,7 +161,7 @@ def merge_parts(parts: Sequence[Part]) -> Entry:
     for part in parts:
         for key, child in part.items():
             children.setdefault(key, []).append(child)
-    return {key: merge_parts(found) for key, found in children.items()}
+    return {key: merge_parts(entry) for key, entry in children.items()}
 
 
 def _is_mapping(skeleton: Skeleton) -> bool:
@@ -182,8 +180,8 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
         except (CorruptCheckpointError, UnsupportedLeafError) as error:
             return Refused(error)
     if isinstance(first, StoredTensor):
-        found = {_content(leaf, part) for leaf, part in zip(leaves, parts, strict=True)}
-        same = len(found) == 1 and None not in found
+        contents = {_content(leaf, part) for leaf, part in zip(leaves, parts, strict=True)}
+        same = len(contents) == 1 and None not in contents
     else:
         same = all(_is_same(first, leaf) for leaf in leaves)
     if same:
@@ -234,9 +232,10 @@ def _united(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Divided:
         if isinstance(leaf, StoredTensor):  # one process has all elements, and the others none
             leaf = TensorPart(leaf.spec, leaf.kind, (Box.whole(leaf.shape),), (leaf,), 1)
         if not isinstance(leaf, TensorPart) or (leaf.spec, leaf.kind) != (described.spec, described.kind):
-            found = leaf.spec if isinstance(leaf, TensorPart) else type(leaf).__name__
+            description = leaf.spec if isinstance(leaf, TensorPart) else type(leaf).__name__
             raise CorruptCheckpointError(
-                f"it is a part of {described.spec} in one file, and {found} in {part.key}: {RESTORE}", key=part.key
+                f"it is a part of {described.spec} in one file, and {description} in {part.key}: {RESTORE}",
+                key=part.key,
             )
         for piece in pieces_of_part(leaf, part.storages, path="it"):
             other = pieces.setdefault(piece.box, piece)

@@ -17,8 +17,17 @@ from ckptcore_dcp.pickle_reading import read_pickle
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_formats.assembled_layout import AssembledLayout
-from ckptcore_formats.assembly import RESTORE, Branch, Entry, Part, PartReader, Refused, has_weights, inspection_of
+from ckptcore_formats.assembly import (
+    RESTORE,
+    AssembledLayout,
+    Branch,
+    Entry,
+    Part,
+    PartReader,
+    Refused,
+    has_weights,
+    inspection_of,
+)
 from ckptcore_formats.rank_files import merge_parts
 
 _METADATA: Final = "metadata.pkl"
@@ -29,10 +38,7 @@ _MAX_METADATA_BYTES: Final = 1 << 28
 class TorchCheckpointingLayout(AssembledLayout):
     """Directories of torch_checkpointing. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "torch-checkpointing"."""
-        return "torch-checkpointing"
+    name = "torch-checkpointing"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Recognise a directory with the metadata of torch_checkpointing, or with divided tensors.
@@ -92,11 +98,11 @@ class TorchCheckpointingLayout(AssembledLayout):
 
 def _items(names: Sequence[str]) -> Mapping[str, Mapping[int, str]]:
     """Return the files of each item by rank."""
-    found: dict[str, dict[int, str]] = {}
+    files: dict[str, dict[int, str]] = {}
     for name in names:
         if (match := _ITEM.fullmatch(name)) and not match[1].endswith("rank"):  # see `RankFilesLayout`
-            found.setdefault(match[1], {})[int(match[2])] = name
-    return found
+            files.setdefault(match[1], {})[int(match[2])] = name
+    return files
 
 
 def _merged(parts: Sequence[Part]) -> Entry:
@@ -117,8 +123,8 @@ def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:
     try:
         if store.size(_METADATA) > _MAX_METADATA_BYTES:
             raise ValueError("it is too long")
-        found: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
-        size, items = found["world_size"], found["metadata"]
+        document: Any = read_pickle(store.get(_METADATA), key=_METADATA)[0]
+        size, items = document["world_size"], document["metadata"]
         if type(size) is not int or not 0 < size < 1 << 30:
             raise ValueError("world_size is no number of processes")
         layouts = {

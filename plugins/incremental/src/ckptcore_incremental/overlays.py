@@ -60,16 +60,16 @@ def overlay(
                 f"{format_path(path)}: the update has a placeholder, but the base has nothing at this path"
             )
     for path, given in (containers or {}).items():
-        found = known.get(path)
+        record = known.get(path)
         if (
             given.kind in MAPPINGS
-            or not isinstance(found, Node)
-            or (found.kind, found.keys) == (given.kind, given.keys)
+            or not isinstance(record, Node)
+            or (record.kind, record.keys) == (given.kind, given.keys)
         ):
             continue
         walk.differences.append(
             f"{format_path(path)}: the update has a {given.kind} of {len(given.keys)} with placeholders, and the base "
-            f"has a {found.kind} of {len(found.keys)}"
+            f"has a {record.kind} of {len(record.keys)}"
         )
     if walk.differences:
         shown = "".join(f"\n  {line}" for line in walk.differences[:_SHOWN])

@@ -135,15 +135,15 @@ class _ObjectSession(OpenSession):
 
     def __init__(self, location: Location, planned: PlannedSession) -> None:
         super().__init__(location, planned)
-        found = find_object(location.store, ROOT_KEY)
-        data = None if found is None else found[0]
+        root_object = find_object(location.store, ROOT_KEY)
+        data = None if root_object is None else root_object[0]
         before = parse_root(location.store, data, location.display) if data is not None and is_partial(data) else None
         if before != planned.before:
             raise _sessions_changed(location)
         left = "nothing" if before is not None else find_existing(location, data, True)
         if left == "checkpoint":
             raise _checkpoint_exists(location)
-        self.transaction: ConditionalPutTransaction = ConditionalPutTransaction(location, planned.partial, found)
+        self.transaction: ConditionalPutTransaction = ConditionalPutTransaction(location, planned.partial, root_object)
         if left != "nothing":
             self.transaction.clear()
         elif planned.before is not None and planned.before.owner is not None:
@@ -195,15 +195,15 @@ def resume_sessions(
     method = location.commit_method
     if isinstance(method, RenameMethod):
         return _resume_in_directory(location, method, examine)
-    found = find_object(location.store, ROOT_KEY)
-    before = None if found is None else parse_root(location.store, found[0], location.display)
+    root_object = find_object(location.store, ROOT_KEY)
+    before = None if root_object is None else parse_root(location.store, root_object[0], location.display)
     if not isinstance(before, PartialSave):
         raise _no_sessions(location)
     with read_unchanged(location, before):
         examined = examine(before, location.store)
     owned = before.with_next_owner(1)
     try:
-        transaction = ConditionalPutTransaction(location, owned, found)
+        transaction = ConditionalPutTransaction(location, owned, root_object)
     except SaveLostError as error:
         raise _sessions_changed(location) from error
     if before.owner is not None:

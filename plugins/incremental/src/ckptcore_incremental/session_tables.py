@@ -269,23 +269,23 @@ def expect_unwritten(tree: TreeMetadata, items: Sequence[WriteItem], written: Ma
     Raises:
         TreeMismatchError: if an earlier session wrote some of them.
     """
-    found = [
+    overlaps = [
         f"{format_path(tree.paths[item.leaf])}, elements {list(common.start)} to {list(common.stop)}"
         for item in items
         for earlier in written.get(item.leaf, ())
         for box in item.boxes
         if (common := box.intersect(earlier)) is not None
     ]
-    if found:
-        raise _already_saved(found)
+    if overlaps:
+        raise _already_saved(overlaps)
 
 
-def _already_saved(found: Sequence[str]) -> TreeMismatchError:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+def _already_saved(overlaps: Sequence[str]) -> TreeMismatchError:
+    more = f" and {len(overlaps) - _SHOWN} more" if len(overlaps) > _SHOWN else ""
     return TreeMismatchError(
-        f"an earlier session of this partial save already saved {', '.join(found[:_SHOWN])}{more}: save only what is "
-        "still missing. Nothing was written",
-        found,
+        f"an earlier session of this partial save already saved {', '.join(overlaps[:_SHOWN])}{more}: save only what "
+        "is still missing. Nothing was written",
+        overlaps,
     )
 
 

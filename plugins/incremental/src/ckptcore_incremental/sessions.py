@@ -119,8 +119,8 @@ class _SessionCommit:
             yield from part.layout.names_in_keys(part.plan)
 
     def _sees_claim(self) -> bool:
-        found, partial = find_partial(self._location), self._planned.partial
-        return found is not None and (found.save_id, found.token) == (partial.save_id, partial.token)
+        table, partial = find_partial(self._location), self._planned.partial
+        return table is not None and (table.save_id, table.token) == (partial.save_id, partial.token)
 
     @property
     def store(self) -> StorageBackend:
@@ -221,23 +221,23 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
     def read_earlier_sessions() -> dict[str, Any]:
         layout = description.layout
         expect_session_support(layout)
-        found = find_partial(location)
+        table = find_partial(location)
         kept: set[str] = set()
         written: Mapping[int, Sequence[Box]] = {}
-        if found is None:
+        if table is None:
             expect_no_checkpoint(location)
             partial = PartialSave(save_id, created, layout.name, layout.session_options, 0, None)
         else:
-            partial = found
-            expect_no_checkpoint(location, found)
-            expect_same_layout(location, found, layout)
-            with read_unchanged(location, found):
-                sessions = read_sessions(session_store(location), found)
+            partial = table
+            expect_no_checkpoint(location, table)
+            expect_same_layout(location, table, layout)
+            with read_unchanged(location, table):
+                sessions = read_sessions(session_store(location), table)
             written = written_boxes(sessions, description.tree, layout)
             receipts = [receipt for session in sessions for receipt in session.receipts]
             kept = {record.key for receipt in receipts for record in receipt.objects}
-            kept.update(session.key for session in found.sessions)
-        before.append((found, frozenset(kept)))
+            kept.update(session.key for session in table.sessions)
+        before.append((table, frozenset(kept)))
         partial = partial.with_next_owner(agreement.size)
         return {
             "partial": [
@@ -257,9 +257,9 @@ def _plan_session(draft: SaveDraft) -> _SessionPlan:
     written = {leaf: [_decode_box(bounds) for bounds in boxes] for leaf, boxes in agreed["written"]}
     if not before:
         return _SessionPlan(PlannedSession(None, partial, frozenset()), written)
-    found, kept = before[0]
-    partial = partial._replace(sessions=() if found is None else found.sessions)
-    return _SessionPlan(PlannedSession(found, partial, kept), written)
+    table, kept = before[0]
+    partial = partial._replace(sessions=() if table is None else table.sessions)
+    return _SessionPlan(PlannedSession(table, partial, kept), written)
 
 
 def expect_session_support(layout: Layout) -> None:

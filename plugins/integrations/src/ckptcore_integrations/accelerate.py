@@ -238,10 +238,14 @@ class CheckpointMixin(_Accelerator):
         pairs = [(_model_of(optimizer, self._models), optimizer.optimizer) for optimizer in self._optimizers]
         optimizers = [optimizer_to_load(kind, *pair) if load else kind.optimizer(*pair) for pair in pairs]
         others = [kind.others(model) for model in self._models]
-        names = dict.fromkeys([name for found in others for name in found])
+        names = dict.fromkeys([name for objects in others for name in objects])
         return {
             **_numbered("optimizer", optimizers),
-            **{of: value for name in names for of, value in _numbered(name, [found[name] for found in others]).items()},
+            **{
+                of: value
+                for name in names
+                for of, value in _numbered(name, [objects[name] for objects in others]).items()
+            },
             **_numbered("scheduler", [scheduler.scheduler for scheduler in kind.schedulers(self._schedulers)]),
             **{f"custom_checkpoint_{number}": custom for number, custom in enumerate(self._custom_objects)},
         }
@@ -261,8 +265,8 @@ class CheckpointMixin(_Accelerator):
         from accelerate.checkpointing import load_accelerator_state
 
         with keeping_random_states() if rank != self.process_index else contextlib.nullcontext():
-            found = load_accelerator_state(directory, [], [], [], self._dataloaders, rank, self.scaler)
-        self.step = found.get("step", self.step)
+            values = load_accelerator_state(directory, [], [], [], self._dataloaders, rank, self.scaler)
+        self.step = values.get("step", self.step)
         if rank == self.process_index and (problem := problem_with_random_states(Path(directory), rank)):
             self._report_random_states(f"process {rank}: {problem}")
 
@@ -351,10 +355,10 @@ class CheckpointMixin(_Accelerator):
     def _newest_directory(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
             raise ValueError(f"load_state needs input_dir, or {_NAMING} and project_dir")
-        found = _directories(Path(expanded_location(self.project_dir), "checkpoints"))
-        if not found:
+        directories = _directories(Path(expanded_location(self.project_dir), "checkpoints"))
+        if not directories:
             raise ValueError(f"{self.project_dir} has no checkpoint to load")
-        return found[-1]
+        return directories[-1]
 
     def _continue_numbers(self) -> None:
         """Set the number of the next save above all existing ones. Accelerate counts from 0, and loads the highest."""
@@ -371,16 +375,16 @@ class CheckpointMixin(_Accelerator):
     def _delete_old(self, saved: Path) -> None:
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.is_main_process:
-            found = _directories(saved.parent)
+            directories = _directories(saved.parent)
             # Not those above, from before a run was set back: one of them may be the newest sound one.
-            old = [directory for directory in found if _number(directory) < _number(saved)]
-            for directory in old[: max(len(found) - max(config.total_limit, 1), 0)]:
+            old = [directory for directory in directories if _number(directory) < _number(saved)]
+            for directory in old[: max(len(directories) - max(config.total_limit, 1), 0)]:
                 shutil.rmtree(directory)
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
     """Return objects by the names that Accelerate uses: ``model``, ``model_1``, ``model_2``."""
-    return {name if number == 0 else f"{name}_{number}": found for number, found in enumerate(objects)}
+    return {name if number == 0 else f"{name}_{number}": item for number, item in enumerate(objects)}
 
 
 def _model_of(optimizer: Any, models: Sequence[Any]) -> Any:

@@ -40,9 +40,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
-from ckptcore_integrations.adapters import adapter_tensors, has_adapters
-from ckptcore_integrations.deepspeed_fragments import OPTIMIZERS
-from ckptcore_integrations.deepspeed_optimizers import OptimizerState, OptimizerStateHandler
+from ckptcore_integrations.deepspeed_optimizers import OPTIMIZERS, OptimizerState, OptimizerStateHandler
 from ckptcore_integrations.deepspeed_weights import (
     SteppedWeights,
     SteppedWeightsHandler,
@@ -52,6 +50,7 @@ from ckptcore_integrations.deepspeed_weights import (
     named_weights,
     steps_weights,
 )
+from ckptcore_integrations.training_kinds import adapter_tensors, has_adapters
 
 __all__ = ["Engines", "checkpointables", "with_engines"]
 
@@ -78,14 +77,14 @@ def checkpointables(engine: Any, *, gather_weights: bool = False) -> dict[str, o
         raise CheckpointError(
             "the engine of DeepSpeed has offloaded states: call engine.reload_states() before a save or a load"
         )
-    found: dict[str, object] = {"model": Weights(engine, gather_weights)}
+    objects: dict[str, object] = {"model": Weights(engine, gather_weights)}
     if type(engine.optimizer) in OPTIMIZERS:
-        found["optimizer"] = OptimizerState(engine)
+        objects["optimizer"] = OptimizerState(engine)
         if not steps_weights(engine):
-            found["fp32_weights"] = SteppedWeights(engine)
+            objects["fp32_weights"] = SteppedWeights(engine)
     elif isinstance(engine.optimizer, torch.optim.Optimizer):
-        found["optimizer"] = NamedOptimizer(engine.module, engine.optimizer)
-    return {**found, "engine": _EngineState(engine)}
+        objects["optimizer"] = NamedOptimizer(engine.module, engine.optimizer)
+    return {**objects, "engine": _EngineState(engine)}
 
 
 def with_engines(context: Context | None = None) -> Context:
@@ -132,8 +131,8 @@ class Engines:
 
     def others(self, model: Any) -> dict[str, object]:
         """Return the other objects of an engine."""
-        found = checkpointables(model)
-        return {name: value for name, value in found.items() if name not in ("model", "optimizer")}
+        objects = checkpointables(model)
+        return {name: value for name, value in objects.items() if name not in ("model", "optimizer")}
 
     def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
         """Return the schedulers that are not part of an engine."""

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from ckptcore_torch.conversions import host_view
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import encoding_of, host_view
 from ckptcore_torch.modules import ModuleHandler
 
 from ckptcore import ShardedArray
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
-from ckptcore_integrations.deepspeed_fragments import OPTIMIZERS, fragment_of_weight, fragments_of
+from ckptcore_integrations.deepspeed_optimizers import OPTIMIZERS, fragment_of_weight, fragments_of
 
 _MODULES: Final = ModuleHandler()
 
@@ -56,16 +55,16 @@ def named_weights(weights: Weights) -> Iterator[tuple[str, Any]]:
     Raises:
         UnsupportedLeafError: the state dict has something else.
     """
-    found = set()
+    ids = set()
     for name, held in weights.tensors().items():
         if not isinstance(held, torch.Tensor):
             raise UnsupportedLeafError(
                 f"{name}: with ZeRO 3, a state dict can only have tensors; found {type(held).__qualname__}. "
                 "Save it as another object, or use ZeRO 2"
             )
-        if not hasattr(held, "ds_id") or held.ds_id not in found:
+        if not hasattr(held, "ds_id") or held.ds_id not in ids:
             yield name, held
-        found.add(getattr(held, "ds_id", None))
+        ids.add(getattr(held, "ds_id", None))
 
 
 def _detached(tensors: Mapping[str, Any]) -> dict[str, Any]:

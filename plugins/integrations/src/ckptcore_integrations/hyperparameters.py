@@ -262,10 +262,10 @@ def _with_fields(kind: type, fields: Mapping[str, object]) -> object:
 
 def _imported(module: str, qualname: str) -> object:
     """Return an object of a module that the program has imported, or None. Runs no code."""
-    found: object = sys.modules.get(module)
+    member: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    return found
+        member = vars(member).get(part) if isinstance(member, types.ModuleType | type) else None
+    return member
 
 
 def _replace_at(container: Any, path: Sequence[Any], replace: Callable[[Any], object]) -> Any:
@@ -334,10 +334,10 @@ def _with_zone(naive: Any, zone: object, fold: int) -> object:
 
 
 def _torch_constant(text: str) -> object:
-    found = getattr(torch, text.removeprefix("torch."))
-    if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+    constant = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(constant, torch.dtype | torch.layout | torch.memory_format):
         raise TypeError(f"{text} is no constant")
-    return found
+    return constant
 
 
 def _class(module_and_name: str) -> Any:

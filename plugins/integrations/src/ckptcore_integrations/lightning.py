@@ -41,16 +41,19 @@ from ckptcore.protocols import Layout
 from ckptcore.results import SaveHandle
 from ckptcore.training import expanded_location
 from ckptcore_integrations.hyperparameters import Notes
-from ckptcore_integrations.lightning_disk import CommitsLater, install, replacing_path, saver_of
 from ckptcore_integrations.lightning_paths import (
+    CommitsLater,
     as_directory,
     create_parent,
     delete,
     finish_replacement,
+    install,
     is_directory,
     is_replaced_later,
     recover,
     replace_by_link,
+    replacing_path,
+    saver_of,
     step_of,
     to_load,
 )
@@ -343,8 +346,8 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
     def _find(self, path: _Path) -> tuple[_Path, dict[str, Any]]:
         """Return where the checkpoint of a path is, and its tree without arrays."""
-        found = to_load(path, self._alone)
-        return found, ckptcore.metadata(found, context=self._alone).abstract
+        to_read = to_load(path, self._alone)
+        return to_read, ckptcore.metadata(to_read, context=self._alone).abstract
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete a checkpoint, if it exists. Only rank 0 deletes."""

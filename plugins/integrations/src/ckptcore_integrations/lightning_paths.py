@@ -1,7 +1,14 @@
 """Paths of Lightning's checkpoints, and how a checkpoint replaces what Lightning wrote at one of them.
 
-At a path can be a checkpoint, a file or a directory that Lightning wrote itself, or a link to another path. Lightning
-replaces and removes all of them, and so does its adapter. The next save or load finishes a replacement that was killed.
+At a path can be a checkpoint, a file or a directory that Lightning wrote itself, or a link to another path.
+Lightning replaces and removes all of them, and so does its adapter. The next save or load finishes a replacement
+that was killed.
+
+Checkpoints are directories and are committed later, but Lightning looks at the disk itself: `ModelCheckpoint` asks
+whether a file exists, creates links, and chooses the last checkpoint by the time of files; `load_from_checkpoint`
+opens a file. None of them asks the `CheckpointIO`, and Lightning has no hook for them. So `install` replaces these
+functions by ones that wait for the running save, create a link once its target is committed, and choose by steps.
+Without our adapter in the Trainer, and for files, they call those of Lightning.
 """
 
 from __future__ import annotations
@@ -9,16 +16,21 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckptcore.events import logger_named
 from ckptcore_integrations.added_files import is_checkpoint
-from ckptcore_integrations.lightning_disk import create_link, is_dangling, newest_neighbor, replacing_path
 
 _Path: TypeAlias = str | Path
 
@@ -175,3 +187,152 @@ def is_directory(path: _Path) -> bool:
     return (
         os.path.isdir(path) or is_dangling(path) or (not os.path.exists(path) and os.path.exists(replacing_path(path)))
     )
+
+
+logger = logger_named("ckptcore.integrations.lightning")
+
+_LINKED: Final = ".linking"
+"""Suffix of the name of a link until it replaces another."""
+
+
+class CommitsLater(ABC):
+    """A part of a Trainer that saves its checkpoints, perhaps in the background."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until nothing is being saved. Raises the error of a save."""
+
+    @abstractmethod
+    def link(self, path: str, link: str) -> None:
+        """Link to the checkpoint that was saved last, once it is committed."""
+
+    @abstractmethod
+    def step(self, path: str) -> int | None:
+        """Return the global step of a checkpoint, or None if it cannot be read."""
+
+
+def install(load: Callable[[Any, Any], dict[str, Any]], is_ours: Callable[[Any], bool]) -> None:
+    """Replace the functions of Lightning.
+
+    Args:
+        load: returns the checkpoint of a path, with tensors on a device.
+        is_ours: returns True for a path or URL of a checkpoint that is no file of Lightning.
+    """
+    file_exists, link_checkpoint = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
+    find_last, remove = ModelCheckpoint._find_last_checkpoints, ModelCheckpoint._remove_checkpoint
+    open_file = saving.pl_load
+
+    def exists_once_saved(self: ModelCheckpoint, filepath: Any, trainer: Any) -> bool:
+        _wait(trainer)
+        answer: bool = file_exists(self, filepath, trainer)
+        return answer
+
+    def link_once_saved(trainer: Any, filepath: str, linkpath: str) -> None:
+        saver = _saver(trainer)
+        if saver is None:
+            link_checkpoint(trainer, filepath, linkpath)
+            return
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            _wait_for_wrapper(trainer)
+            saver.link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    def find_last_by_step(self: ModelCheckpoint, trainer: Any) -> set[str]:
+        saver, answer = _saver(trainer), find_last(self, trainer)
+        return answer if saver is None else _last_by_step(answer, saver)
+
+    def remove_once_saved(self: ModelCheckpoint, trainer: Any, filepath: str) -> None:
+        _wait_for_wrapper(trainer)
+        remove(self, trainer, filepath)
+
+    def load_directory(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path, str | os.PathLike) and not str(path).startswith("http") and is_ours(path):
+            return load(path, None if map_location is saving._default_map_location else map_location)
+        return open_file(path, map_location=map_location, weights_only=weights_only)
+
+    ModelCheckpoint.file_exists = exists_once_saved
+    ModelCheckpoint._link_checkpoint = staticmethod(link_once_saved)
+    ModelCheckpoint._find_last_checkpoints = find_last_by_step
+    ModelCheckpoint._remove_checkpoint = remove_once_saved
+    saving.pl_load = load_directory
+
+
+def _saver(trainer: Any) -> CommitsLater | None:
+    """Return the part of a Trainer that saves with ckptcore, if it has one."""
+    return saver_of(trainer.strategy) or saver_of(trainer.strategy.checkpoint_io)
+
+
+def saver_of(part: object) -> CommitsLater | None:
+    """Return a strategy or a `CheckpointIO` of ours, also if a wrapper has it; else None."""
+    while isinstance(part, _WrappingCheckpointIO):
+        part = part.checkpoint_io
+    return part if isinstance(part, CommitsLater) else None
+
+
+def _wait(trainer: Any) -> None:
+    _wait_for_wrapper(trainer)
+    if (saver := _saver(trainer)) is not None:
+        saver.wait()
+
+
+def _wait_for_wrapper(trainer: Any) -> None:
+    """Wait for Lightning's `AsyncCheckpointIO` around ours, which saves later but removes at once."""
+    io = trainer.strategy.checkpoint_io
+    if isinstance(io, _WrappingCheckpointIO) and _saver(trainer) is not None:
+        io.teardown()
+
+
+def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
+    """Return the path with the largest step. Times of files differ between machines, and copies change them."""
+    candidates = {newest_neighbor(path, saver.step) or path if is_dangling(path) else path for path in paths}
+    steps = {path: saver.step(path) for path in candidates}
+    known = [step for step in steps.values() if step is not None]
+    if len(known) < len(steps) or not known:
+        return candidates  # what cannot be read is not known to be old: Lightning chooses
+    return {path for path, step in steps.items() if step == max(known)}
+
+
+def is_dangling(path: Any) -> bool:
+    """Return True for a symbolic link to something that does not exist."""
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def newest_neighbor(link: Any, step_of: Callable[[str], int | None]) -> str | None:
+    """Return the checkpoint with the largest step in the directory of the target of a link; None if there is none."""
+    directory = os.path.dirname(os.path.join(os.path.dirname(link), os.readlink(link)))
+    suffix = os.path.splitext(link)[1]
+    steps: dict[str, int] = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in sorted(os.listdir(directory)):
+            path = os.path.join(directory, name)
+            if not name.startswith(".") and name.endswith(suffix) and os.path.exists(path):
+                step = step_of(path)
+                if step is None:
+                    logger.warning("%s is not read, because it is damaged or no checkpoint", path)
+                else:
+                    steps[path] = step
+    if not steps:
+        return None
+    newest = max(steps, key=lambda path: steps[path])
+    logger.warning("%s links to %s, which does not exist: %s is loaded", link, os.readlink(link), newest)
+    return newest
+
+
+def create_link(path: str, link: str) -> None:
+    """Replace what is at `link` by a symbolic link to a checkpoint. At each moment one of both exists."""
+    made = link + _LINKED
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(made)
+    os.symlink(os.path.relpath(path, os.path.dirname(link)), made)
+    if os.path.isdir(link) and not os.path.islink(link):
+        os.rename(link, replacing_path(link))
+    os.replace(made, link)
+
+
+def replacing_path(path: Any) -> str:
+    """Return the location of a checkpoint while another takes its place.
+
+    `ckpt_path="last"` finds it for ``last.ckpt``, so that a run that is killed in between resumes from it.
+    """
+    start, suffix = os.path.splitext(os.fspath(path))
+    return f"{start}.replacing{suffix}"

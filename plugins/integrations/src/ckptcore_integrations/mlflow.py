@@ -89,8 +89,8 @@ def checkpoint_location(
         ValueError: `dst_path` is passed, and the model has only a reference.
     """
     model_id = model.model_id if isinstance(model, LoggedModel) else model
-    found = mlflow.get_logged_model(model_id)
-    reference = Reference.from_record({tag.removeprefix(_PREFIX): text for tag, text in found.tags.items()})
+    logged = mlflow.get_logged_model(model_id)
+    reference = Reference.from_record({tag.removeprefix(_PREFIX): text for tag, text in logged.tags.items()})
     if reference.has_bytes:
         target = None if dst_path is None else os.fspath(dst_path)
         downloaded = mlflow.artifacts.download_artifacts(artifact_uri=f"models:/{model_id}", dst_path=target)

@@ -80,7 +80,7 @@ def _exists(filesystem: FileSystem, path: str) -> bool:
 def _not_reported(path: str) -> str:
     """Return a path that no reported checkpoint has. Wait until Ray Train has processed earlier reports."""
     known = ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
-    reported = {found.checkpoint.path for found in known}
+    reported = {directory.checkpoint.path for directory in known}
     others = (f"{path}_{number}" for number in itertools.count(2))
     return next(other for other in itertools.chain([path], others) if other not in reported)
 

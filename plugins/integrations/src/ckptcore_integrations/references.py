@@ -89,10 +89,10 @@ class Reference(NamedTuple):
             CheckpointNotFoundError: another save is there.
             CheckpointError: there is no checkpoint, or it is damaged.
         """
-        found = ckptcore.metadata(location, context=context)
-        if found.digest != self.digest:
+        metadata = ckptcore.metadata(location, context=context)
+        if metadata.digest != self.digest:
             raise CheckpointNotFoundError(
-                f"{location} has the save {found.save_id} with digest {found.digest}, and not the recorded save "
+                f"{location} has the save {metadata.save_id} with digest {metadata.digest}, and not the recorded save "
                 f"{self.save_id} with digest {self.digest}: it was replaced or changed. ckptcore.copy(backup, "
                 "location, overwrite=True) brings the recorded save back from a copy, and deletes the present one"
             )

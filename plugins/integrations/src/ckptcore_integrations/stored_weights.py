@@ -149,14 +149,14 @@ def elements_of(value: Any) -> Any:
         return value
     if not value.numel():
         return torch.empty(value.shape, dtype=value.dtype)
-    found = strided_box(value._source.shape, value._view)
-    index = tuple(map(slice, found.box.start, found.box.stop))
-    return _strided(np.ascontiguousarray(value._source[index]), found, value)
+    box = strided_box(value._source.shape, value._view)
+    index = tuple(map(slice, box.box.start, box.box.stop))
+    return _strided(np.ascontiguousarray(value._source[index]), box, value)
 
 
-def _strided(elements: np.ndarray[Any, Any], found: StridedBox, weight: StoredWeight) -> torch.Tensor:
+def _strided(elements: np.ndarray[Any, Any], box: StridedBox, weight: StoredWeight) -> torch.Tensor:
     """Return the view of a stored weight that these elements of its box make."""
-    return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, found.strides, found.offset)
+    return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, box.strides, box.offset)
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:

@@ -347,8 +347,8 @@ class CkptcoreStorage(Storage):
     def _find(self, path: Path, url: str) -> tuple[StorageBackend, str, int]:
         """Return the storage, key and size of a file."""
         place = self._place(url, is_file=True)
-        if (found := self._committed(url)) is not None:
-            storage, name, file, listed = found
+        if (committed := self._committed(url)) is not None:
+            storage, name, file, listed = committed
             if file not in listed.sizes:
                 raise FileNotFoundError(errno.ENOENT, "the checkpoint has no such file", url)
             return storage, f"{name}/{listed.key(file)}", listed.sizes[file]
@@ -448,10 +448,10 @@ def _first_names(files: Iterable[str], directory: str) -> list[str]:
 
 def _sizes(storage: StorageBackend, directory: str) -> Mapping[str, int]:
     """Return the sizes of the objects of a directory, by key within it."""
-    found = storage.list_sizes(directory)
-    if found is None:
-        found = {key: storage.size(key) for key in storage.list(directory)}
-    return {key.removeprefix(f"{directory}/"): size for key, size in found.items()}
+    sizes = storage.list_sizes(directory)
+    if sizes is None:
+        sizes = {key: storage.size(key) for key in storage.list(directory)}
+    return {key.removeprefix(f"{directory}/"): size for key, size in sizes.items()}
 
 
 def _occupied(url: str) -> FileExistsError:

@@ -63,8 +63,8 @@ def steps_of(directory: str | os.PathLike[str]) -> dict[int, str]:
     """Return the paths of the steps in a directory by their numbers, lowest first. Neither their times nor the order
     of the listing count."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
-    found = {int(match[1]): os.path.join(directory, name) for name in names if (match := _STEP.fullmatch(name))}
-    return dict(sorted(found.items()))
+    steps = {int(match[1]): os.path.join(directory, name) for name in names if (match := _STEP.fullmatch(name))}
+    return dict(sorted(steps.items()))
 
 
 def delete_old_steps(
@@ -83,11 +83,11 @@ def delete_old_steps(
     """
     if limit is None or limit <= 0:
         return
-    found = steps_of(os.path.dirname(saved))
+    steps = steps_of(os.path.dirname(saved))
     number = int(_STEP.fullmatch(os.path.basename(saved))[1])  # type: ignore[index]  # the name of a step
     protected = {os.path.realpath(path) for path in kept if path is not None}
-    old = [path for step, path in found.items() if step < number and os.path.realpath(path) not in protected]
-    for path in old[: max(len(found) - limit, 0)]:
+    old = [path for step, path in steps.items() if step < number and os.path.realpath(path) not in protected]
+    for path in old[: max(len(steps) - limit, 0)]:
         before()
         shutil.rmtree(path, ignore_errors=True)
 
@@ -186,7 +186,7 @@ class _TrainerStep:
             "the scheduler": by_deepspeed or "scheduler.pt" in self._names,
             "the random generators": self._has(_RANDOM),
         }
-        lacking = [name for name, found in states.items() if not found]
+        lacking = [name for name, state in states.items() if not state]
         if lacking and any(states.values()):
             self._lacks(f"the state of {' and of '.join(lacking)} is missing")
 
@@ -206,7 +206,7 @@ class _TrainerStep:
         return self._has(_WHOLE_WEIGHTS) or self._has(_SHARDED_WEIGHTS, _OF_RANK, kind="pytorch_model")
 
     def _check_adapters(self) -> bool:
-        found = False
+        differs = False
         for directory in self._adapters:
             weights = [name for name in os.listdir(directory) if _ADAPTER_WEIGHTS.fullmatch(name)]
             config = directory / "adapter_config.json"
@@ -216,8 +216,8 @@ class _TrainerStep:
                 _document(config)
                 for name in weights:
                     _check_archive(directory / name)
-                found = True
-        return found
+                differs = True
+        return differs
 
     def _check_deepspeed(self) -> bool:
         tags = [name for name in self._names if name.startswith("global_step")]
@@ -327,9 +327,9 @@ def _document(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
         with open_file(path) as file:
-            found = json.load(file)
+            document = json.load(file)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise CorruptCheckpointError(f"{path.name} is not a JSON object")
-    return found
+    return document

@@ -37,7 +37,6 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.temporary import temporary_directory
-from ckptcore_integrations.adapters import frozen_names, gathered_adapters, has_adapters, outside_of_adapters
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -54,7 +53,16 @@ from ckptcore_integrations.trainer_steps import (
     newest_sound_step,
     set_aside,
 )
-from ckptcore_integrations.training_kinds import Adapters, TrainingKind, optimizer_to_load, training_kind
+from ckptcore_integrations.training_kinds import (
+    Adapters,
+    TrainingKind,
+    frozen_names,
+    gathered_adapters,
+    has_adapters,
+    optimizer_to_load,
+    outside_of_adapters,
+    training_kind,
+)
 
 if TYPE_CHECKING:
     from ckptcore.results import SaveHandle
@@ -177,13 +185,13 @@ class CheckpointMixin(_Trainer):
 
     def _checkpointables(self, kind: TrainingKind) -> dict[str, Any]:
         """Return what a checkpoint has besides files."""
-        found = {"model": kind.model(self.model_wrapped)}
+        objects = {"model": kind.model(self.model_wrapped)}
         if not self.args.save_only_model:
-            found["optimizer"] = kind.optimizer(self.model_wrapped, self.optimizer)
-            found |= {**kind.others(self.model_wrapped), **self._scheduler(kind), "random": self._random_state()}
+            objects["optimizer"] = kind.optimizer(self.model_wrapped, self.optimizer)
+            objects |= {**kind.others(self.model_wrapped), **self._scheduler(kind), "random": self._random_state()}
             if getattr(self.accelerator, "scaler", None) is not None:
-                found["scaler"] = self.accelerator.scaler
-        return found
+                objects["scaler"] = self.accelerator.scaler
+        return objects
 
     def _scheduler(self, kind: TrainingKind) -> dict[str, Any]:
         return {"scheduler": self.lr_scheduler} if kind.schedulers([self.lr_scheduler]) else {}
@@ -200,11 +208,11 @@ class CheckpointMixin(_Trainer):
             return ObjectWithFiles(super()._save_rng_state, super()._load_rng_state)
         with temporary_directory("of the files of the Trainer") as name:
             super()._save_rng_state(name)
-            found: list[Any] = [None] * self.args.world_size
-            torch.distributed.all_gather_object(found, read_files(name))
+            states: list[Any] = [None] * self.args.world_size
+            torch.distributed.all_gather_object(states, read_files(name))
 
         def write(directory: str) -> None:
-            for file, content in (row for files in found for row in files.items()):
+            for file, content in (row for files in states for row in files.items()):
                 Path(directory, file).write_bytes(content)
 
         return ObjectWithFiles(write, super()._load_rng_state)
@@ -418,19 +426,19 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
             not known, or because it cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    found: list[str | CheckpointError | None] = [None]
+    answers: list[str | CheckpointError | None] = [None]
     if not distributed or torch.distributed.get_rank() == 0:
         try:
-            found = [newest_sound_step(Path(directory))]
+            answers = [newest_sound_step(Path(directory))]
         except (CheckpointError, OSError) as error:
             if not distributed:
                 raise
-            found = [CheckpointError(str(error))]  # without its cause, which may not be picklable
+            answers = [CheckpointError(str(error))]  # without its cause, which may not be picklable
     if distributed:
-        torch.distributed.broadcast_object_list(found, src=0)
-    if isinstance(found[0], CheckpointError):
-        raise found[0]
-    return found[0]
+        torch.distributed.broadcast_object_list(answers, src=0)
+    if isinstance(answers[0], CheckpointError):
+        raise answers[0]
+    return answers[0]
 
 
 @own_options("overwrite")
@@ -522,9 +530,9 @@ def _number_of_nodes(args: Any) -> int:
     """Return the number of nodes of the job."""
     if args.world_size == 1:
         return 1
-    found: list[Any] = [None] * args.world_size
-    torch.distributed.all_gather_object(found, args.local_process_index)
-    return found.count(0)
+    counts: list[Any] = [None] * args.world_size
+    torch.distributed.all_gather_object(counts, args.local_process_index)
+    return counts.count(0)
 
 
 def _step_directory(directory: str, step: int) -> str:

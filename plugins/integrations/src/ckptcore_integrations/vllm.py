@@ -176,7 +176,7 @@ def _quantises_layers(model: Any) -> bool:
 
 def _dtype(name: str, dtype: str) -> torch.dtype:
     """Return the dtype of a weight."""
-    found = getattr(torch, dtype, None)
-    if isinstance(found, torch.dtype):
-        return found
+    torch_dtype = getattr(torch, dtype, None)
+    if isinstance(torch_dtype, torch.dtype):
+        return torch_dtype
     raise ValueError(f"{name}: PyTorch has no dtype {dtype}")

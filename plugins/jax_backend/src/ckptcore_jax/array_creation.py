@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
-from ckptcore_jax.placements import box_of, placement_of
+from ckptcore_jax.shardings import box_of, placement_of
 
 _SMALL_BYTES: Final = 1 << 20
 """Up to this size, copying twice is cheaper than a copy between arrays."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.errors import PluginError, RankFailedError, converts_errors
 from ckptcore.model import HostArray, Pending
-from ckptcore_jax.job_service import service_of_job
+from ckptcore_jax.key_value_coordinator import service_of_job
 
 _LEAST_BYTES: Final = 1 << 12
 """Smallest message size in bytes. Sizes are rounded up to powers of two, so that few computations are compiled."""
@@ -25,6 +25,10 @@ class DeviceCollectives:
 
     JAX requires that all processes start computations over several processes in the same order.
     Therefore a program must not start such computations on another thread during a collective load.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of processes.
     """
 
     name = "collectives of jax"
@@ -36,18 +40,8 @@ class DeviceCollectives:
             rank, size: rank of this process and number of processes, as passed to
                 `jax.distributed.initialize`.
         """
-        self._rank: Final = rank
-        self._size: Final = size
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._size
+        self.rank: Final = rank
+        self.size: Final = size
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> _MeshChannels:
         """Connect the groups without waiting. See `ckptcore.protocols.Collectives`.
@@ -58,10 +52,10 @@ class DeviceCollectives:
             PluginError: if JAX numbers its processes differently from `jax.distributed.initialize`,
                 or if a process has no device.
         """
-        if jax.process_index() != self._rank:
+        if jax.process_index() != self.rank:
             raise PluginError(
                 f"jax.process_index() is {jax.process_index()}, but the process_id passed to "
-                f"jax.distributed.initialize is {self._rank}; use "
+                f"jax.distributed.initialize is {self.rank}; use "
                 'Context(job=JobOptions(reads="all")), or other collectives'
             )
         devices: dict[int, jax.Device] = {}
@@ -73,7 +67,7 @@ class DeviceCollectives:
                 f"the processes {missing} have no JAX device; use "
                 'Context(job=JobOptions(reads="all")), or other collectives'
             )
-        return _MeshChannels(self._rank, [tuple(ranks) for ranks in groups], devices)
+        return _MeshChannels(self.rank, [tuple(ranks) for ranks in groups], devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +119,10 @@ class _MeshChannels:
 
     def _zero_row(self, padded: int) -> jax.Array:
         """Return a row of zeros on this process's device. Cached, because most messages have the same size."""
-        found = self._zeros.get(padded)
-        if found is None:
-            found = self._zeros[padded] = jax.device_put(np.zeros((1, padded // 4), np.uint32), self._device)
-        return found
+        row = self._zeros.get(padded)
+        if row is None:
+            row = self._zeros[padded] = jax.device_put(np.zeros((1, padded // 4), np.uint32), self._device)
+        return row
 
     def close(self) -> None:
         """Free device memory."""

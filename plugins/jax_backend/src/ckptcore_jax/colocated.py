@@ -18,13 +18,36 @@ from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.leaves import data_array, is_committed, with_elements
-from ckptcore_jax.placements import box_of
-from ckptcore_jax.shardings import concrete_sharding
+from ckptcore_jax.shardings import box_of, concrete_sharding
 from ckptcore_jax.staged_executor import StagedExecutor
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf
 from ckptcore_jax.worker_saves import HeldElements, LeafBoxes
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
+
+_PLATFORMS: Final = frozenset({"proxy", "pathways"})
+"""Values of ``jax_platforms`` with Pathways. ``proxy`` is the documented value for Pathways on Cloud."""
+
+
+def executor_of_pathways() -> ColocatedExecutor | None:
+    """Return an executor whose workers are the hosts of Pathways, or None on other platforms.
+
+    Returns None also for a job of several processes, which has no single controller. Starts no JAX
+    backend on other platforms.
+    """
+    config: Any = jax.config  # its options are untyped
+    named = {name.strip() for name in (config.jax_platforms or "").split(",")}
+    if not named & _PLATFORMS or jax.process_count() > 1:
+        return None
+    return _executor(tuple(jax.devices()))
+
+
+@functools.lru_cache(maxsize=1)
+def _executor(devices: tuple[Any, ...]) -> ColocatedExecutor:
+    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # slow to import, and only needed here
+
+    return ColocatedExecutor(devices_by_host(devices))
+
 
 T = TypeVar("T")
 
@@ -93,15 +116,15 @@ class ColocatedExecutor(StagedExecutor):
             PluginError: if colocated Python is unavailable, if a device has two workers, or if a
                 worker has no device.
         """
-        found = devices_by_host(jax.devices()) if workers is None else workers
-        self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}
-        if len(self._worker_of) != sum(map(len, found)) or not all(found):
+        hosts = devices_by_host(jax.devices()) if workers is None else workers
+        self._worker_of = {device: number for number, devices in enumerate(hosts) for device in devices}
+        if len(self._worker_of) != sum(map(len, hosts)) or not all(hosts):
             raise PluginError("each worker needs its own devices: a device has two workers, or a worker has none")
-        leads = _cpu_devices([devices[0] for devices in found])
+        leads = _cpu_devices([devices[0] for devices in hosts])
         self._links = tuple(
             [
                 WorkerLink(f"{number} ({len(devices)} devices from {devices[0]})", lead)
-                for number, (devices, lead) in enumerate(zip(found, leads, strict=True))
+                for number, (devices, lead) in enumerate(zip(hosts, leads, strict=True))
             ]
         )
         self._placement = functools.lru_cache(maxsize=_CACHED)(self._find_placement)

@@ -65,7 +65,7 @@ class RegisteredContainer(ContainerHandler):
         """Return the positions of children that are settable attributes, or items of a mutable mapping or sequence."""
         setter: object = type(target).__setattr__
         attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
-        found = set()
+        positions = set()
         for position, (entry, child) in enumerate(_children(target)):
             key, (child,) = _key_of(entry), unwrapped([child])
             if isinstance(key, Attribute):
@@ -77,8 +77,8 @@ class RegisteredContainer(ContainerHandler):
             else:
                 continue
             if held is child:
-                found.add(position)
-        return found
+                positions.add(position)
+        return positions
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
         """Set attributes and items."""

@@ -1,16 +1,97 @@
-"""Coordinators of a jax.distributed job over its key-value service. They use no devices. Thread-safe."""
+"""Coordinators of a jax.distributed job over its key-value service. They use no devices. Thread-safe.
+
+`JobService` wraps the service. Only it uses a private module of JAX."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
 from urllib.parse import quote
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
-from ckptcore_jax.job_service import JobService, KeyValueClient, service_of_job
+
+_MODULE = "jax._src.distributed"
+
+
+@runtime_checkable
+class KeyValueClient(Protocol):
+    """Methods of the client of JAX's service (``DistributedRuntimeClient`` of jaxlib since 0.4.34).
+
+    Keys are paths; repeated slashes are ignored. Every method can be called in any thread and
+    releases the interpreter lock while it waits. Errors are RuntimeErrors whose message begins with
+    a gRPC status.
+    """
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        """Set a key. Status ALREADY_EXISTS if it is set and overwriting is not allowed."""
+        ...
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Wait until a key is set, and return its value. Status DEADLINE_EXCEEDED after the timeout."""
+        ...
+
+    def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
+        """Return the keys below a path, with their values."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Delete a key and all keys below it, if they exist."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobService:
+    """The service for one process of a job.
+
+    Attributes:
+        client: client of the service.
+        rank, size: rank of this process and number of processes, as passed to
+            `jax.distributed.initialize`.
+    """
+
+    client: KeyValueClient
+    rank: int
+    size: int
+
+
+def service_of_job() -> JobService | None:
+    """Return the service of the initialized JAX job, or None if no job is initialized.
+
+    Returns None also after a shutdown, and if JAX is not imported. Thread-safe. Starts no JAX
+    backend, unlike `jax.process_index` and `jax.process_count`.
+
+    Raises:
+        PluginError: if this version of JAX is not supported.
+    """
+    # JAX has no public access to its service. Orbax uses the same path in multihost.py.
+    if sys.modules.get("jax") is None:
+        return None
+    try:
+        state = importlib.import_module(_MODULE).global_state
+        client, rank, size = state.client, state.process_id, state.num_processes
+    except (ImportError, AttributeError) as error:
+        raise _unsupported_version(str(error)) from error
+    if client is None:
+        return None
+    if not isinstance(client, KeyValueClient):
+        raise _unsupported_version(f"its client is a {type(client).__name__} without key-value methods")
+    return JobService(client, int(rank), int(size))
+
+
+def _unsupported_version(found: str) -> PluginError:
+    version = getattr(sys.modules.get("jax"), "__version__", "unknown")
+    return PluginError(
+        f"jax {version} is not supported: ckptcore-jax expects the key-value service of a job in "
+        f"{_MODULE}.global_state: {found}; upgrade ckptcore-jax, or use "
+        "Context(job=JobOptions(coordinator=...)) with another coordinator"
+    )
+
 
 _PIECE_BYTES: Final = 1 << 20
 """Maximum size of one value in bytes.
@@ -34,6 +115,11 @@ class KeyValueCoordinator:
     A payload is stored as pieces of at most 1 MiB, and a head with the number of pieces. The head
     itself contains a payload of at most 1 KiB. The last receiver of a payload removes it. Keys of
     an incomplete exchange can remain in the service until the job ends.
+
+    Attributes:
+        rank: rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
+            `jax.process_index` can differ.
+        size: number of processes of the job or group.
     """
 
     def __init__(self, client: KeyValueClient, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
@@ -45,8 +131,8 @@ class KeyValueCoordinator:
             timeout_seconds: maximum time that an exchange waits for other ranks.
         """
         self._client: Final = client
-        self._rank: Final = rank
-        self._size: Final = size
+        self.rank: Final = rank
+        self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
 
     @classmethod
@@ -66,22 +152,9 @@ class KeyValueCoordinator:
             )
         return cls(service.client, service.rank, service.size, timeout_seconds=timeout_seconds)
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
-
-        `jax.process_index` can differ.
-        """
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes of the job or group."""
-        return self._size
-
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
         """Return the coordinator of a group of ranks. See `ckptcore.protocols.GathersInGroups`."""
-        rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        rank, seconds = ranks.index(self.rank), self._timeout_seconds * deadlines
         return KeyValueCoordinator(self._client, rank, len(ranks), timeout_seconds=seconds)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
@@ -90,13 +163,13 @@ class KeyValueCoordinator:
         Only the leader waits. It removes the payloads, also after an error.
         """
         prefix = f"ckptcore/gather/{quote(key, safe='')}"
-        if self._rank:
+        if self.rank:
             self._set_payload(prefix, payload)
             return None
-        if self._size == 1:
+        if self.size == 1:
             return [payload]
         try:
-            return [payload, *self._wait_for_payloads(key, prefix, range(1, self._size))]
+            return [payload, *self._wait_for_payloads(key, prefix, range(1, self.size))]
         finally:
             self._remove(prefix)
 
@@ -105,11 +178,11 @@ class KeyValueCoordinator:
 
         The leader does not wait. The last rank to receive the payload removes it.
         """
-        if (payload is None) == (self._rank == 0):
+        if (payload is None) == (self.rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         prefix = f"ckptcore/broadcast/{quote(key, safe='')}"
         if payload is not None:
-            if self._size > 1:
+            if self.size > 1:
                 self._set_payload(prefix, payload)
             return payload
         (received,) = self._wait_for_payloads(key, prefix, [0])
@@ -119,9 +192,9 @@ class KeyValueCoordinator:
 
     def awaited(self, key: str) -> Sequence[int]:
         """Ranks for which the leader waits in a gather. See `ckptcore.protocols.ReportsAwaited`."""
-        if self._rank:
+        if self.rank:
             return (0,)
-        others = range(1, self._size)
+        others = range(1, self.size)
         heads = self._heads(f"ckptcore/gather/{quote(key, safe='')}", others)
         return [rank for rank in others if rank not in heads]
 
@@ -132,9 +205,9 @@ class KeyValueCoordinator:
         try:
             for number, start in enumerate(starts):
                 piece = payload[start : start + _PIECE_BYTES]
-                self._client.key_value_set_bytes(_piece_key(prefix, self._rank, number), piece, True)
+                self._client.key_value_set_bytes(_piece_key(prefix, self.rank, number), piece, True)
             head = b"%d\n" % len(starts) + (payload if inline else b"")
-            self._client.key_value_set_bytes(_head_key(prefix, self._rank), head, True)
+            self._client.key_value_set_bytes(_head_key(prefix, self.rank), head, True)
         except RuntimeError as error:
             raise _service_error(error) from error
 
@@ -178,23 +251,23 @@ class KeyValueCoordinator:
     def _heads(self, prefix: str, ranks: Sequence[int]) -> Mapping[int, bytes]:
         """Return the heads that are set, by rank."""
         try:
-            found = self._client.key_value_dir_get_bytes(f"{prefix}/head")
+            heads = self._client.key_value_dir_get_bytes(f"{prefix}/head")
         except RuntimeError as error:
             raise _service_error(error) from error
         names = {_head_key(prefix, rank): rank for rank in ranks}
-        return {names[name]: value for name, value in found if name in names}
+        return {names[name]: value for name, value in heads if name in names}
 
     def _is_last(self, prefix: str) -> bool:
         """Count this rank as a receiver of a payload. Return True if it is the last receiver."""
         counter = f"{prefix}/came"
-        waiting = self._size - 1
+        waiting = self.size - 1
         try:
             increment = getattr(self._client, "key_value_increment", None)
             if increment is not None:
                 return int(increment(counter, 1)) == waiting
             # Older versions have no counter. The service handles calls one after another, so the
             # last rank sees the keys of all ranks.
-            self._client.key_value_set_bytes(f"{counter}/{self._rank}", b"", True)
+            self._client.key_value_set_bytes(f"{counter}/{self.rank}", b"", True)
             return len(self._client.key_value_dir_get_bytes(counter)) == waiting
         except RuntimeError as error:
             raise _service_error(error) from error
@@ -207,7 +280,7 @@ class KeyValueCoordinator:
 
     def _timed_out(self, key: str, missing: Sequence[int]) -> CoordinationTimeoutError:
         return CoordinationTimeoutError(
-            f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} within "
+            f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} within "
             f"{self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, set "
             "Context(job=JobOptions(coordinator=KeyValueCoordinator.of_job(timeout_seconds=...))) on every process",
             missing,
@@ -241,12 +314,7 @@ class JobCoordinator(KeyValueCoordinator):
             incarnation: number of the job in this process.
         """
         super().__init__(client, rank, size)
-        self._incarnation: Final = incarnation
-
-    @property
-    def incarnation(self) -> int:
-        """Number of this job among the jobs that this process has used, from 1."""
-        return self._incarnation
+        self.incarnation: Final = incarnation
 
 
 class _JobCoordinators:
@@ -270,8 +338,8 @@ class _JobCoordinators:
                 self._client, self._coordinator = client, None
             if self._coordinator is None and service is not None and service.size > 1:
                 self._count += 1
-                found = JobCoordinator(service.client, service.rank, service.size, incarnation=self._count)
-                self._coordinator = found
+                coordinator = JobCoordinator(service.client, service.rank, service.size, incarnation=self._count)
+                self._coordinator = coordinator
             return self._coordinator
 
 

@@ -29,8 +29,7 @@ from ckptcore.model import (
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
 from ckptcore_jax.array_creation import create_array, is_on_cpu
-from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
-from ckptcore_jax.shardings import concrete_sharding
+from ckptcore_jax.shardings import concrete_sharding, placement_of, shards_in_process, shards_of
 
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)

@@ -128,9 +128,9 @@ def wrap_data(dtype: Any, data: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=256)
 def _impl(dtype: Any) -> Any:
     # `key_impl` requires keys, but uses only their dtype. Tracing creates one without a device.
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), _abstract_key(dtype))
-    return found[0]
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), _abstract_key(dtype))
+    return impls[0]
 
 
 def _abstract_key(dtype: Any) -> jax.ShapeDtypeStruct:

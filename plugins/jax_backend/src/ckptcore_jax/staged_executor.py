@@ -8,9 +8,8 @@ from typing import Any
 
 from ckptcore.model import ArrayRecord, Box, Pending, Shard
 from ckptcore.protocols import LeafHandler, ReadStrategy, SaveStrategy
-from ckptcore_jax.worker_leaves import LeavesAtWorkers
 from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf, WorkerLoad
-from ckptcore_jax.worker_saves import HeldElements, LeafBoxes, WorkerSave
+from ckptcore_jax.worker_saves import HeldElements, LeafBoxes, LeavesAtWorkers, WorkerSave
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
 __all__ = ["StagedExecutor"]

@@ -103,16 +103,16 @@ class WorkerLink:
     def _read_call(self, specs: ReadSpecs) -> Any:
         # JAX keeps compiled functions forever, so repeated loads must reuse them.
         key = tuple([(tuple(shapes), dtype) for shapes, dtype in specs])
-        found = self._reads.get(key)
-        if found is None:
+        call = self._reads.get(key)
+        if call is None:
             boxes = [(shape, dtype_from_name(dtype)) for shapes, dtype in specs for shape in shapes]
             abstract: Any = jax.ShapeDtypeStruct
             results = [self._text, *[abstract(shape, dtype, sharding=self._sharding) for shape, dtype in boxes]]
-            found = self._python.colocated_python(_run_read_stage).specialize(out_specs_fn=lambda message: results)
+            call = self._python.colocated_python(_run_read_stage).specialize(out_specs_fn=lambda message: results)
             if len(self._reads) >= _CACHED_CALLS:
                 self._reads.pop(next(iter(self._reads)), None)
-            self._reads[key] = found
-        return found
+            self._reads[key] = call
+        return call
 
     def _worker_error(self, error: Exception) -> RankFailedError:
         return RankFailedError(f"the worker {self.name} failed: {type(error).__name__}: {error}")

@@ -14,8 +14,7 @@ from ckptcore.matching.leaf_matching import Matched
 from ckptcore.model import ArrayRecord
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import LeafHandler, ReadStrategy
-from ckptcore_jax.worker_leaves import LeavesAtWorkers
-from ckptcore_jax.worker_saves import raise_first
+from ckptcore_jax.worker_saves import LeavesAtWorkers, raise_first
 from ckptcore_jax.worker_stages import DerivationRecipe, LeafReads, ReadBoxes, WorkerOptions, read_report
 
 if TYPE_CHECKING:

@@ -196,13 +196,16 @@ class DerivationRecipe:
     @classmethod
     def all_of(cls, opened: Checkpoint) -> tuple[DerivationRecipe, ...]:
         """Return the recipes that derive a checkpoint from the stored one, in order."""
-        if not isinstance(found := opened.derived, Derived) or found.is_builtin:
+        if not isinstance(derived := opened.derived, Derived) or derived.is_builtin:
             return ()
-        first, *further = found.sources
+        first, *further = derived.sources
         for other in further:
             assert other.derived is None or other.derived.is_builtin  # only the first source can be derived
         addresses = tuple([other.location.address for other in further])
-        return (*cls.all_of(first), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
+        return (
+            *cls.all_of(first),
+            cls(derived.tree, derived.derivations, derived.values, derived.most_bytes, addresses),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +241,17 @@ class ReadBoxes:
 
     def _read(self) -> Sequence[Sequence[HostArray]]:
         opened = self._open(self.address)
-        found = None if opened.root is None else opened.root.save_id
-        for recipe in self.recipes if found == self.save_id else ():
+        save_id = None if opened.root is None else opened.root.save_id
+        for recipe in self.recipes if save_id == self.save_id else ():
             opened = recipe.derive(opened, self._open)
-        for read in self.reads if found == self.save_id else ():
+        for read in self.reads if save_id == self.save_id else ():
             record = opened.tree.leaves[read.leaf] if read.leaf < len(opened.tree.leaves) else None
             if not isinstance(record, ArrayRecord) or record.spec != read.spec:
-                found = "another tree"
-        if found != self.save_id:
+                save_id = "another tree"
+        if save_id != self.save_id:
             raise CorruptCheckpointError(
                 f"{self.address.display} is not the checkpoint that the controller opened: expected the save "
-                f"{self.save_id}, found {found}; it was replaced meanwhile, or this worker uses another storage"
+                f"{self.save_id}, found {save_id}; it was replaced meanwhile, or this worker uses another storage"
             )
         arrays = [[allocate(ArraySpec(box.shape, read.spec.dtype)) for box in read.boxes] for read in self.reads]
         buffers = [array for of_leaf in arrays for array in of_leaf]

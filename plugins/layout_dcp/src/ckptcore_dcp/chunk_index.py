@@ -9,11 +9,10 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, Chunk, HostArray, ReadItem, TreeMetadata, format_path
 from ckptcore.planning import ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, ReadStore
-from ckptcore_dcp.array_reads import read_arrays
 from ckptcore_dcp.directories import find_dcp_files
 from ckptcore_dcp.item_reading import ItemRead, StoredItem, read_items
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, decode_locations, verify_storage
-from ckptcore_dcp.streams import Streams, verify_other_members
+from ckptcore_dcp.streams import Streams, read_arrays, verify_other_members
 from ckptcore_dcp.zip_directories import STORED
 
 _LOCATIONS: Final = "places"
@@ -175,13 +174,13 @@ class ItemIndex(ChunkTable):
         """See `ChunkIndex.unverified`. Items have checksums, but the metadata that locates them has none."""
         if self._metadata is None:
             self._metadata, _ = find_dcp_files(store.list_names(""))
-        found = {*self._metadata, *self._in_values.unverified(leaf, store)}
+        unverified_objects = {*self._metadata, *self._in_values.unverified(leaf, store)}
         for read, storage in tuple(self._unverified):
             if read == leaf and storage.crc and storage.compression == STORED:
                 verify_storage(storage, store)
             elif read == leaf:
-                found.add(storage.key)
-        return found
+                unverified_objects.add(storage.key)
+        return unverified_objects
 
     def check(self, leaves: Collection[int]) -> None:
         """See `ChunkIndex.check`."""
@@ -215,10 +214,10 @@ class ItemIndex(ChunkTable):
                 # The box is part of the key, because a hostile state can list two chunks at one
                 # offset.
                 location = item.leaf, stored.key, stored.offset, stored.box
-                found = wanted.get(location)
-                if found is None:
-                    found = wanted[location] = ItemRead(item.leaf, stored)
-                found.targets.append((number, item.box, buffer))
+                read = wanted.get(location)
+                if read is None:
+                    read = wanted[location] = ItemRead(item.leaf, stored)
+                read.targets.append((number, item.box, buffer))
         yield from read_items(self._tree, list(wanted.values()), store, self._unverified)
         if in_values:
             part = [items[number] for number in in_values]

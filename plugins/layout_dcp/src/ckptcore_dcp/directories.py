@@ -56,12 +56,12 @@ def missing_metadata(names: Sequence[str]) -> str | None:
 
     Each process writes one, and ranks have no gaps. That of the last rank may be missing unnoticed, with its data file.
     """
-    found = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
-    if not found or _METADATA in names:
+    ranks = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
+    if not ranks or _METADATA in names:
         return None
-    last = max(found)
+    last = max(ranks)
     writers = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
-    absent = next((rank for rank in range(last) if rank not in found), min(writers - found, default=None))
+    absent = next((rank for rank in range(last) if rank not in ranks), min(writers - ranks, default=None))
     return None if absent is None else f"__{absent}.metadata"
 
 

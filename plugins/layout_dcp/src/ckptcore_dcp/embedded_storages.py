@@ -86,13 +86,13 @@ class EmbeddedStorages:
         content = builtin_value(Call(_ENCODE, (text, "latin1")))
         if escaped or not isinstance(content, bytes):  # which characters a writer escapes is unknown
             return None
-        found = self._of_bytes(lambda first, stop: content[first:stop], len(content), 0)
-        if found is None:
+        storage = self._of_bytes(lambda first, stop: content[first:stop], len(content), 0)
+        if storage is None:
             return None
-        place = found.place
+        place = storage.place
         before, own = text[: place.start], text[place.start : place.start + place.size]
         first = start + len(before.encode())
-        return found._replace(place=PickledBytes(first, len(own.encode()), place.size, "text"))
+        return storage._replace(place=PickledBytes(first, len(own.encode()), place.size, "text"))
 
     def _of_bytes(self, fetch: Fetch, size: int, start: int) -> EmbeddedStorage | None:
         if not is_legacy(fetch(0, 64)):

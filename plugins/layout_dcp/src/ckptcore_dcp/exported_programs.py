@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.pickled_trees import Unreadable
 from ckptcore_dcp.storages import StoredBytes
-from ckptcore_dcp.stored_tensors import StoredTensor
+from ckptcore_dcp.stored_tensors import StoredTensor, known_dtype, spec_and_kind
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import ZipMember, read_member
 
@@ -74,13 +73,13 @@ def read_exported(
 
 def _lists(members: Mapping[str, ZipMember]) -> list[tuple[str, str, str]]:
     """Return the folder, the model and the name of each list of tensors."""
-    found: list[tuple[str, str, str]] = []
+    groups: list[tuple[str, str, str]] = []
     for name in members:
         root, _, inside = name.partition("/")
         for folder, end in _FOLDERS.items():
             if inside.startswith(folder) and inside.endswith(end):
-                found.append((f"{root}/{folder}", inside.removeprefix(folder).removesuffix(end), name))
-    return found
+                groups.append((f"{root}/{folder}", inside.removeprefix(folder).removesuffix(end), name))
+    return groups
 
 
 def _tensor(entry: Any, path: str) -> StoredTensor | Unreadable:

@@ -19,7 +19,7 @@ from ckptcore.model import LEAF, ArrayRecord, Box, LeafRecord, Node, TreeMetadat
 from ckptcore.plain_safetensors import refuse_lost_root
 from ckptcore.planning import ChunkColumns, cuts_of
 from ckptcore.protocols import Inspection, ReadStore
-from ckptcore_dcp.dtypes import FRAMEWORK, spec_and_kind
+from ckptcore_dcp.stored_tensors import FRAMEWORK, spec_and_kind
 
 _SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _INFO: Final = "DCP_SHARDING_INFO"

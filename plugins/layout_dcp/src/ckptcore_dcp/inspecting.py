@@ -12,13 +12,21 @@ the item. So the part after the elements has ``873 - nbytes % 64`` bytes, and th
 ``offset + length - 873 - nbytes // 64 * 64``. Other versions have other tails, so a reader that
 uses this rule must verify it: after the elements comes the data descriptor ``PK\\x07\\x08``,
 CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
+
+``common.pt`` of Megatron: the part of a state that its tensors in torch.distributed.checkpoint lack.
+
+The strategy ``torch_dist`` of megatron-core (0.16.1, ``dist_checkpointing/strategies``) writes the
+tensors and objects of all processes with torch.distributed.checkpoint, under their own keys, and the
+rest with ``torch.save``. ``metadata.json`` names the strategy. A load of Megatron merges both.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,22 +38,92 @@ from ckptcore.model import (
     ArrayRecord,
     HostArray,
     LeafRecord,
+    Node,
     Skeleton,
     TreeMetadata,
     ValueRecord,
     unreadable_leaf,
 )
+from ckptcore.model.tree import leaf_count
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.chunk_index import add_locations
-from ckptcore_dcp.common_files import with_common
 from ckptcore_dcp.directories import WRITER, find_dcp_files, missing_metadata, unfinished
-from ckptcore_dcp.dtypes import record_of_tensor
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, join_chunks, read_metadata
 from ckptcore_dcp.names import tree_of_names
 from ckptcore_dcp.pickled_trees import leaf_record
 from ckptcore_dcp.storages import LocationColumns
+from ckptcore_dcp.stored_tensors import record_of_tensor
+from ckptcore_dcp.torch_files import read_torch_file
 from ckptcore_dcp.values import DecodedValue, ItemProblem, read_value_items, read_values
+
+_COMMON: Final = "common.pt"
+_CONFIG: Final = "metadata.json"
+_OF_COMMON: Final = "torch"
+"""The strategy of megatron-core that writes ``common.pt``, also if the state has nothing else."""
+_MAX_CONFIG: Final = 1 << 16
+
+
+def with_common(
+    metadata: DcpMetadata, store: ReadStore, names: Sequence[str]
+) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
+    """Return the values in ``common.pt`` of a directory of Megatron; none for other directories.
+
+    A name that the metadata has too, and a file that is missing or cannot be read, become leaves that cannot be loaded.
+
+    Args:
+        metadata: the tensors.
+        store: the files.
+        names: the names in the directory.
+    """
+    config = _config_of_megatron(store) if _CONFIG in names else {}
+    if not config or (_COMMON not in names and config.get("common_backend") != _OF_COMMON):
+        return metadata, {}
+    try:
+        if _COMMON not in names:
+            raise CorruptCheckpointError(
+                f"{_COMMON}, in which {_CONFIG} says the rest of the state is, is missing: restore it from a copy",
+                key=_COMMON,
+            )
+        common = read_torch_file(store, _COMMON)
+        if common is None or not isinstance(common.skeleton, Node) or common.skeleton.kind != "dict":
+            raise CorruptCheckpointError(
+                f"{_COMMON} is not a dict in a file of torch.save: restore it from a copy", key=_COMMON
+            )
+    except (CorruptCheckpointError, UnsupportedLeafError) as error:
+        return replace(metadata, unreadable={**metadata.unreadable, _COMMON: unreadable_leaf(error)}), {}
+    counts = [leaf_count(child) for child in common.skeleton.children]
+    bounds = itertools.pairwise([0, *itertools.accumulate(counts)])
+    values = {
+        str(key): DecodedValue(child, common.leaves[first:last], _COMMON, common.storages)
+        for key, child, (first, last) in zip(common.skeleton.keys, common.skeleton.children, bounds, strict=True)
+    }
+    both = [name for name in metadata.names if name in values]
+    refused = {
+        name: unreadable_leaf(
+            UnsupportedLeafError(
+                f"{name!r} is in {_COMMON} and in .metadata: load {_COMMON} by its own path for the first one"
+            )
+        )
+        for name in both
+    }
+    metadata = replace(
+        metadata,
+        tensors={name: tensor for name, tensor in metadata.tensors.items() if name not in refused},
+        values={name: value for name, value in metadata.values.items() if name not in refused},
+        unreadable={**metadata.unreadable, **refused},
+    )
+    return metadata, {name: value for name, value in values.items() if name not in refused}
+
+
+def _config_of_megatron(store: ReadStore) -> Mapping[str, object]:
+    """Return the content of ``metadata.json``; empty if it is of other software."""
+    try:
+        config: Any = json.loads(store.get(_CONFIG, 0, _MAX_CONFIG))
+    except (ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) and "sharded_backend" in config else {}
+
 
 _METADATA: Final = ".metadata"
 _PICKLE: Final = b"\x80"
@@ -76,14 +154,16 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
     """
     if entry is not None and entry != _METADATA:
         return None
-    found = _find_metadata(store, store.list_names(""))
-    if not isinstance(found, DcpMetadata):
+    metadata = _find_metadata(store, store.list_names(""))
+    if not isinstance(metadata, DcpMetadata):
         return None
-    items = read_value_items(found.values, store)
-    values = {name: DecodedValue(LEAF, (item,), found.values[name].relative_path, None) for name, item in items.items()}
-    paths: dict[str, JSON] = {name: list(path) for name, path in (found.paths or {}).items()}
-    custom: dict[str, JSON] = {"paths": paths, "checkpoint_id": found.checkpoint_id, "save_id": found.save_id}
-    return _inspection(replace(found, paths=None), values)._replace(custom=custom)
+    items = read_value_items(metadata.values, store)
+    values = {
+        name: DecodedValue(LEAF, (item,), metadata.values[name].relative_path, None) for name, item in items.items()
+    }
+    paths: dict[str, JSON] = {name: list(path) for name, path in (metadata.paths or {}).items()}
+    custom: dict[str, JSON] = {"paths": paths, "checkpoint_id": metadata.checkpoint_id, "save_id": metadata.save_id}
+    return _inspection(replace(metadata, paths=None), values)._replace(custom=custom)
 
 
 def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Inspection | None:
@@ -228,19 +308,19 @@ class InspectedChunks:
     def __init__(self, leaves: Sequence[int], tensors: Sequence[DcpTensor]) -> None:
         """Collect the chunks of tensors. `leaves` has the leaf number of each tensor, in the order of leaves."""
         counts = np.array([len(tensor.chunks) for tensor in tensors], np.int64)
-        found = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
-        within = np.arange(found.sizes.shape[1]) < found.axes[:, None]
-        (rows,) = np.nonzero(((found.sizes > 0) | ~within).all(axis=1))
+        columns = join_chunks([tensor.chunks for tensor in tensors if len(tensor.chunks)])
+        within = np.arange(columns.sizes.shape[1]) < columns.axes[:, None]
+        (rows,) = np.nonzero(((columns.sizes > 0) | ~within).all(axis=1))
         owner: HostArray = np.repeat(np.arange(len(tensors)), counts)
-        if len(rows) < len(found.axes):
-            found, within, owner = found.take(rows), within[rows], owner[rows]
-        self._columns = found
+        if len(rows) < len(columns.axes):
+            columns, within, owner = columns.take(rows), within[rows], owner[rows]
+        self._columns = columns
         self._within = within
         self._owner = owner
         self._leaf: HostArray = np.array(leaves, np.int64)[owner]
         self._bounds: Sequence[int] = np.searchsorted(owner, np.arange(len(tensors) + 1)).tolist()
-        self._starts: Sequence[Sequence[int]] = found.offsets.T.tolist()
-        self._stops: Sequence[Sequence[int]] = (found.offsets + found.sizes).T.tolist()
+        self._starts: Sequence[Sequence[int]] = columns.offsets.T.tolist()
+        self._stops: Sequence[Sequence[int]] = (columns.offsets + columns.sizes).T.tolist()
 
     def composed(self, records: Sequence[LeafRecord]) -> Sequence[int]:
         """Return the numbers of tensors whose items have fewer bytes than their elements.
@@ -270,16 +350,16 @@ class InspectedChunks:
 
     def to_json(self) -> JSON:
         """Return the state that `ckptcore_dcp.chunk_index.dcp_index` reads."""
-        found = self._columns
-        used, file = np.unique(found.file, return_inverse=True)
+        columns = self._columns
+        used, file = np.unique(columns.file, return_inverse=True)
         both = np.concatenate([self._within, self._within], axis=1)
         return {
             "content": "items",
-            "files": [found.files[number] for number in used.tolist()],
+            "files": [columns.files[number] for number in used.tolist()],
             "leaf": self._leaf.tolist(),
             "file": file.tolist(),
-            "offset": found.offset.tolist(),
-            "nbytes": found.length.tolist(),
-            "box": np.concatenate([found.offsets, found.offsets + found.sizes], axis=1)[both].tolist(),
-            "transforms": {str(row): list(names) for row, names in found.transforms.items()},
+            "offset": columns.offset.tolist(),
+            "nbytes": columns.length.tolist(),
+            "box": np.concatenate([columns.offsets, columns.offsets + columns.sizes], axis=1)[both].tolist(),
+            "transforms": {str(row): list(names) for row, names in columns.transforms.items()},
         }

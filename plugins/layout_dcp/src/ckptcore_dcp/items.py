@@ -18,8 +18,8 @@ from typing import Final
 from isal import isal_zlib
 
 from ckptcore.model import PLAIN_ARRAY, ArraySpec
-from ckptcore_dcp.dtypes import STORAGES, torch_dtype
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
+from ckptcore_dcp.stored_tensors import STORAGES, torch_dtype
 from ckptcore_dcp.zip_directories import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 from ckptcore_dcp.zips import DescriptorChecksum
 
@@ -146,18 +146,18 @@ class _ItemMember:
 
 def _first_members(pickle: bytes) -> tuple[Sequence[_ItemMember], bytes]:
     """Return the first members of an item, and its bytes up to their end."""
-    found: list[_ItemMember] = []
+    first_members: list[_ItemMember] = []
     front = bytearray()
     for short, data in ((b"data.pkl", pickle), *_CONSTANTS):
         name = _FOLDER + short
         member = _ItemMember(name, len(front), len(data), isal_zlib.crc32(data))
-        found.append(member)
+        first_members.append(member)
         front += LOCAL_HEADER.pack(
             b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, len(data), len(data), len(name), 0
         )
         front += name
         front += data
-    return found, bytes(front)
+    return first_members, bytes(front)
 
 
 def _pickled_tensor(spec: ArraySpec, dtype: str) -> Value:

@@ -21,10 +21,10 @@ from ckptcore.protocols import (
 )
 from ckptcore_dcp.chunk_index import dcp_index
 from ckptcore_dcp.directories import dcp_files, inspect_step_directory
-from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp, inspect_entries
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import EntryCache, TreeEntries
+from ckptcore_dcp.stored_tensors import physical_spec, torch_dtype
 from ckptcore_dcp.writing import MergedItems, data_file_name, write_items, write_values
 
 _METADATA = ".metadata"
@@ -65,10 +65,7 @@ class DcpLayout(Layout):
         options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         return functools.partial(type(self), **options), ()
 
-    @property
-    def name(self) -> str:
-        """The name "dcp"."""
-        return "dcp"
+    name = "dcp"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Reject trees whose names collide.
@@ -162,10 +159,7 @@ class DcpEntries(DcpLayout):
     precedes ``dcp`` in the alphabet, so that it inspects a directory first.
     """
 
-    @property
-    def name(self) -> str:
-        """The name "0-dcp-entries"."""
-        return "0-dcp-entries"
+    name = "0-dcp-entries"
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Refuse to write.

@@ -56,11 +56,11 @@ def read_legacy(
         raise _corrupt_file(key, 0, position, "the list of storages is missing")
     pickle_bytes = position
     sizes = _storage_sizes(value, key)
-    found: dict[str, StoredBytes] = {}
+    storages: dict[str, StoredBytes] = {}
     for one in keys:
         name = str(one)
         known = sizes.get(name)
-        if known is None or name in found:
+        if known is None or name in storages:
             raise _corrupt_file(key, position, position, f"the storage {name[:80]!r} is listed twice or not used")
         count, itemsize = known
         start = position + _COUNT_BYTES
@@ -69,15 +69,15 @@ def read_legacy(
             raise _corrupt_file(
                 key, position, size, f"the storage {name[:80]!r} ends at byte {stop} of {size}; the file is cut off"
             )
-        found[name] = StoredBytes(key, start, count * itemsize)
+        storages[name] = StoredBytes(key, start, count * itemsize)
         position = stop
     if position != size:
         # The counts before the storages allow a check of the sizes in the pickle. The check needs a
         # request per storage, so it is made only if the file has bytes after the last storage.
-        for (count, _), storage in zip((sizes[str(one)] for one in keys), found.values(), strict=True):
+        for (count, _), storage in zip((sizes[str(one)] for one in keys), storages.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
                 raise _corrupt_file(key, storage.start, size, "the storages are not as long as the pickle states")
-    return value, found, pickle_bytes
+    return value, storages, pickle_bytes
 
 
 def _read_pickles(fetch: Fetch, size: int, key: str, places: Places, first_bytes: int) -> tuple[list[Value], int]:

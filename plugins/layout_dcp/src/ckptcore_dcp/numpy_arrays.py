@@ -1,5 +1,7 @@
 """NumPy arrays and scalars in pickles: their bytes are a text or bytes of the pickle, and are read from there.
 
+Arrays of structures become one leaf for each field.
+
 Source: ``array_reduce``, ``array_reduce_ex_picklebuffer`` and ``arraydescr_reduce`` of NumPy's
 ``methods.c`` and ``descriptor.c``, and `numpy._core.numeric._frombuffer`.
 """
@@ -7,6 +9,7 @@ Source: ``array_reduce``, ``array_reduce_ex_picklebuffer`` and ``arraydescr_redu
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -16,7 +19,69 @@ from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import HostArray, dtype_from_name, name_of_dtype
 from ckptcore_dcp.pickles import Call, Global, OutOfLine, Places, Value, brief, builtin_value
 from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
-from ckptcore_dcp.structures import Fields, arrays_of
+
+Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
+"""An array, what it is if it cannot be loaded, or the arrays of the fields of a structure by name."""
+
+_BFLOAT16: Final = np.dtype("V2")
+"""numpy.save loses the name of bfloat16. `jax.numpy.load` takes these bytes for bfloat16, too."""
+
+
+def arrays_of(
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    storage: str,
+    pickled: PickledBytes | None = None,
+) -> Fields:
+    """Return the arrays that have the elements of an array.
+
+    Raw bytes (``|V3``) become uint8 with one more axis, except ``|V2``, which is bfloat16. A field of a structure is a
+    view of its bytes in all elements.
+
+    Args:
+        dtype: any dtype, in the stored byte order.
+        shape: extents.
+        strides: distance between elements along each axis, in elements.
+        storage: key of the storage.
+        pickled: the place of the bytes if a pickle has them.
+    """
+    whole = tuple([stride * dtype.itemsize for stride in strides])
+    return _arrays(dtype, shape, whole, 0, StoredTensor(storage, "uint8", (), (), 0, framework=None, pickled=pickled))
+
+
+def _arrays(
+    dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...], offset: int, like: StoredTensor
+) -> Fields:
+    """Return the arrays of a field. Strides and offset are in bytes."""
+    if dtype.subdtype is not None:
+        dtype, inner = dtype.subdtype
+        shape = (*shape, *inner)
+        strides = (*strides, *[step * dtype.itemsize for step in c_strides(inner)])
+        return _arrays(dtype, shape, strides, offset, like)
+    if dtype.names is not None:
+        fields: Mapping[str, Any] = dtype.fields or {}
+        return {name: _arrays(fields[name][0], shape, strides, offset + fields[name][1], like) for name in dtype.names}
+    is_raw = dtype.type is np.void  # the kind of dtypes of ml_dtypes is V too
+    if is_raw and dtype.itemsize != 1 and dtype != _BFLOAT16:
+        shape, strides = (*shape, dtype.itemsize), (*strides, 1)
+    name = "bfloat16" if dtype == _BFLOAT16 else "uint8"
+    if not is_raw:
+        try:
+            name = name_of_dtype(dtype)
+        except UnsupportedLeafError as error:
+            return f"a NumPy array that cannot be loaded: {error}"
+    elif not dtype.itemsize:
+        return "a NumPy array whose elements have no bytes"
+    array = replace(like, dtype=name, shape=shape)
+    if dtype.byteorder == ">":
+        pickled = None if like.pickled is None else replace(like.pickled, big_endian=True)
+        array = replace(array, storage=f"{like.storage}>", pickled=pickled)
+    itemsize = array.itemsize
+    if math.gcd(offset, *strides) % itemsize:
+        return replace(array, strides=strides, offset=offset, in_bytes=True)
+    return replace(array, strides=tuple([step // itemsize for step in strides]), offset=offset // itemsize)
+
 
 _SCALAR: Final = "numpy.scalar"
 """Kind of the records of NumPy scalars, as the core saves them."""
@@ -102,9 +167,9 @@ class NumpyReader:
         """Return the array of JAX that a call makes: it has the parts of a NumPy array. None for other calls."""
         match call.arguments:
             case (Global() as make, tuple() as arguments, tuple() as state, _):
-                found = self.read(Call(make, arguments, state), path)
-                if isinstance(found, StoredTensor):
-                    return replace(found, framework="jax")
+                array = self.read(Call(make, arguments, state), path)
+                if isinstance(array, StoredTensor):
+                    return replace(array, framework="jax")
         return None
 
     def _array(
@@ -130,33 +195,33 @@ class NumpyReader:
         self, shape: Value, dtype: Value, is_fortran: bool, data: Value, mask: Value, fill: Value, path: str
     ) -> MaskedArray | None:
         order = "F" if is_fortran else "C"
-        found = self._array(shape, dtype, data, order, None, path)
+        array = self._array(shape, dtype, data, order, None, path)
         masked = self._array(shape, _BOOL, mask, order, None, path)
-        if not isinstance(found, StoredTensor) or not isinstance(masked, StoredTensor):
+        if not isinstance(array, StoredTensor) or not isinstance(masked, StoredTensor):
             return None
-        return MaskedArray(found, masked, fill)
+        return MaskedArray(array, masked, fill)
 
     def _scalar(self, dtype: Value, data: Value, path: str) -> StoredTensor | bool | int | float | complex | None:
         if (kind := self._dtype(dtype, path)) is None or kind.type is np.void:
             return None
-        found = _plain_bytes(data)
-        if found is None or len(found) != kind.itemsize:
+        content = _plain_bytes(data)
+        if content is None or len(content) != kind.itemsize:
             return None  # it only looks like a scalar
         if isinstance(stored := self._stored((), (), kind, data, path), StoredTensor):
             return replace(stored, kind=_SCALAR)
-        number: object = np.frombuffer(found, kind)[0].item()
+        number: object = np.frombuffer(content, kind)[0].item()
         return number if isinstance(number, bool | int | float | complex) else None
 
     def _stored(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], data: Value, path: str
     ) -> Fields | None:
         nbytes = math.prod(shape) * dtype.itemsize
-        found = self._place(data, nbytes)
-        if found is None:
+        place = self._place(data, nbytes)
+        if place is None:
             return None
-        if found.size != nbytes:
-            raise self._corrupt(path, f"an array of {dtype} of shape {shape} has {found.size} bytes")
-        return arrays_of(dtype, shape, strides, "", found)
+        if place.size != nbytes:
+            raise self._corrupt(path, f"an array of {dtype} of shape {shape} has {place.size} bytes")
+        return arrays_of(dtype, shape, strides, "", place)
 
     def _place(self, data: Value, nbytes: int) -> PickledBytes | None:
         """Return where the bytes of an array are. An array of `nbytes` is expected."""
@@ -172,10 +237,10 @@ class NumpyReader:
             length = data.stop - data.start
             # The length of a text in characters is unknown until it is read.
             return PickledBytes(data.start, length, nbytes if is_text else length, "text" if is_text else "bytes")
-        found = self.places.find(data) if self.places is not None and isinstance(data, str | bytes) else None
-        if found is None:
+        place = self.places.find(data) if self.places is not None and isinstance(data, str | bytes) else None
+        if place is None:
             return None
-        start, stop, escaped = found
+        start, stop, escaped = place
         assert isinstance(data, str | bytes)  # it has a place
         if is_text:
             return PickledBytes(start, stop - start, len(data), "escaped text" if escaped else "text")
@@ -231,10 +296,10 @@ def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
             return dtype_from_name(code.name) if code.module == "ml_dtypes" and order != ">" else None
         if not isinstance(code, str) or order not in ("<", ">", "|"):
             return None
-        found = np.dtype(f"{order}{code}{_unit(state) if code[:1] in ('M', 'm') else ''}")
-        if found.kind != "V":
-            name_of_dtype(found)
-        return None if found.hasobject else found
+        parsed = np.dtype(f"{order}{code}{_unit(state) if code[:1] in ('M', 'm') else ''}")
+        if parsed.kind != "V":
+            name_of_dtype(parsed)
+        return None if parsed.hasobject else parsed
     except (OverflowError, MemoryError) as error:
         raise OverflowError("a NumPy dtype has a size or an offset that is too large") from error
     except (TypeError, ValueError, SyntaxError, UnsupportedLeafError):

@@ -28,11 +28,10 @@ from ckptcore.model import (
     is_column,
 )
 from ckptcore.model.tree import MAX_KEY_DEPTH, NodeKind
-from ckptcore_dcp.dtypes import FRAMEWORK
 from ckptcore_dcp.numpy_arrays import MaskedArray, NumpyReader, NumpyValue, Objects
 from ckptcore_dcp.pickles import Call, Global, OutOfLine, Persistent, Places, Value, brief, builtin_value
-from ckptcore_dcp.pickles.keys import MAX_KEY_PARTS, KeyCheck
-from ckptcore_dcp.stored_tensors import FindStorage, StoredTensor, stored_tensor
+from ckptcore_dcp.pickles.values import MAX_KEY_PARTS, KeyCheck
+from ckptcore_dcp.stored_tensors import FRAMEWORK, FindStorage, StoredTensor, stored_tensor
 from ckptcore_dcp.tensor_parts import TensorPart, tensor_part
 
 
@@ -310,7 +309,7 @@ class _TreeBuilder:
                 return self.visit(plain, path, depth + 1)
         return self._object(value, path, depth)
 
-    def _numpy_array(self, found: NumpyValue, storage: str, path: TreePath, depth: int) -> Skeleton:
+    def _numpy_array(self, array: NumpyValue, storage: str, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of an array, of the fields of a structure, or of objects.
 
         `storage` is the identity of the array: equal arrays of one byte can have one literal, but are not one array.
@@ -318,22 +317,22 @@ class _TreeBuilder:
         self._remaining -= 1
         if self._remaining < 0:
             raise self._too_large(path)
-        if isinstance(found, StoredTensor):
-            return self._leaf(replace(found, storage=f"{storage}{found.storage}"))
-        if isinstance(found, str):
-            return self._leaf(Unreadable(found))
-        if isinstance(found, Objects):
-            return self.visit(found.elements, path, depth + 1)
-        if isinstance(found, MaskedArray):
-            data, mask = [self._numpy_array(part, storage + part.dtype, path, depth) for part in found[:2]]
-            fill = self.visit(found.fill_value, (*path, "fill_value"), depth + 1)
+        if isinstance(array, StoredTensor):
+            return self._leaf(replace(array, storage=f"{storage}{array.storage}"))
+        if isinstance(array, str):
+            return self._leaf(Unreadable(array))
+        if isinstance(array, Objects):
+            return self.visit(array.elements, path, depth + 1)
+        if isinstance(array, MaskedArray):
+            data, mask = [self._numpy_array(part, storage + part.dtype, path, depth) for part in array[:2]]
+            fill = self.visit(array.fill_value, (*path, "fill_value"), depth + 1)
             return Node("dict", ("data", "mask", "fill_value"), (data, mask, fill), "numpy.ma.MaskedArray")
-        if not isinstance(found, Mapping):
-            return self._leaf(found)
+        if not isinstance(array, Mapping):
+            return self._leaf(array)
         fields = [
-            self._numpy_array(part, f"{storage}.{name}", (*path, name), depth + 1) for name, part in found.items()
+            self._numpy_array(part, f"{storage}.{name}", (*path, name), depth + 1) for name, part in array.items()
         ]
-        return Node("dict", tuple(found), tuple(fields), "numpy.void")
+        return Node("dict", tuple(array), tuple(fields), "numpy.void")
 
     def _sequence(self, values: Collection[Value], type_name: str, path: TreePath, depth: int) -> Node:
         keys = tuple(range(len(values)))
@@ -355,8 +354,8 @@ class _TreeBuilder:
 
     def _attributes_of(self, state: Value) -> dict[str, JSON] | None:
         """Return the attributes of an OrderedDict that JSON represents: module versions, in its ``_metadata``."""
-        found = {name: self._to_json(value, 0) for name, value in (_attributes(state) or {}).items()}
-        return {name: value for name, value in found.items() if value is not None} or None
+        attributes = {name: self._to_json(value, 0) for name, value in (_attributes(state) or {}).items()}
+        return {name: value for name, value in attributes.items() if value is not None} or None
 
     def _to_json(self, value: Value, depth: int) -> JSON:
         """Return dicts of text, integers and further dicts; None for any other value, and for what exceeds limits."""
@@ -478,7 +477,7 @@ def _attributes(state: Value) -> dict[str, Value] | None:
     """Return the attributes in the state of an object, or None if the state has another form."""
     if state is None:
         return {}
-    found: dict[str, Value] = {}
+    attributes: dict[str, Value] = {}
     for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
         if part is None and isinstance(state, tuple):
             continue
@@ -487,8 +486,8 @@ def _attributes(state: Value) -> dict[str, Value] | None:
         for name, value in part.items():
             if not isinstance(name, str):
                 return None
-            found[name] = value
-    return found
+            attributes[name] = value
+    return attributes
 
 
 def _is_flat(value: list[Value] | tuple[Value, ...] | dict[Value, Value]) -> bool:

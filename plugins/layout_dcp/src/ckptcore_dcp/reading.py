@@ -9,11 +9,10 @@ an array together from several tensors takes the byte ranges from `StoredTensor`
 from ckptcore_dcp.chunk_index import StorageIndex, add_locations
 from ckptcore_dcp.directories import RANK_FILE, is_torch_file
 from ckptcore_dcp.pickled_trees import Column, Leaf, Unreadable, leaf_record
-from ckptcore_dcp.read_only_layouts import ReadOnlyLayout
 from ckptcore_dcp.storages import LocationColumns, StoredBytes
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
 from ckptcore_dcp.tensor_parts import TensorPart
-from ckptcore_dcp.torch_files import TorchFile, read_torch_file
+from ckptcore_dcp.torch_files import ReadOnlyLayout, TorchFile, read_torch_file
 from ckptcore_dcp.zip_directories import STORED
 
 __all__ = [

@@ -289,7 +289,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
                 raise ValueError("the compressed and decompressed sizes of a storage are inconsistent")
             if skip > size or (skip and compression != DEFLATED):
                 raise ValueError("a storage begins after its end")
-        found: dict[int, ArrayLocation] = {}
+        locations: dict[int, ArrayLocation] = {}
         for leaf, number, offset, strides in columns["arrays"]:
             record = tree.leaves[_natural(leaf)]
             if not isinstance(record, ArrayRecord):
@@ -304,25 +304,25 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
                 raise ValueError("strides do not match the axes")
             storage = storages[_natural(number)]
             check_bounds(tensor, storage.usable, key=storage.key, path=format_path(tree.paths[leaf]))
-            found[leaf] = ArrayLocation(tensor, storage, elements)
-        return found
+            locations[leaf] = ArrayLocation(tensor, storage, elements)
+        return locations
     except CheckpointError:
         raise
     except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
         raise CorruptCheckpointError(f"the root is corrupt: its state does not locate arrays: {error!r}") from error
 
 
-def _natural(found: Any) -> int:
-    if type(found) is not int or not 0 <= found < _MAX_COUNT:
+def _natural(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise TypeError("a non-negative integer is expected")
-    return found
+    return value
 
 
-def damaged_storage(storage: StoredBytes, found: int) -> ChecksumError:
+def damaged_storage(storage: StoredBytes, checksum: int) -> ChecksumError:
     """Return the error for a storage whose checksum differs."""
     return ChecksumError(
         f"bytes {storage.start} to {storage.stop} of {storage.key!r} are damaged: expected the CRC-32 "
-        f"{storage.crc:08x} of the zip directory, found {found:08x}; restore the file from a copy, or load another "
+        f"{storage.crc:08x} of the zip directory, found {checksum:08x}; restore the file from a copy, or load another "
         "checkpoint",
         key=storage.key,
         start=storage.start,
@@ -348,13 +348,13 @@ def verify_storage(storage: StoredBytes, store: ReadStore) -> None:
     Raises:
         ChecksumError: they differ.
     """
-    found = 0
+    checksum = 0
     for start in range(storage.start, storage.stop, _PIECE_BYTES):
-        found = isal_zlib.crc32(store.get(storage.key, start, min(start + _PIECE_BYTES, storage.stop)), found)
-    if found != storage.crc:
+        checksum = isal_zlib.crc32(store.get(storage.key, start, min(start + _PIECE_BYTES, storage.stop)), checksum)
+    if checksum != storage.crc:
         raise ChecksumError(
             f"{storage.key!r} is damaged in bytes {storage.start} to {storage.stop}: expected the CRC-32 "
-            f"{storage.crc:08x}, found {found:08x}; restore it from a copy, or load another checkpoint",
+            f"{storage.crc:08x}, found {checksum:08x}; restore it from a copy, or load another checkpoint",
             key=storage.key,
             start=storage.start,
             stop=storage.stop,

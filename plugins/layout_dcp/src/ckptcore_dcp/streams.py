@@ -1,4 +1,4 @@
-"""Arrays that are read as a stream: of deflated storages, and of dense storages that are not in C order.
+"""Reading of arrays in storages: directly, or as a stream if they are deflated or not in C order.
 
 A deflated storage is decompressed from its beginning, in blocks, directly into the arrays that need
 its elements. Its last stream is kept, because a conversion reads an array in several parts, in order.
@@ -14,9 +14,18 @@ import numpy as np
 from isal import isal_zlib
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import Box, HostArray, ReadItem
+from ckptcore.model import Box, ChunkRead, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.storages import ArrayLocation, StoredBytes, damaged_storage, finish_buffer, verify_storage
+from ckptcore_dcp.storages import (
+    ArrayLocation,
+    StoredBytes,
+    damaged_storage,
+    finish_buffer,
+    gather,
+    read_storage,
+    should_read_whole,
+    verify_storage,
+)
 from ckptcore_dcp.stored_tensors import c_strides
 from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, read_zip
@@ -173,11 +182,11 @@ class _Stream:
         data = self._inflater.unconsumed_tail
         while True:
             try:
-                found: bytes = self._inflater.decompress(data, wanted)
+                inflated: bytes = self._inflater.decompress(data, wanted)
             except isal_zlib.error as error:  # type: ignore[misc]  # an exception, which its stubs do not say
                 raise self._damaged(str(error)) from error
-            if found:
-                return found
+            if inflated:
+                return inflated
             if self._inflater.eof:
                 raise self._damaged(f"it ends after {self._position} of {self._storage.size} bytes")
             data = self._fetch(_BLOCK_BYTES)
@@ -258,3 +267,87 @@ def verify_other_members(store: ReadStore, key: str, known: Collection[int]) -> 
         else:
             for _ in inflated_blocks(member, fetch, key=key):
                 pass
+
+
+def read_arrays(
+    items: Sequence[ReadItem],
+    buffers: Sequence[HostArray],
+    store: ReadStore,
+    locations: Mapping[int, ArrayLocation],
+    streams: Streams,
+) -> Iterator[int]:
+    """Fill ``buffers[i]`` with the box of ``items[i]``. Yields `i` when it is complete.
+
+    Uncompressed arrays in C order are copied directly into the destination. The checksum is
+    verified if the array is a whole storage and almost all of it is requested (see
+    `should_read_whole`). Other arrays are read in the calling thread: dense ones in the order of their
+    storage, see `Streams`, and views 64 MiB at a time. Whole storages are read if several arrays share a
+    compressed one, and whole boxes if their elements overlap.
+
+    Raises:
+        CorruptCheckpointError: bytes are missing or wrong.
+    """
+    contiguous: dict[int, list[int]] = {}
+    gathered: dict[StoredBytes, list[int]] = {}
+    for number, item in enumerate(items):
+        location = locations.get(item.leaf)
+        if location is None:
+            raise CorruptCheckpointError(f"the checkpoint has no location for the array of leaf {item.leaf}")
+        if not item.box.size:
+            yield number
+        elif location.is_contiguous:
+            contiguous.setdefault(item.leaf, []).append(number)
+        else:
+            gathered.setdefault(location.storage, []).append(number)
+    verified: set[tuple[str, int]] = set()
+    reads: list[ChunkRead] = []
+    for leaf, numbers in contiguous.items():
+        targets = tuple([(number, items[number].box, buffers[number]) for number in numbers])
+        reads.append(_chunk_read(locations[leaf], targets, verified))
+    for number in store.read_chunks(reads):
+        location = locations[items[number].leaf]
+        _check_whole(location, buffers[number])
+        finish_buffer(location, buffers[number])
+        yield number
+    for storage, numbers in gathered.items():
+        if (axes := streamed_axes(numbers, items, locations)) is not None:
+            yield from streams.read(items, buffers, numbers, locations[items[numbers[0]].leaf], axes, store)
+            continue
+        whole = read_storage(storage, _store_fetch(store, storage.key)) if storage.compression != STORED else None
+        for number in numbers:
+            item = items[number]
+            gather(locations[item.leaf], item.box, buffers[number], store, whole)
+            finish_buffer(locations[item.leaf], buffers[number])
+            yield number
+
+
+def _check_whole(location: ArrayLocation, buffer: HostArray) -> None:
+    """Compare the checksum of a storage that a buffer has whole, unless it was compared with a data descriptor."""
+    storage = location.storage
+    if not storage.crc or storage.checksum is not None or buffer.nbytes != storage.nbytes:
+        return
+    if (checksum := isal_zlib.crc32(buffer.reshape(-1).view(np.uint8))) != storage.crc:
+        raise damaged_storage(storage, checksum)
+
+
+def _store_fetch(store: ReadStore, key: str) -> Fetch:
+    return lambda start, stop: store.get(key, start, stop)
+
+
+def _chunk_read(
+    location: ArrayLocation, targets: tuple[tuple[int, Box, HostArray], ...], verified: set[tuple[str, int]]
+) -> ChunkRead:
+    tensor, storage = location.tensor, location.storage
+    spec = tensor.spec
+    checksum = None
+    # The checksum covers the whole storage, so it is verified only if all bytes are read, and only
+    # once.
+    if (
+        tensor.offset == 0
+        and spec.nbytes == storage.nbytes
+        and should_read_whole([box for _, box, _ in targets], Box.whole(spec.shape), tensor.itemsize)
+        and (storage.key, storage.start) not in verified
+    ):
+        checksum = storage.checksum
+        verified.add((storage.key, storage.start))
+    return ChunkRead(storage.key, location.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)

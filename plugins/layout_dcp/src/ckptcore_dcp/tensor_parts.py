@@ -15,9 +15,8 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Value, brief
-from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, stored_tensor
+from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, known_dtype, spec_and_kind, stored_tensor
 
 _MAX_BOXES: Final = 1 << 12
 """Most boxes of one part. A `_StridedShard` of a real job has as many as the processes of one axis of its mesh."""
@@ -103,10 +102,10 @@ class _Subject:
         return UnsupportedLeafError(f"{self.path} is {what}")
 
     def tensor(self, value: Value) -> StoredTensor:
-        found = stored_tensor(value, key=self.key, path=self.path)
-        if found is None:
+        tensor = stored_tensor(value, key=self.key, path=self.path)
+        if tensor is None:
             raise self.corrupt("it has no local tensor")
-        return found
+        return tensor
 
     def counts(self, value: Value) -> tuple[int, ...]:
         """Return a shape or a list of offsets."""
@@ -131,20 +130,20 @@ class _Subject:
 
 def _attributes(value: Value) -> Mapping[str, Value]:
     """Return the attributes of a pickled object, in its ``__dict__`` and in its ``__slots__``."""
-    found: dict[str, Value] = {}
+    attributes: dict[str, Value] = {}
     if isinstance(value, Call):
         for part in value.state if isinstance(value.state, tuple) and len(value.state) == 2 else (value.state,):
             if isinstance(part, dict):
-                found.update({name: child for name, child in part.items() if isinstance(name, str)})
-    return found
+                attributes.update({name: child for name, child in part.items() if isinstance(name, str)})
+    return attributes
 
 
 def _states(state: Value) -> Mapping[str, Value]:
-    found: dict[str, Value] = {}
+    states: dict[str, Value] = {}
     for part in state if isinstance(state, tuple) else (state,):
         if isinstance(part, dict):
-            found.update({name: child for name, child in part.items() if isinstance(name, str)})
-    return found
+            states.update({name: child for name, child in part.items() if isinstance(name, str)})
+    return states
 
 
 def _read_dtensor(subject: _Subject, arguments: tuple[Value, ...], state: Value) -> TensorPart | StoredTensor:
@@ -182,10 +181,10 @@ def _read_mesh(subject: _Subject, value: Value) -> tuple[tuple[int, ...], tuple[
         mesh = subject.tensor(attributes["mesh"]).shape
     else:
         raise subject.corrupt("its device mesh has no shape")
-    found = attributes.get("_coordinate_on_dim")
-    if found is None:
+    coordinate = attributes.get("_coordinate_on_dim")
+    if coordinate is None:
         return mesh, None
-    coordinates = subject.counts(found)
+    coordinates = subject.counts(coordinate)
     if len(coordinates) != len(mesh) or any(
         position >= extent for position, extent in zip(coordinates, mesh, strict=True)
     ):

@@ -28,25 +28,57 @@ from ckptcore.model import (
     Attribute,
     LeafRecord,
     Node,
+    Receipt,
     Skeleton,
     TreeMetadata,
     format_path,
     unreadable_leaf,
 )
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind, is_text, kind_in_place_of
-from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
-from ckptcore_dcp.chunk_index import ZipIndex
+from ckptcore.protocols import ChunkIndex, Inspection, Layout, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.chunk_index import StorageIndex, ZipIndex
 from ckptcore_dcp.directories import find_rank_files
 from ckptcore_dcp.exported_programs import is_exported, read_exported
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
-from ckptcore_dcp.read_only_layouts import ReadOnlyLayout
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensor_parts import TensorPart
 from ckptcore_dcp.zip_directories import STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, max_pickle_bytes, read_member, read_zip, torch_members
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnlyLayout(Layout):
+    """A layout of files that other software writes."""
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Reject saving.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise self._read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Reject saving. See `check`."""
+        raise self._read_only()
+
+    def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
+        """Return the index of arrays at byte ranges of files."""
+        return StorageIndex(tree, state)
+
+    def _read_only(self) -> UnsupportedLeafError:
+        return UnsupportedLeafError(
+            f"the layout {self.name!r} only reads files of other software; save with layout='dcp', 'safetensors' or "
+            "another one"
+        )
+
 
 _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
 """The stem, and the variant as older and newer versions of diffusers place it."""
@@ -63,10 +95,7 @@ _RESTORE: Final = "restore it from a copy, or load another checkpoint"
 class TorchLayout(ReadOnlyLayout):
     """Files of ``torch.save``. Read-only."""
 
-    @property
-    def name(self) -> str:
-        """The name "torch"."""
-        return "torch"
+    name = "torch"
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
         """Return the index of arrays in storages."""
@@ -109,8 +138,8 @@ def _main_name(names: Sequence[str]) -> str | None:
 
 def _stem_of_index(key: str) -> str | None:
     """Return the stem and the variant that an index is for; None for other files."""
-    found = _INDEX.fullmatch(key.rpartition("/")[2])
-    return None if found is None else ".".join([part for part in found.groups() if part is not None])
+    match = _INDEX.fullmatch(key.rpartition("/")[2])
+    return None if match is None else ".".join([part for part in match.groups() if part is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +298,12 @@ def _outermost_tensors(content: TorchFile) -> Mapping[str, StoredTensor | Tensor
     """Return the tensors in the outermost mapping of a file, by name."""
     if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
         return {}
-    found: dict[str, StoredTensor | TensorPart | Unreadable] = {}
+    tensors: dict[str, StoredTensor | TensorPart | Unreadable] = {}
     tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
     for path, leaf in zip(tree.paths, content.leaves, strict=True):
         if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor | TensorPart | Unreadable):
-            found[path[0]] = leaf
-    return found
+            tensors[path[0]] = leaf
+    return tensors
 
 
 def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:

@@ -9,13 +9,12 @@ from typing import Final, TypeAlias
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import Skeleton
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.item_templates import TemplateCache
+from ckptcore_dcp.item_reading import TemplateCache, undo_transforms
 from ckptcore_dcp.metadata import DcpValue
 from ckptcore_dcp.pickled_trees import Leaf, tree_of
 from ckptcore_dcp.pickles import Places, read_pickle
 from ckptcore_dcp.storages import StoredBytes, pickled_storages, zip_storages
 from ckptcore_dcp.stored_tensors import StoredTensor
-from ckptcore_dcp.transforms import undo_transforms
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import max_pickle_bytes, read_member, read_zip, torch_members
 

@@ -24,10 +24,10 @@ from ckptcore.model import (
     TreeMetadata,
 )
 from ckptcore.protocols import Snapshot, WriteStore
-from ckptcore_dcp.dtypes import physical_box, physical_spec
 from ckptcore_dcp.items import tensor_item, value_item
 from ckptcore_dcp.metadata import ChunkRows, DcpChunkColumns, DcpValue
 from ckptcore_dcp.names import ValueEntry
+from ckptcore_dcp.stored_tensors import physical_box, physical_spec
 
 _ALIGNMENT: Final = 64
 """Alignment of items in the file, in bytes. Preserves the alignment of elements within an item."""
@@ -268,11 +268,11 @@ class MergedItems:
             self._nbytes[order],
             self._files,
         )
-        found, starts = np.unique(leaf_of, return_index=True)
+        first_rows, starts = np.unique(leaf_of, return_index=True)
         stops = [*starts.tolist(), len(order)][1:]
         return {
             leaf: ChunkRows(columns, start, stop)
-            for leaf, start, stop in zip(found.tolist(), starts.tolist(), stops, strict=True)
+            for leaf, start, stop in zip(first_rows.tolist(), starts.tolist(), stops, strict=True)
         }
 
 

@@ -113,10 +113,10 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
         )
     if member.compression == DEFLATED:
         data = _inflated(data, member, key)
-    if member.crc and (found := isal_zlib.crc32(data)) != member.crc:
+    if member.crc and (checksum := isal_zlib.crc32(data)) != member.crc:
         raise ChecksumError(
             f"{member.name!r} in {key!r} is damaged: expected the CRC-32 {member.crc:08x} of the zip directory, found "
-            f"{found:08x}; restore the file from a copy, or load another checkpoint",
+            f"{checksum:08x}; restore the file from a copy, or load another checkpoint",
             key=key,
             start=member.start,
             stop=stop,
@@ -268,10 +268,7 @@ class DescriptorChecksum:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", sum(map(len, self.parts)) + 4 * (len(self.parts) - 1))
 
-    @property
-    def name(self) -> str:
-        """The name "CRC-32"."""
-        return "CRC-32"
+    name = "CRC-32"
 
     def of(self, data: memoryview) -> int:
         """Return the CRC-32 of zip and zlib."""

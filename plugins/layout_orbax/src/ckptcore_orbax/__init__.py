@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptcore_orbax.orbax.asynchronous_objects import SavesToDirectoryAsyncHandler
     from ckptcore_orbax.orbax.layouts import OcdbtLayout, Zarr3Layout, ZarrLayout
-    from ckptcore_orbax.zarr.options import ArrayRule
+    from ckptcore_orbax.zarr.stored_arrays import ArrayRule
 
 __all__ = ["ArrayRule", "OcdbtLayout", "SavesToDirectoryAsyncHandler", "Zarr3Layout", "ZarrLayout"]
 
@@ -27,9 +27,9 @@ __all__ = ["ArrayRule", "OcdbtLayout", "SavesToDirectoryAsyncHandler", "Zarr3Lay
 def __getattr__(name: str) -> object:
     # Plugin discovery imports this package, so layouts are imported on first use.
     if name == "ArrayRule":
-        from ckptcore_orbax.zarr import options
+        from ckptcore_orbax.zarr import stored_arrays
 
-        return options.ArrayRule
+        return stored_arrays.ArrayRule
     if name == "SavesToDirectoryAsyncHandler":
         from ckptcore_orbax.orbax import asynchronous_objects
 

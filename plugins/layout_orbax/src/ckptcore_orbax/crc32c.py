@@ -27,15 +27,9 @@ class _Crc32c:
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name of the zarr 3 codec."""
-        return "crc32c"
+    name = "crc32c"
 
-    @property
-    def nbytes(self) -> int:
-        """Size of a checksum in a file."""
-        return 4
+    nbytes = 4
 
     def of(self, data: memoryview) -> int:
         """Return the checksum of contiguous bytes. Thread-safe."""

@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import RayError
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+from ckptcore_ray.exchanges import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
 from ckptcore_ray.job_actor import process_token
 from ckptcore_ray.jobs import find_job, lost_job_message
-from ckptcore_ray.outcomes import Delivered, EndedIncarnation, LostRank, MissingRanks, Outcome, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 __all__ = ["RayCoordinator"]
@@ -32,6 +32,10 @@ class RayCoordinator:
     an error, and each of these ranks must join again, with a new coordinator in a new Context and a
     new Checkpointer.
     Ranks that joined with `ckptcore_ray.membership.join_job` can keep their Contexts.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
     """
 
     def __init__(
@@ -49,20 +53,20 @@ class RayCoordinator:
             PluginError: if the job does not exist, has another size or lacks this rank.
             RankFailedError: if the job's actor has failed.
         """
-        found = find_job(job, namespace=namespace)
-        if size != found.size or not 0 <= rank < size:
+        known = find_job(job, namespace=namespace)
+        if size != known.size or not 0 <= rank < size:
             raise PluginError(
                 f"RayCoordinator({job!r}, rank={rank}, size={size}): the job has size "
-                f"{found.size} and ranks 0 to {found.size - 1}; give each actor one of these "
+                f"{known.size} and ranks 0 to {known.size - 1}; give each actor one of these "
                 "ranks, or create the job with another size"
             )
         context = ray.get_runtime_context()
         self._in_actor: Final = context.get_actor_id() is not None
         self._job: Final = job
-        self._rank: Final = rank
-        self._size: Final = size
+        self.rank: Final = rank
+        self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
-        self._actor: Final[Any] = found.actor
+        self._actor: Final[Any] = known.actor
         # Ray does not count an actor's handle to itself as a reference, so the job keeps no actor
         # alive.
         member = context.current_actor if self._in_actor else None
@@ -72,16 +76,6 @@ class RayCoordinator:
             )
         except RayError as error:
             raise RankFailedError(lost_job_message(job, size, error)) from error
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._size
 
     @property
     def incarnation(self) -> int:
@@ -96,11 +90,11 @@ class RayCoordinator:
         Raises:
             RankFailedError: if a required rank failed, or if a new incarnation of the job began.
         """
-        if self._size == 1:
+        if self.size == 1:
             return [payload]
-        given = payload if self._rank else b""
+        given = payload if self.rank else b""
         payloads = self._exchange(key, self._actor.gather, given)
-        return None if self._rank else [payload, *payloads]
+        return None if self.rank else [payload, *payloads]
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Send the leader's payload to all; the leader does not wait.
@@ -110,9 +104,9 @@ class RayCoordinator:
         Raises:
             RankFailedError: if a required rank failed, or if a new incarnation of the job began.
         """
-        if (payload is None) == (self._rank == 0):
+        if (payload is None) == (self.rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
-        if self._size == 1 and payload is not None:
+        if self.size == 1 and payload is not None:
             return payload
         payloads = self._exchange(key, self._actor.broadcast, payload)
         return payloads[0] if payload is None else payload
@@ -126,8 +120,8 @@ class RayCoordinator:
         try:
             progress: JobProgress = self._actor.progress.remote().future().result(_ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
-            raise RankFailedError(lost_job_message(self._job, self._size, error)) from error
-        waits = progress.ranks[self._rank].waiting
+            raise RankFailedError(lost_job_message(self._job, self.size, error)) from error
+        waits = progress.ranks[self.rank].waiting
         return next((wait.for_ranks for wait in waits if wait.key == key), ())
 
     def _exchange(self, key: str, method: Any, payload: bytes | None) -> tuple[bytes, ...]:
@@ -142,7 +136,7 @@ class RayCoordinator:
             # Not `ray.get`, which logs a warning in every thread of an asynchronous actor.
             outcome: Outcome = answer.result(self._timeout_seconds + _ANSWER_SECONDS)
         except RayError as error:
-            raise RankFailedError(lost_job_message(self._job, self._size, error)) from error
+            raise RankFailedError(lost_job_message(self._job, self.size, error)) from error
         except TimeoutError as error:
             raise CoordinationTimeoutError(
                 f"the actor of the job {self._job!r} did not answer in the exchange {key!r} "
@@ -154,7 +148,7 @@ class RayCoordinator:
         raise self._outcome_error(key, outcome)
 
     def _outcome_error(self, key: str, outcome: MissingRanks | LostRank | EndedIncarnation) -> Exception:
-        again = f"RayCoordinator({self._job!r}, rank, {self._size})"
+        again = f"RayCoordinator({self._job!r}, rank, {self.size})"
         if isinstance(outcome, LostRank):
             return RankFailedError(
                 f"rank {outcome.rank} of the job {self._job!r} failed, so the exchange {key!r} "
@@ -164,19 +158,19 @@ class RayCoordinator:
         if isinstance(outcome, EndedIncarnation):
             return RankFailedError(
                 f"incarnation {self.incarnation} of the job {self._job!r}, which rank "
-                f"{self._rank} joined, has ended: {outcome.reason}, and incarnation "
+                f"{self.rank} joined, has ended: {outcome.reason}, and incarnation "
                 f"{outcome.incarnation} began; join again with a new {again}, and load the "
                 f"newest checkpoint (the exchange {key!r})"
             )
-        if outcome.ranks == (self._rank,):
+        if outcome.ranks == (self.rank,):
             return CoordinationTimeoutError(
-                f"rank {self._rank} reached the exchange {key!r} of the job {self._job!r} "
+                f"rank {self.rank} reached the exchange {key!r} of the job {self._job!r} "
                 "after the leader's timeout; check why it was late, or set a longer "
                 "timeout_seconds on every rank",
                 outcome.ranks,
             )
         return CoordinationTimeoutError(
-            f"{len(outcome.ranks)} of {self._size} ranks of the job {self._job!r} did not "
+            f"{len(outcome.ranks)} of {self.size} ranks of the job {self._job!r} did not "
             f"reach the exchange {key!r} within {self._timeout_seconds:g} s: "
             f"{list(outcome.ranks)}; check their logs, and find_job({self._job!r}).progress(). If they were only "
             "late, set a longer timeout_seconds on every rank",

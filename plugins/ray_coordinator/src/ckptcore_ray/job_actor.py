@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from ckptcore_ray.exchanges import Exchanges
-from ckptcore_ray.outcomes import EndedIncarnation, Outcome, RankMembership
+from ckptcore_ray.exchanges import EndedIncarnation, Exchanges, Outcome, RankMembership
 from ckptcore_ray.progress import JobProgress
 
 _POLL_SECONDS: Final = 0.5

@@ -1,27 +1,166 @@
-"""A container of Azure Blob Storage: the operations that differ from other object stores."""
+"""Containers of Azure Blob Storage: their URLs, and the operations that differ from other object stores."""
 
 from __future__ import annotations
 
+import base64
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Final
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote, urlencode
+from xml.etree import ElementTree
 
-from ckptcore_obstore.bucket_requests import PUT_ID_KEY
+from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests, PlainRequests, Response
 from ckptcore_obstore.buckets import Bucket
-from ckptcore_obstore.copied_uploads import CopiedUpload
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.listing import ListPage
-from ckptcore_obstore.uploads import TEMPORARY_INFIX, PendingUpload
+from ckptcore_obstore.storage import ObjectStoreDirectory, OpenBuckets
+from ckptcore_obstore.uploads import TEMPORARY_INFIX, CopiedUpload, ListPage, PendingUpload, parse_response, text_of
 
-from ckptcore.protocols import PutCondition
-from ckptcore_azure.listing import list_blobs
-from ckptcore_azure.requests import AzureRequests
+from ckptcore.errors import InvalidLocationError
+from ckptcore.protocols import IF_ABSENT, Buffer, PutCondition, StorageOptions
+from ckptcore.redaction import redacted_location
 from ckptcore_azure.service import AzureService
-from ckptcore_azure.uploads import BlockUpload
+from ckptcore_azure.settings import Settings, settings_of
+
+
+class BlockUpload:
+    """A `PendingUpload` of blocks, which one request commits. Thread-safe.
+
+    The first block begins it. Azure removes blocks that were not committed after a week.
+    See https://learn.microsoft.com/rest/api/storageservices/put-block-list.
+    """
+
+    def __init__(self, bucket: BucketRequests, key: str) -> None:
+        """Initialise without sending a request."""
+        self._bucket = bucket
+        self._key = key
+        self._put_id = uuid.uuid4().hex
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        """Upload a block, counted from 1. Return its name.
+
+        The name contains the id of this upload, so that blocks of two uploads to one key never mix.
+        """
+        name = base64.b64encode(f"{self._put_id}-{number:05}".encode()).decode()
+        query = {"comp": "block", "blockid": name}
+        self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
+        return name
+
+    def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
+        """See `PendingUpload`."""
+        names = "".join([f"<Uncommitted>{name}</Uncommitted>" for _, name in sorted(tags.items())])
+        body = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{names}</BlockList>'.encode()
+        service = self._bucket.service
+        headers = {"content-type": "application/xml", service.metadata_prefix + PUT_ID_KEY: self._put_id}
+        if if_absent:
+            headers |= service.condition_headers(IF_ABSENT)
+        query = {"comp": "blocklist"}
+        try:
+            self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, headers=headers, body=body))
+        except RequestFailed as error:
+            # An earlier try may have committed the blocks although its response was lost.
+            if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION):
+                raise
+            if self._bucket.tag_if_put_by(self._key, self._put_id) is None:
+                raise
+
+    def abort(self) -> None:
+        """See `PendingUpload`: discard all uncommitted blocks of the key.
+
+        No request does only that. An empty blob is committed, without these blocks, and deleted. If a blob exists at
+        the key, nothing happens: the blocks may be those of a writer that is allowed to replace it.
+        """
+        eraser = BlockUpload(self._bucket, self._key)
+        try:
+            eraser.complete({}, if_absent=True)
+            if (tag := self._bucket.tag_if_put_by(self._key, eraser._put_id)) is not None:
+                self._bucket.run(lambda: self._bucket.plain.send("DELETE", self._key, headers={"if-match": tag}))
+        except RequestFailed as error:
+            if error.failure.kind not in (FailureKind.CONDITION, FailureKind.MISSING):
+                raise
+
+
+_VERSION: Final = "2023-11-03"
+"""Version of the protocol: https://learn.microsoft.com/rest/api/storageservices/versioning-for-the-azure-storage-services"""
+
+
+class AzureRequests(PlainRequests):
+    """Single requests to one container, without retries. Thread-safe."""
+
+    def __init__(self, service: AzureService) -> None:
+        """Initialise without sending a request."""
+        super().__init__(service)
+        self._azure = service
+
+    def send_to(
+        self,
+        method: str,
+        url: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Buffer = b"",
+    ) -> Response:
+        """Send one request. See `PlainRequests`. The length of the body is signed."""
+        given = {**(headers or {}), "x-ms-version": _VERSION}
+        if len(body) or method in ("PUT", "POST"):
+            given["content-length"] = str(len(body))
+        parameters = {**(query or {}), **self._azure.signature()}
+        return super().send_to(method, url, query=parameters, headers=given, body=body)
+
+
+def list_blobs(
+    bucket: BucketRequests, prefix: str, delimiter: str = "", *, uncommitted: bool = False
+) -> Iterator[ListPage]:
+    """List the blobs whose keys have a prefix, one page at a time.
+
+    See https://learn.microsoft.com/rest/api/storageservices/list-blobs.
+
+    Args:
+        bucket: the container.
+        prefix: beginning of the keys.
+        delimiter: end of common prefixes.
+        uncommitted: include keys that have only uncommitted blocks.
+
+    Raises:
+        RequestFailed: if a request fails.
+    """
+    query = {"restype": "container", "comp": "list", "prefix": prefix}
+    if delimiter:
+        query["delimiter"] = delimiter
+    if uncommitted:
+        query["include"] = "uncommittedblobs"
+    while True:
+        response = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_response(response.body)
+        # Accounts with a hierarchical namespace list directories, too.
+        blobs = [
+            item
+            for item in root.iterfind(".//{*}Blob")
+            if item.findtext("{*}Properties/{*}ResourceType") != "directory"
+        ]
+        sizes = [blob.findtext("{*}Properties/{*}Content-Length") or "" for blob in blobs]
+        yield ListPage(
+            tuple([_name(blob) for blob in blobs]),
+            tuple([int(text) if text.isdecimal() else 0 for text in sizes]),
+            tuple([_name(prefix) for prefix in root.iterfind(".//{*}BlobPrefix")]),
+        )
+        marker = text_of(root, "NextMarker")
+        if not marker:
+            return
+        query = {**query, "marker": marker}
+
+
+def _name(element: ElementTree.Element) -> str:
+    """Return a name. Azure escapes those that XML cannot represent."""
+    name_element = element.find("{*}Name")
+    name = "" if name_element is None else name_element.text or ""
+    return unquote(name) if name_element is not None and name_element.get("Encoded") == "true" else name
+
 
 _MAX_BATCH_SIZE: Final = 256
 """https://learn.microsoft.com/rest/api/storageservices/blob-batch"""
@@ -106,14 +245,14 @@ class AzureContainer(Bucket):
 
         If the service lists no uncommitted blobs, as in accounts with a hierarchical namespace, return the latter.
         """
-        found: dict[str, int] | None = None
+        sizes: dict[str, int] | None = None
         with self.warning_of_uploads():
-            found = self._sizes(list_blobs(self, prefix, uncommitted=True))
-        if found is None:
+            sizes = self._sizes(list_blobs(self, prefix, uncommitted=True))
+        if sizes is None:
             return (), [key for key in self._sizes(self.list_pages(prefix)) if self.is_temporary(key)]
         # Uncommitted blobs have no size, and a request for one fails.
-        uploads = [key for key, size in found.items() if not size and self.head(key) is None]
-        temporary = [key for key in found if self.is_temporary(key) and key not in uploads]
+        uploads = [key for key, size in sizes.items() if not size and self.head(key) is None]
+        temporary = [key for key in sizes if self.is_temporary(key) and key not in uploads]
         return [BlockUpload(self, key) for key in uploads], temporary
 
     def _sizes(self, pages: Iterator[ListPage]) -> dict[str, int]:
@@ -161,3 +300,69 @@ class AzureContainer(Bucket):
                 return
         for key in keys:
             self._delete_plain(key)
+
+
+_CONTAINER: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9](-?[a-z0-9])*|\$web")
+"""https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata"""
+
+_HOST: Final = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)+")
+_CLOUDS: Final = (
+    "core.windows.net",
+    "core.chinacloudapi.cn",
+    "core.usgovcloudapi.net",
+    "storage.azure.net",
+    "fabric.microsoft.com",
+)
+_SERVICE: Final = re.compile(rf"[a-z0-9]{{3,24}}(\.z[0-9]{{1,2}})?\.(dfs|blob)\.({'|'.join(map(re.escape, _CLOUDS))})")
+"""Hosts that a URL may name. Requests carry credentials, which no other host may get because of a location.
+
+See https://learn.microsoft.com/azure/storage/common/storage-account-overview#storage-account-endpoints.
+"""
+
+_EXAMPLES: Final = "az://container/directory or abfss://container@account.dfs.core.windows.net/directory"
+_SIGNATURE: Final = re.compile(r"[?&]sig=", re.IGNORECASE)
+
+
+class AzureContainers:
+    """Cache of the containers that this process used last, by settings. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Create an empty cache."""
+        self._containers = OpenBuckets[Settings, AzureContainer]()
+
+    def open(self, scheme: str, url: str, options: StorageOptions) -> ObjectStoreDirectory:
+        """Open ``az://CONTAINER/DIRECTORY`` or ``abfss://CONTAINER@HOST/DIRECTORY``. Makes no request.
+
+        Args:
+            scheme: ``abfs``, ``abfss``, ``az`` or ``azure``; they mean the same.
+            url: the URL.
+            options: options of the scheme.
+
+        Raises:
+            InvalidLocationError: for an invalid URL or endpoint.
+            ValueError: for invalid options; see `settings_of`.
+        """
+        begins = f"{scheme}://"
+        if url[: len(begins)].lower() != begins:
+            raise InvalidLocationError(f"cannot open {redacted_location(url)!r}: expected a URL such as {_EXAMPLES}")
+        address, _, directory = url[len(begins) :].partition("/")
+        name, at, host = address.partition("@")
+        if not _CONTAINER.fullmatch(name) or (at and not _HOST.fullmatch(host)):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: invalid container or account; "
+                f"expected a URL such as {_EXAMPLES}"
+            )
+        if _SIGNATURE.search(url):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: the URL contains a shared access signature; set it with the "
+                f"option 'sas_token' or AZURE_STORAGE_SAS_TOKEN"
+            )
+        if at and not _SERVICE.fullmatch(host) and not options.config.get("endpoint"):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: {host!r} is no host of Azure, such as "
+                f"account.dfs.core.windows.net, and credentials may be sent to it; if that is right, set the option "
+                f"'endpoint' to its URL"
+            )
+        settings = settings_of(name, options.config, scheme=scheme, host=host)
+        container = self._containers.get(settings, lambda: AzureContainer(AzureService(settings)))
+        return ObjectStoreDirectory(container, directory.rstrip("/"))

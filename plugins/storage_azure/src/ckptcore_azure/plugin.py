@@ -12,7 +12,7 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.redaction import redacted_location
 
 if TYPE_CHECKING:
-    from ckptcore_azure.opening import AzureContainers
+    from ckptcore_azure.containers import AzureContainers
 
 _SCHEMES: Final = ("abfs", "abfss", "az", "azure")
 _OLD_SCHEMES: Final = ("wasb", "wasbs")
@@ -40,7 +40,7 @@ class AzurePlugin:
         return self._open(url.partition("://")[0].lower(), url, options)
 
     def _open(self, scheme: str, url: str, options: StorageOptions) -> StorageBackend:
-        from ckptcore_azure.opening import AzureContainers
+        from ckptcore_azure.containers import AzureContainers
 
         if self._containers is None:
             self._containers = AzureContainers()

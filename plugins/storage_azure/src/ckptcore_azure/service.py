@@ -1,39 +1,84 @@
-"""`AzureService`: implements the `Service` protocol of ckptcore_obstore for one container."""
+"""`AzureService`: the service of one container, and signatures of requests with the key of a storage account."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import os
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, urlsplit
 
-from ckptcore_obstore.failures import Failure, FailureKind, Refusals, RequestFailed
-from ckptcore_obstore.services import Tuning, client_options
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.services import FixedCredentials, Service, client_options
 
-from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_azure.credentials import ANONYMOUS, CredentialSource, DefaultTokens, FixedCredential
+from ckptcore.protocols import StorageAddress
+from ckptcore_azure.credentials import ANONYMOUS, DefaultTokens
 from ckptcore_azure.refusals import ANONYMOUS_REFUSALS, REFUSALS
 from ckptcore_azure.settings import Settings
-from ckptcore_azure.signing import shared_key_headers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+
+_SIGNED: Final = (
+    "content-encoding",
+    "content-language",
+    "content-length",
+    "content-md5",
+    "content-type",
+    "date",
+    "if-modified-since",
+    "if-match",
+    "if-none-match",
+    "if-unmodified-since",
+    "range",
+)
+"""Headers that are signed by their values, in this order."""
+
+
+def shared_key_headers(
+    method: str, url: str, headers: Mapping[str, str], account: str, key: str, *, now: datetime | None = None
+) -> Mapping[str, str]:
+    """Return the headers of a request, with a signature by the key of a storage account.
+
+    See https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key.
+
+    Args:
+        method: in upper case.
+        url: full URL, escaped.
+        headers: all other headers, by lower-case names. ``content-length`` must be among them if there is a body.
+        account: name of the storage account.
+        key: the account's key, in Base64.
+        now: time of the request.
+    """
+    sent = {**headers, "x-ms-date": format_datetime(now or datetime.now(UTC), usegmt=True)}
+    lines = [method, *[sent.get(name, "") for name in _SIGNED]]
+    if sent.get("content-length") == "0":
+        lines[1 + _SIGNED.index("content-length")] = ""
+    lines += [f"{name}:{' '.join(sent[name].split())}" for name in sorted(sent) if name.startswith("x-ms-")]
+    parts = urlsplit(url)
+    lines.append(f"/{account}{parts.path or '/'}")
+    lines += [f"{name.lower()}:{value}" for name, value in sorted(parse_qsl(parts.query, keep_blank_values=True))]
+    digest = hmac.new(base64.b64decode(key), "\n".join(lines).encode(), hashlib.sha256).digest()
+    sent["authorization"] = f"SharedKey {account}:{base64.b64encode(digest).decode()}"
+    return sent
+
+
 _REMEDIES: Final = {
-    FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the container and the account, or create it",
     FailureKind.NO_UPLOAD: "Save again: another save may have aborted the upload",
-    FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or "
     "AZURE_STORAGE_CONNECTION_STRING, or run `az login`, and check the clock of this machine; for a public container "
     "set the option 'anonymous'",
     FailureKind.SETTINGS: "Check the option 'ca_bundle', and unset AZURE_ENCRYPTION_KEY",
     FailureKind.PERMISSION: "Give the identity the role Storage Blob Data Contributor on the container, or the shared "
     "access signature the permissions racwdl",
-    FailureKind.FULL: "Delete data, or raise the quota",
     FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or another storage account",
-    FailureKind.SERVER: "Try again later",
-    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
     FailureKind.CONNECTION: "Check the network, the name of the storage account and the endpoint; plain HTTP needs "
     "http:// in the endpoint",
     FailureKind.RETAINED: "Wait until it ends, or use a container without it for checkpoints",
@@ -42,49 +87,26 @@ _REMEDIES: Final = {
 }
 
 
-class AzureService:
+class AzureService(Service):
     """A container. Thread-safe."""
 
-    metadata_prefix: Final = "x-ms-meta-"
+    metadata_prefix = "x-ms-meta-"
 
-    upload_headers: Final[Mapping[str, str]] = {"x-ms-blob-type": "BlockBlob"}
+    upload_headers = MappingProxyType({"x-ms-blob-type": "BlockBlob"})
+
+    remedies = _REMEDIES
 
     def __init__(self, settings: Settings) -> None:
         """Initialise without sending a request or loading credentials."""
+        source = DefaultTokens() if settings.credential is None else FixedCredentials(settings.credential)
+        super().__init__(settings.url, settings.tuning, source)
         self._settings = settings
-        self._source: CredentialSource = (
-            DefaultTokens() if settings.credential is None else FixedCredential(settings.credential)
-        )
-
-    @property
-    def settings(self) -> Settings:
-        """Settings of the container."""
-        return self._settings
-
-    @property
-    def url(self) -> str:
-        """URL of the container, for messages."""
-        return self._settings.url
+        self.refusals = ANONYMOUS_REFUSALS if settings.credential is ANONYMOUS else REFUSALS
 
     @property
     def bucket_url(self) -> str:
         """URL of the container, for requests."""
         return f"{self._settings.endpoint}/{self._settings.container}"
-
-    @property
-    def refusals(self) -> Refusals:
-        """The errors that the service documents, for these credentials."""
-        return ANONYMOUS_REFUSALS if self._settings.credential is ANONYMOUS else REFUSALS
-
-    @property
-    def ca_bundle(self) -> str | None:
-        """File of trusted certificates."""
-        return self._settings.tuning.ca_bundle
-
-    @property
-    def tuning(self) -> Tuning:
-        """Tuning of requests."""
-        return self._settings.tuning
 
     def open_store(self) -> ObjectStore:
         """Return the container as an obstore store. The environment does not affect it.
@@ -118,9 +140,9 @@ class AzureService:
 
     def _obstore_credential(self) -> dict[str, Any]:
         """Return the credential in obstore's form. obstore calls this again after it expires."""
-        found = self._source.get()
-        name = {"key": "access_key", "sas": "sas_token", "token": "token"}[found.kind]
-        return {name: found.secret, "expires_at": found.expires}
+        credential = self.credentials.get()
+        name = {"key": "access_key", "sas": "sas_token", "token": "token"}[credential.kind]
+        return {name: credential.secret, "expires_at": credential.expires}
 
     @property
     def has_signature(self) -> bool:
@@ -129,25 +151,17 @@ class AzureService:
 
     def signature(self) -> Mapping[str, str]:
         """Return the parameters of the shared access signature, which are part of the URL of each request."""
-        found = self._source.get()
-        return dict(parse_qsl(found.secret, keep_blank_values=True)) if found.kind == "sas" else {}
+        credential = self.credentials.get()
+        return dict(parse_qsl(credential.secret, keep_blank_values=True)) if credential.kind == "sas" else {}
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Return all headers of a request, with its authorization, unless that is part of the URL."""
-        found = self._source.get()
-        if found.kind == "key":
-            return shared_key_headers(method, url, headers, self._settings.account, found.secret)
-        if found.kind == "token":
-            return {**headers, "authorization": f"Bearer {found.secret}"}
+        credential = self.credentials.get()
+        if credential.kind == "key":
+            return shared_key_headers(method, url, headers, self._settings.account, credential.secret)
+        if credential.kind == "token":
+            return {**headers, "authorization": f"Bearer {credential.secret}"}
         return headers
-
-    def prepare(self) -> object:
-        """Return the credential."""
-        return self._source.get()
-
-    def renew(self, used: object) -> bool:
-        """Look for another credential than the one that the service refused."""
-        return self._source.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
         """Return the address for native I/O. It contains no secrets."""
@@ -156,23 +170,8 @@ class AzureService:
         options = {"endpoint": settings.endpoint, "account_name": settings.account, "credentials": kind}
         return StorageAddress(f"az://{settings.container}/{quote(directory)}", options)
 
-    def tag(self, e_tag: str | None, version: str | None) -> str:
-        """Return the ETag, which is unique among all versions of a blob."""
-        return e_tag or ""
-
-    def put_mode(self, condition: PutCondition) -> Any:
-        """Return ``create``, or the required tag."""
-        return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
-
-    def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """Return headers of a condition.
-
-        See https://learn.microsoft.com/rest/api/storageservices/specifying-conditional-headers-for-blob-service-operations.
-        """
-        return {"if-none-match": "*"} if isinstance(condition, IfAbsent) else {"if-match": condition.tag}
-
     def remedy(self, failure: Failure) -> str:
         """Return advice for a failure."""
         if failure.kind is FailureKind.OTHER:
             return f"Check the endpoint {self._settings.endpoint} and its response"
-        return _REMEDIES.get(failure.kind, "Try again")
+        return super().remedy(failure)

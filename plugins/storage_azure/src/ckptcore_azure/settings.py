@@ -121,12 +121,12 @@ def settings_of(
             f"{named}: the connection string is that of the storage account {of_string!r}, but the URL or the option "
             f"'account_name' names {account!r}"
         )
-    found = _of_environment(environment)
+    from_environment = _of_environment(environment)
     is_named = (account or _account_of(given.get("endpoint") or "")) in ("", EMULATOR_ACCOUNT) and not host
-    emulates = given.get("use_emulator", found.emulates and is_named)
+    emulates = given.get("use_emulator", from_environment.emulates and is_named)
     if emulates or is_local:
         account = account or EMULATOR_ACCOUNT
-        place = (found.endpoint if found.emulates else "") or _EMULATOR_URL
+        place = (from_environment.endpoint if from_environment.emulates else "") or _EMULATOR_URL
         connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
     account = account or of_string
     endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
@@ -134,13 +134,17 @@ def settings_of(
     if not endpoint and host:
         endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not account and not endpoint:
-        account, endpoint = found.account, found.endpoint
-    is_found = found.account in ("", account or _account_of(endpoint))
-    if found.account and (host or not account):  # the name is part of a URL, which may be that of another service
-        is_found = is_found and endpoint.rstrip("/") == (found.endpoint or _endpoint_of(found.account)).rstrip("/")
+        account, endpoint = from_environment.account, from_environment.endpoint
+    is_found = from_environment.account in ("", account or _account_of(endpoint))
+    if from_environment.account and (
+        host or not account
+    ):  # the name is part of a URL, which may be that of another service
+        is_found = is_found and endpoint.rstrip("/") == (
+            from_environment.endpoint or _endpoint_of(from_environment.account)
+        ).rstrip("/")
     account = account or _account_of(endpoint)
     if credential is None and not kinds and is_found:
-        credential = found.credential
+        credential = from_environment.credential
     if not account:
         raise InvalidLocationError(
             f"cannot open {scheme}://{container}: no storage account is named; set the option 'account_name' or "
@@ -148,8 +152,8 @@ def settings_of(
         )
     if credential is not None and (wrong := _wrong(credential)):
         raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
-    if not endpoint and found.account == account:
-        endpoint = found.endpoint
+    if not endpoint and from_environment.account == account:
+        endpoint = from_environment.endpoint
     endpoint = endpoint or _endpoint_of(account, connection)
     return Settings(
         container=container,
@@ -182,14 +186,14 @@ def _of_environment(environment: Mapping[str, str]) -> _Environment:
         credential = _signature(signature)
     text_of_all = environment.get("AZURE_STORAGE_CONNECTION_STRING")
     if text_of_all and (credential is None or not account):
-        found = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
-        if found.get("usedevelopmentstorage", "").lower() == "true":
+        connection = _connection(text_of_all, "AZURE_STORAGE_CONNECTION_STRING")
+        if connection.get("usedevelopmentstorage", "").lower() == "true":
             emulates = emulates or credential is None
         else:
-            name = found.get("accountname", "") or _account_of(found.get("blobendpoint", ""))
+            name = connection.get("accountname", "") or _account_of(connection.get("blobendpoint", ""))
             account = name or account
-            endpoint = endpoint or found.get("blobendpoint") or (_endpoint_of(name, found) if name else "")
-            credential = credential or _given_credential({}, found)
+            endpoint = endpoint or connection.get("blobendpoint") or (_endpoint_of(name, connection) if name else "")
+            credential = credential or _given_credential({}, connection)
     return _Environment(account or _account_of(endpoint), endpoint, credential, emulates)
 
 
@@ -213,14 +217,14 @@ def _given_credential(given: Mapping[str, Any], connection: Mapping[str, str]) -
 
 def _connection(connection: str, named: str) -> dict[str, str]:
     """Parse a connection string. Names are in lower case."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in connection.strip().strip('"').split(";"):
         name, equals, value = part.partition("=")
         if part.strip() and not equals:
             raise ValueError(f"{named}: the connection string is invalid; expected NAME=VALUE;... of the Azure portal")
         if value:
-            found[name.strip().lower()] = value.strip()
-    return found
+            values[name.strip().lower()] = value.strip()
+    return values
 
 
 def _signature(text: str) -> Credential:

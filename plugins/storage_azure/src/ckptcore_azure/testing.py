@@ -18,7 +18,7 @@ from ckptcore_testing.servers import Server, ServerCommand, serve
 from ckptcore_testing.shared_buckets import SharedBucket
 
 from ckptcore.model import JSON
-from ckptcore_azure.requests import AzureRequests
+from ckptcore_azure.containers import AzureRequests
 from ckptcore_azure.service import AzureService
 from ckptcore_azure.settings import EMULATOR_ACCOUNT, EMULATOR_KEY, settings_of
 

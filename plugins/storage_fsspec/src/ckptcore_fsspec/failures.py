@@ -68,10 +68,10 @@ def failure(error: BaseException, what: str) -> StorageError:
             builtin errors and status codes.
         what: operation and location: ``cannot read ...``.
     """
-    found = first_line(error)
+    text = first_line(error)
     status = _status(error)
     if isinstance(error, MISSING_OBJECT_ERRORS) or status in (404, 410):
-        return ObjectNotFoundError(f"{what}: the object does not exist ({found})")
+        return ObjectNotFoundError(f"{what}: the object does not exist ({text})")
     if (
         status == 401
         or _code(error) in _REFUSED_KEYS
@@ -82,16 +82,16 @@ def failure(error: BaseException, what: str) -> StorageError:
             "ClientAuthenticationError",
         )
     ):
-        return StorageCredentialsError(f"{what}: {found}; provide valid credentials for this storage")
+        return StorageCredentialsError(f"{what}: {text}; provide valid credentials for this storage")
     if isinstance(error, PermissionError) or status == 403:
-        return StoragePermissionError(f"{what}: {found}; use other credentials, or grant the permission")
+        return StoragePermissionError(f"{what}: {text}; use other credentials, or grant the permission")
     if status in (429, 503):
-        return StorageThrottledError(f"{what}: {found}; use fewer processes at once, and try again")
+        return StorageThrottledError(f"{what}: {text}; use fewer processes at once, and try again")
     if isinstance(error, TimeoutError) or status in (408, 504):
-        return StorageTimeoutError(f"{what}: {found}; check the connection to the storage, and try again")
+        return StorageTimeoutError(f"{what}: {text}; check the connection to the storage, and try again")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageFullError(f"{what}: {found}; free some space, or save elsewhere")
-    return StorageError(f"{what}: {found}")
+        return StorageFullError(f"{what}: {text}; free some space, or save elsewhere")
+    return StorageError(f"{what}: {text}")
 
 
 def is_about_credentials(error: StorageError) -> bool:
@@ -104,8 +104,8 @@ def is_about_credentials(error: StorageError) -> bool:
 def _code(error: BaseException) -> str:
     """Return the error code of S3, which s3fs has in the cause of its errors; empty if there is none."""
     response = getattr(error.__cause__ or error, "response", None)
-    found = response.get("Error") if isinstance(response, Mapping) else None
-    return str(found.get("Code", "")) if isinstance(found, Mapping) else ""
+    details = response.get("Error") if isinstance(response, Mapping) else None
+    return str(details.get("Code", "")) if isinstance(details, Mapping) else ""
 
 
 def _status(error: BaseException) -> int | None:

@@ -103,10 +103,10 @@ class Connection:
             StorageError: if the file system cannot be opened.
         """
         owner, key = self._owner()
-        found = owner.get(key)
-        if found is None:
-            found = owner.setdefault(key, self._open())
-        return found
+        system = owner.get(key)
+        if system is None:
+            system = owner.setdefault(key, self._open())
+        return system
 
     def request(self, what: str, send: Callable[[FileSystem], T]) -> T:
         """Send a request, and convert its errors; see `converted_errors`.

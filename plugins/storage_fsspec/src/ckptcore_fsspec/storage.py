@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # it has no types
@@ -13,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 
 from ckptcore.errors import (
     AtomicityError,
+    CorruptCheckpointError,
     ObjectNotFoundError,
     StorageCredentialsError,
     StorageError,
@@ -23,9 +25,81 @@ from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, Stora
 from ckptcore.redaction import redacted_location
 from ckptcore_fsspec.failures import MISSING_OBJECT_ERRORS
 from ckptcore_fsspec.file_systems import Connection, FileSystem
-from ckptcore_fsspec.ranges import fill
-from ckptcore_fsspec.write_methods import write_method_of
-from ckptcore_fsspec.writing import InOrderWriter
+from ckptcore_fsspec.write_methods import InOrderWriter, write_method_of
+
+_MAX_GAP_BYTES: Final = 64 << 10
+"""Largest gap between two ranges that one request reads."""
+
+_REQUEST_BYTES: Final = 16 << 20
+"""Maximum size of a request, because fsspec allocates memory for the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferRange:
+    start: int
+    buffer: memoryview
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.buffer)
+
+
+def fill(
+    key: str,
+    url: str,
+    ranges: Sequence[tuple[int, memoryview]],
+    read: Callable[[int, int], bytes],
+    size: Callable[[], int],
+) -> None:
+    """Fill each buffer from its offset. One request reads ranges with small gaps between them.
+
+    Args:
+        key, url: the object and its directory, for errors.
+        ranges: offsets and buffers.
+        read: reads a range; returns fewer bytes at the end of the object.
+        size: returns the size of the object in bytes. Called only if all buffers are empty, to
+            check that the object exists, or if `read` returns no bytes.
+
+    Raises:
+        CorruptCheckpointError: if the object is too short.
+    """
+    pieces = [piece for offset, buffer in ranges for piece in _cut(offset, buffer)]
+    if not pieces:
+        size()
+    for run in _requests(pieces):
+        start = run[0].start
+        data = memoryview(read(start, max(piece.stop for piece in run)))
+        for piece in run:
+            if piece.stop > start + len(data):
+                filled = start + len(data) if len(data) else size()
+                raise CorruptCheckpointError(
+                    f"the object {key!r} in {url} is too short: expected bytes {piece.start} "
+                    f"to {piece.stop}, found {filled} bytes in total. Load another checkpoint",
+                    key=key,
+                    start=min(piece.start, filled),
+                    stop=piece.stop,
+                )
+            piece.buffer[:] = data[piece.start - start : piece.stop - start]
+
+
+def _cut(offset: int, buffer: memoryview) -> Iterator[_BufferRange]:
+    for start in range(0, len(buffer), _REQUEST_BYTES):
+        yield _BufferRange(offset + start, buffer[start : start + _REQUEST_BYTES])
+
+
+def _requests(pieces: Sequence[_BufferRange]) -> Iterator[Sequence[_BufferRange]]:
+    """Group pieces into requests, sorted by offset."""
+    run: list[_BufferRange] = []
+    stop = 0
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if run and (piece.start > stop + _MAX_GAP_BYTES or piece.stop > run[0].start + _REQUEST_BYTES):
+            yield run
+            run = []
+        stop = max(stop, piece.stop) if run else piece.stop
+        run.append(piece)
+    if run:
+        yield run
+
 
 _UNSIZED_READ_BYTES: Final = 64 << 20
 """Largest range that is read without knowing the size of the object."""
@@ -88,11 +162,11 @@ class FsspecStorage(StorageBackend):
     def size(self, key: str) -> int:
         """Return the size of an object in bytes."""
         path = self._path(key)
-        found = self._connection.request(f"cannot find {key!r} in {self._url}", lambda system: system.info(path))
-        if found.get("type") in ("directory", "other"):
-            what = "a directory" if found["type"] == "directory" else "not a regular file"
+        info = self._connection.request(f"cannot find {key!r} in {self._url}", lambda system: system.info(path))
+        if info.get("type") in ("directory", "other"):
+            what = "a directory" if info["type"] == "directory" else "not a regular file"
             raise ObjectNotFoundError(f"{key!r} in {self._url} is {what}")
-        size = found.get("size")
+        size = info.get("size")
         if type(size) is not int:
             raise StorageError(
                 f"cannot load {key!r} in {self._url}: {self._scheme}:// does not provide its "
@@ -152,8 +226,8 @@ class FsspecStorage(StorageBackend):
             system.invalidate_cache(below)
             return list(_listed_sizes(system, below) if _lists_recursively(system) else _walk(system, below))
 
-        found = self._connection.request(f"cannot list {self._url}", paths)
-        return iter(sorted({path[len(self._root) + 1 :] for path in found}))
+        paths_found = self._connection.request(f"cannot list {self._url}", paths)
+        return iter(sorted({path[len(self._root) + 1 :] for path in paths_found}))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """List the names in a directory, sorted. Names of directories end in ``/``."""
@@ -221,14 +295,14 @@ _AZURE: Final = re.compile(r"(?:fsspec\+)?https://(\w+)\.blob\.(core\.[\w.]+)/([
 
 def _writable(url: str) -> str:
     """Return how to write to a place that has a read-only URL, if there is a way."""
-    if (found := _HUB_BUCKET.match(url)) is not None:
-        namespace, bucket = found.groups()
+    if (match := _HUB_BUCKET.match(url)) is not None:
+        namespace, bucket = match.groups()
         return (
             f"save through the S3 gateway of the Hub: s3://{bucket}/... with the options endpoint="
             f"'https://s3.hf.co/{namespace}', region='us-east-1', addressing_style='path' and the bucket's S3 keys"
         )
-    if (found := _AZURE.match(url)) is not None:
-        account, cloud, container = found.groups()
+    if (match := _AZURE.match(url)) is not None:
+        account, cloud, container = match.groups()
         return f"save to abfss://{container}@{account}.dfs.{cloud}/... (`pip install 'ckptcore[azure]'`)"
     return "save to another storage"
 
@@ -252,12 +326,12 @@ def _lists_recursively(system: FileSystem) -> bool:
 def _listed_sizes(system: FileSystem, below: str) -> Mapping[str, object]:
     """Return the paths of all objects below a directory, with their sizes as the file system states them."""
     try:
-        found = system.find(below, detail=True)
+        entries = system.find(below, detail=True)
     except MISSING_OBJECT_ERRORS:
         return {}
     return {
         path: entry.get("size")
-        for path, entry in found.items()
+        for path, entry in entries.items()
         # Some stores use objects as directory markers.
         if path.startswith(f"{below}/") and not path.endswith("/") and entry.get("type") != "directory"
     }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 import urllib.request
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.forks import reset_in_children
+from ckptcore_obstore.services import LibraryCredentials
 
 from ckptcore.redaction import chainable, redacted
 
@@ -35,40 +34,7 @@ class Token:
     expires: datetime | None = None
 
 
-class TokenSource(Protocol):
-    """A source of tokens. Thread-safe."""
-
-    def get(self) -> Token:
-        """Return a valid token.
-
-        Raises:
-            RequestFailed: with kind CREDENTIALS if there is no token, CLOCK if the clock of this
-                machine is wrong, or CONNECTION if the token service does not answer, which may be
-                transient.
-        """
-        ...
-
-    def renew(self, used: object) -> bool:
-        """Look for another token, after the service refused the `used` one. Return True if there is one."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedToken:
-    """A fixed token. An empty one means anonymous requests."""
-
-    text: str = field(repr=False)
-
-    def get(self) -> Token:
-        """Return the token."""
-        return Token(self.text)
-
-    def renew(self, used: object) -> bool:
-        """Return False."""
-        return False
-
-
-class DefaultTokens:
+class DefaultTokens(LibraryCredentials[Token]):
     """Application default credentials, found and refreshed by google-auth.
 
     google-auth looks at ``GOOGLE_APPLICATION_CREDENTIALS``, the gcloud login and the metadata
@@ -78,49 +44,28 @@ class DefaultTokens:
 
     def __init__(self, file: str | None) -> None:
         """Initialise without I/O, and without importing google-auth."""
+        super().__init__()
         self._file = file
-        self.reset_after_fork()
-        reset_in_children(self)
 
-    def reset_after_fork(self) -> None:
-        """Discard the credentials.
-
-        Called in a forked child, because the parent may hold the lock.
-        """
-        self._lock = threading.Lock()
-        self._found: Any = None
-        self._token: Token | None = None
-
-    def get(self) -> Token:
-        """Return a valid token. May send requests to the metadata server or the token service."""
-        with self._lock:
-            return self._get()
-
-    def renew(self, used: object) -> bool:
-        """See `TokenSource`. If another thread has renewed the token since, there is nothing to look for."""
-        with self._lock:
-            if self._token == used:
-                self._found = None  # the file may have another key by now
-            return self._get() != used
-
-    def _get(self) -> Token:
+    def find(self) -> Token:
+        """See `LibraryCredentials`. May send requests to the metadata server or the token service."""
         from google.auth.exceptions import GoogleAuthError
 
         try:
-            if self._found is None:
-                self._found = self._find()
-            if not self._found.valid:
-                self._found.refresh(_connection())
+            if self.library is None:
+                self.library = self._load()
+            if not self.library.valid:
+                self.library.refresh(_connection())
         except GoogleAuthError as error:
             raise RequestFailed(_failure_of(error)) from chainable(error)
         except OSError as error:  # a file that the credentials name, with the token of a pod
             message = f"cannot get a token: {redacted(str(error))}"
             raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
-        expiry = self._found.expiry
-        self._token = Token(str(self._found.token), None if expiry is None else expiry.replace(tzinfo=UTC))
-        return self._token
+        expiry = self.library.expiry
+        self.last = Token(str(self.library.token), None if expiry is None else expiry.replace(tzinfo=UTC))
+        return self.last
 
-    def _find(self) -> Any:
+    def _load(self) -> Any:
         import google.auth
 
         named = self._file or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -130,13 +75,13 @@ class DefaultTokens:
                 return google.auth.default(scopes=_SCOPES)[0]
             # google-auth warns about files from untrusted sources (DeprecationWarning). This file
             # was named by the user of the program.
-            found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
+            loaded: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
         except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: it is JSON, but no object
             what = f"the file {named!r} of {source}" if named else "the file of the gcloud login"
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             message = redacted(f"cannot read {what}: {reason}")[:_MAX_MESSAGE_LENGTH]
             raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
-        return found[0]
+        return loaded[0]
 
 
 def _connection() -> Any:

@@ -146,8 +146,10 @@ class JsonRequests:
             raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
         statuses = [responses[number] for number in range(len(keys))]
         refusals = self._bucket.service.refusals
-        found = [None if status < 300 else failure_of_response(status, words, refusals) for status, words in statuses]
-        return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
+        failures = [
+            None if status < 300 else failure_of_response(status, words, refusals) for status, words in statuses
+        ]
+        return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in failures]
 
 
 def _properties(put_id: str) -> dict[str, Any]:

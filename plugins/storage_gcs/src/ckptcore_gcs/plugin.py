@@ -9,7 +9,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
 if TYPE_CHECKING:
-    from ckptcore_gcs.opening import GcsBuckets
+    from ckptcore_gcs.buckets import GcsBuckets
 
 
 class GcsPlugin:
@@ -26,7 +26,7 @@ class GcsPlugin:
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
         """Open a directory of a bucket. Makes no request."""
-        from ckptcore_gcs.opening import GcsBuckets
+        from ckptcore_gcs.buckets import GcsBuckets
 
         if self._buckets is None:
             self._buckets = GcsBuckets()

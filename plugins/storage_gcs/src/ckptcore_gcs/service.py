@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from ckptcore_obstore.failures import Failure, FailureKind
-from ckptcore_obstore.services import Tuning, client_options
+from ckptcore_obstore.services import CredentialSource, FixedCredentials, Service, client_options
 
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_gcs.credentials import DefaultTokens, FixedToken, TokenSource
+from ckptcore_gcs.credentials import DefaultTokens, Token
 from ckptcore_gcs.refusals import REFUSALS
 from ckptcore_gcs.settings import Settings
 
@@ -23,76 +23,46 @@ _PERMISSION: Final = re.compile(r"does not have ([a-zA-Z]+\.[a-zA-Z.]+) access")
 """The message of a missing permission."""
 
 _REMEDIES: Final = {
-    FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket, or create it",
-    FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
     "for a public bucket set Context(storage={'gs': {'anonymous': True}})",
     FailureKind.SETTINGS: "Check the option 'ca_bundle'",
     FailureKind.PERMISSION: "Give the account the role Storage Object User on the bucket (storage.objects.* and "
     "storage.multipartUploads.*)",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",
-    FailureKind.FULL: "Delete data, or raise the quota",
     FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes; "
     "one object can be replaced about once a second",
-    FailureKind.SERVER: "Try again later",
-    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
     FailureKind.CONNECTION: "Check the network and the endpoint; plain HTTP needs http:// in the endpoint",
     FailureKind.UNSUPPORTED: "Set the option 'uploads' to 'composite' if the service lacks uploads in parts of the XML "
     "API, or use another location",
 }
 
 
-class GcsService:
+class GcsService(Service):
     """A bucket. Thread-safe."""
 
-    metadata_prefix: Final = "x-goog-meta-"
-
-    refusals: Final = REFUSALS
-
-    upload_headers: Final[Mapping[str, str]] = {}
+    metadata_prefix = "x-goog-meta-"
+    refusals = REFUSALS
+    remedies = _REMEDIES
 
     def __init__(self, settings: Settings) -> None:
         """Initialise without sending a request or loading credentials."""
-        self._settings = settings
-        self._source: TokenSource
-        if settings.anonymous:
-            self._source = FixedToken("")
-        elif settings.access_token is not None:
-            self._source = FixedToken(settings.access_token)
-        else:
-            self._source = DefaultTokens(settings.credentials_file)
-
-    @property
-    def settings(self) -> Settings:
-        """Settings of the bucket."""
-        return self._settings
-
-    @property
-    def url(self) -> str:
-        """URL of the bucket, for messages."""
-        return f"gs://{self._settings.bucket}"
+        source: CredentialSource[Token] = DefaultTokens(settings.credentials_file)
+        if settings.anonymous or settings.access_token is not None:
+            source = FixedCredentials(Token("" if settings.anonymous else settings.access_token or ""))
+        super().__init__(f"gs://{settings.bucket}", settings.tuning, source)
+        self.settings: Final = settings
 
     @property
     def bucket_url(self) -> str:
         """URL of the bucket in the XML API."""
-        return f"{self._settings.endpoint}/{self._settings.bucket}"
-
-    @property
-    def ca_bundle(self) -> str | None:
-        """File of trusted certificates."""
-        return self._settings.tuning.ca_bundle
-
-    @property
-    def tuning(self) -> Tuning:
-        """Tuning of requests."""
-        return self._settings.tuning
+        return f"{self.settings.endpoint}/{self.settings.bucket}"
 
     def open_store(self) -> ObjectStore:
         """Return the bucket as an obstore store. The environment does not affect it."""
         from obstore.store import GCSStore
 
-        settings, client = self._settings, client_options(self)
+        settings, client = self.settings, client_options(self)
         if settings.user_project:
             client["default_headers"] = {"x-goog-user-project": settings.user_project}
         # With this key obstore does not search the environment, where it may find a key it cannot
@@ -114,30 +84,22 @@ class GcsService:
 
     def _obstore_token(self) -> dict[str, Any]:
         """Return a token in obstore's form. obstore calls this again after it expires."""
-        token = self._source.get()
+        token = self.credentials.get()
         return {"token": token.text, "expires_at": token.expires}
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Return all headers of a request, with the token."""
         sent = dict(headers)
-        token = self._source.get().text
+        token = self.credentials.get().text
         if token:
             sent["authorization"] = f"Bearer {token}"
-        if self._settings.user_project:
-            sent["x-goog-user-project"] = self._settings.user_project
+        if self.settings.user_project:
+            sent["x-goog-user-project"] = self.settings.user_project
         return sent
-
-    def prepare(self) -> object:
-        """Return a token."""
-        return self._source.get()
-
-    def renew(self, used: object) -> bool:
-        """Look for another token than the one that the service refused."""
-        return self._source.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
         """Return the address for native I/O, such as tensorstore. It contains no secrets."""
-        settings = self._settings
+        settings = self.settings
         kind = "anonymous" if settings.anonymous else "token" if settings.access_token else "default"
         options: dict[str, Any] = {"endpoint": settings.endpoint, "credentials": kind}
         if settings.credentials_file:
@@ -168,5 +130,5 @@ class GcsService:
         if failure.kind is FailureKind.PERMISSION and (permission := _PERMISSION.search(failure.message)):
             return f"Give the account {permission[1]} on the bucket, or use another account"
         if failure.kind in (FailureKind.OTHER, FailureKind.REGION):
-            return f"Check the endpoint {self._settings.endpoint} and its response"
-        return _REMEDIES.get(failure.kind, "Try again")
+            return f"Check the endpoint {self.settings.endpoint} and its response"
+        return super().remedy(failure)

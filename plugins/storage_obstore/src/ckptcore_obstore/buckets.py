@@ -15,9 +15,8 @@ from ckptcore.events import logger_named
 from ckptcore.protocols import IfTag, PutCondition
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
-from ckptcore_obstore.listing import ListPage, list_objects
 from ckptcore_obstore.services import Service
-from ckptcore_obstore.uploads import PendingUpload, Upload, list_uploads, upload_id_of
+from ckptcore_obstore.uploads import ListPage, PendingUpload, Upload, list_objects, list_uploads, upload_id_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

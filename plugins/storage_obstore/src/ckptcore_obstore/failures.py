@@ -318,9 +318,9 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
         return "", body[:_MAX_BODY_LENGTH].decode("utf-8", "replace"), ()
-    found = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
-    hints = tuple((name, found[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if found.get(name))
-    return found.get("Code", ""), found.get("Message", ""), hints
+    fields = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in root}
+    hints = tuple((name, fields[name]) for name in ("Region", "Endpoint", "ServerTime", "Details") if fields.get(name))
+    return fields.get("Code", ""), fields.get("Message", ""), hints
 
 
 def _one_line(text: str) -> str:

@@ -28,7 +28,7 @@ def reset_in_children(thing: _Resettable) -> None:
         os.register_at_fork(after_in_child=functools.partial(_reset, weakref.ref(thing)))
 
 
-def _reset(found: weakref.ref[_Resettable]) -> None:
-    thing = found()
+def _reset(reference: weakref.ref[_Resettable]) -> None:
+    thing = reference()
     if thing is not None:
         thing.reset_after_fork()

@@ -1,14 +1,18 @@
-"""The interface between the shared code and one cloud's object store."""
+"""Services: what the shared code must know of one cloud's object store, and its credentials."""
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
-from ckptcore.protocols import PutCondition, StorageAddress
+from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
 from ckptcore_obstore.failures import Failure, FailureKind, Refusals, RequestFailed
+from ckptcore_obstore.forks import reset_in_children
 from ckptcore_obstore.retrying import RetryPolicy
 
 if TYPE_CHECKING:
@@ -40,52 +44,119 @@ class Tuning:
     ca_bundle: str | None = None
 
 
-class Service(Protocol):
-    """A bucket of one cloud. Thread-safe. Opening it makes no request."""
+C = TypeVar("C")
+
+
+class CredentialSource(ABC, Generic[C]):
+    """A source of credentials. Thread-safe."""
+
+    @abstractmethod
+    def get(self) -> C:
+        """Return valid credentials. May send requests, but not to the service.
+
+        Raises:
+            RequestFailed: with kind CREDENTIALS if there are none, CLOCK if the clock of this machine is wrong, or
+                CONNECTION if the token service does not answer, which may be transient.
+        """
+
+    def renew(self, used: object) -> bool:
+        """Look for other credentials, after the service refused the `used` ones. Return True if there are."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCredentials(CredentialSource[C]):
+    """Credentials that never change."""
+
+    credentials: C = field(repr=False)
+
+    def get(self) -> C:
+        """Return the credentials."""
+        return self.credentials
+
+
+class LibraryCredentials(CredentialSource[C]):
+    """Credentials that the cloud's own library finds and refreshes.
+
+    Attributes:
+        library: the library's object with the credentials; None before they are found.
+        last: the credentials returned last.
+    """
+
+    def __init__(self) -> None:
+        """Initialise without I/O, and without importing the library."""
+        self.reset_after_fork()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Discard the credentials. Called in a forked child, because the parent may hold the lock."""
+        self._lock = threading.Lock()
+        self.library: Any = None
+        self.last: C | None = None
+
+    def get(self) -> C:
+        """See `CredentialSource`."""
+        with self._lock:
+            return self.find()
+
+    def renew(self, used: object) -> bool:
+        """See `CredentialSource`. If another thread has renewed them since, there is nothing to look for."""
+        with self._lock:
+            if self.last is None or self.last == used:
+                self.library = self.last = None  # the environment, the files or the login may have changed
+            return self.find() != used
+
+    @abstractmethod
+    def find(self) -> C:
+        """Return valid credentials, and keep them as `last`. Called with the lock held."""
+
+
+class Service(ABC):
+    """A bucket of one cloud. Thread-safe. Opening it makes no request.
+
+    Attributes:
+        metadata_prefix: prefix of metadata headers, such as ``x-amz-meta-``.
+        refusals: the errors that the service documents.
+        remedies: advice by kind of failure, as sentences without the full stop.
+        upload_headers: headers of requests that put an object or begin an upload, such as encryption.
+        url: URL of the bucket for messages, such as ``s3://bucket``.
+        tuning: tuning of requests.
+        credentials: source of the credentials.
+    """
+
+    metadata_prefix: ClassVar[str]
+    remedies: ClassVar[Mapping[FailureKind, str]]
+    refusals: Refusals
+    upload_headers: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, url: str, tuning: Tuning, credentials: CredentialSource[Any]) -> None:
+        """Initialise without sending a request or loading credentials."""
+        self.url: Final = url
+        self.tuning: Final = tuning
+        self.credentials: Final = credentials
 
     @property
-    def url(self) -> str:
-        """URL of the bucket for messages, such as ``s3://bucket``."""
-        ...
-
-    @property
+    @abstractmethod
     def bucket_url(self) -> str:
         """URL of the bucket for requests, without ``/`` at the end.
 
         Raises:
             RequestFailed: if it cannot be found.
         """
-        ...
-
-    @property
-    def refusals(self) -> Refusals:
-        """The errors that the service documents."""
-        ...
 
     @property
     def ca_bundle(self) -> str | None:
         """File of trusted certificates; None for those of the system."""
-        ...
+        return self.tuning.ca_bundle
 
-    @property
-    def tuning(self) -> Tuning:
-        """Tuning of requests."""
-        ...
-
-    @property
-    def metadata_prefix(self) -> str:
-        """Prefix of metadata headers, such as ``x-amz-meta-``."""
-        ...
-
-    @property
-    def upload_headers(self) -> Mapping[str, str]:
-        """Headers of requests that put an object or begin an upload, such as encryption or a storage class."""
-        ...
-
+    @abstractmethod
     def open_store(self) -> ObjectStore:
-        """Return the bucket as an obstore store, without a request and without obstore's retries."""
-        ...
+        """Return the bucket as an obstore store, without a request and without obstore's retries.
 
+        The environment does not affect it.
+        """
+
+    @abstractmethod
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Return all headers of a request, with its authorization. The body is not signed.
 
@@ -97,7 +168,6 @@ class Service(Protocol):
         Raises:
             RequestFailed: if there are no credentials.
         """
-        ...
 
     def prepare(self) -> object:
         """Get the credentials before each try of a request, because obstore reports their errors without details.
@@ -108,7 +178,7 @@ class Service(Protocol):
         Raises:
             RequestFailed: if there are no credentials.
         """
-        ...
+        return self.credentials.get()
 
     def renew(self, used: object) -> bool:
         """Look for other credentials, after the service refused the `used` ones. Return True if there are.
@@ -116,27 +186,41 @@ class Service(Protocol):
         Raises:
             RequestFailed: if there are no credentials.
         """
-        ...
+        return self.credentials.renew(used)
 
+    @abstractmethod
     def address(self, directory: str) -> StorageAddress:
-        """Return the address of a directory for native I/O. `directory` ends in ``/`` or is empty."""
-        ...
+        """Return the address of a directory for native I/O, without secrets. `directory` ends in ``/`` or is empty."""
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
         """Return the tag of an object for conditional puts, from the ETag and the version in a response."""
-        ...
+        return e_tag or ""
 
     def put_mode(self, condition: PutCondition) -> Any:
         """Return a condition in the form of `obstore.put`."""
-        ...
+        return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """Return a condition as headers."""
-        ...
+        """Return a condition as headers.
+
+        See https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html and
+        https://learn.microsoft.com/rest/api/storageservices/specifying-conditional-headers-for-blob-service-operations.
+        """
+        return {"if-none-match": "*"} if isinstance(condition, IfAbsent) else {"if-match": condition.tag}
 
     def remedy(self, failure: Failure) -> str:
         """Return advice for a failure, as a sentence without the full stop."""
-        ...
+        return self.remedies.get(failure.kind) or _REMEDIES.get(failure.kind, "Try again")
+
+
+_REMEDIES: Final = {
+    FailureKind.MISSING: "Check the path",
+    FailureKind.CONDITION: "Another process changed it",
+    FailureKind.FULL: "Delete data, or raise the quota",
+    FailureKind.SERVER: "Try again later",
+    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
+}
+"""Advice that is the same for all clouds."""
 
 
 def client_options(service: Service) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, StorageError, StorageFullError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import PutCondition, StorageAddress, StorageBackend, StorageCapabilities
+from ckptcore_obstore.bucket_requests import converted_errors, error_of
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
-from ckptcore_obstore.storage_errors import converted_errors, error_of
 from ckptcore_obstore.writer import PartWriter
 
 
@@ -81,8 +85,8 @@ class ObjectStoreDirectory(StorageBackend):
         """Read a small object. Return its data and its tag for conditional puts."""
         whole = self._full_key(key)
         with converted_errors(self._service, f"read {self._url}{key}"):
-            found = self._bucket.read(whole)
-        return bytes(found.data), found.tag
+            result = self._bucket.read(whole)
+        return bytes(result.data), result.tag
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset. One request reads ranges with small gaps between them."""
@@ -242,3 +246,35 @@ def _is_supported_key(key: str) -> bool:
     """Return False for keys of other software that this storage cannot represent."""
     parts = key.split("/")
     return not ({"", ".", ".."} & set(parts) or "\0" in key)
+
+
+K = TypeVar("K", bound=Hashable)
+B = TypeVar("B")
+
+_MAX_BUCKETS: Final = 64
+
+
+class OpenBuckets(Generic[K, B]):
+    """A bounded cache of buckets. Thread-safe.
+
+    Settings contain credentials, and a long-running process may get new ones every hour or for
+    each user, so the least recently used bucket is dropped. Directories that use it keep working.
+    """
+
+    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
+        """Create an empty cache."""
+        self._max_buckets = max_buckets
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[int, K], B] = OrderedDict()
+
+    def get(self, settings: K, open_bucket: Callable[[], B]) -> B:
+        """Return the bucket for these settings. Open it if needed, without a request."""
+        key = os.getpid(), settings  # a forked child cannot use the connections and locks of its parent
+        with self._lock:
+            bucket = self._open.get(key)
+            if bucket is None:
+                bucket = self._open[key] = open_bucket()
+            self._open.move_to_end(key)
+            if len(self._open) > self._max_buckets:
+                self._open.popitem(last=False)
+        return bucket

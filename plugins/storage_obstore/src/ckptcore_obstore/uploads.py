@@ -1,18 +1,105 @@
-"""Uploads in parts: the multipart protocol of S3, which the XML API of GCS supports too."""
+"""Lists of keys, and uploads in parts: the protocols of S3, which the XML API of GCS supports too."""
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from ckptcore.protocols import IF_ABSENT, Buffer
+from ckptcore.protocols import IF_ABSENT, Buffer, PutCondition
 from ckptcore_obstore.bucket_requests import PUT_ID_KEY, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_response
-from ckptcore_obstore.listing import key_decoder_of, parse_response, text_of
+
+if TYPE_CHECKING:
+    from ckptcore_obstore.buckets import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """One page of a list.
+
+    Attributes:
+        keys: full keys of objects.
+        sizes: size of each object in bytes; 0 if the service does not state it.
+        prefixes: common prefixes up to the delimiter, if there is one.
+    """
+
+    keys: tuple[str, ...]
+    sizes: tuple[int, ...]
+    prefixes: tuple[str, ...]
+
+
+def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> Iterator[ListPage]:
+    """List the objects whose keys have a prefix.
+
+    Keys are requested with escapes (``encoding-type=url``), because XML cannot represent some
+    characters.
+
+    Raises:
+        RequestFailed: if a request fails, or if the service lacks ListObjectsV2.
+    """
+    query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+    if delimiter:
+        query["delimiter"] = delimiter
+    while True:
+        response = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_response(response.body)
+        decode = key_decoder_of(root)
+        objects = root.findall("{*}Contents")
+        yield ListPage(
+            tuple([decode(text_of(item, "Key")) for item in objects]),
+            tuple([int(text) if (text := text_of(item, "Size")).isdecimal() else 0 for item in objects]),
+            tuple([decode(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
+        )
+        token = text_of(root, "NextContinuationToken")
+        if text_of(root, "IsTruncated").lower() != "true":
+            return
+        if not token:
+            # The service supports only the first version of this request. Fail, because an
+            # incomplete list would leave objects undeleted.
+            raise RequestFailed(
+                Failure(
+                    FailureKind.UNSUPPORTED,
+                    None,
+                    "",
+                    "the list is truncated, but has no continuation token (list-type=2)",
+                )
+            )
+        query = {**query, "continuation-token": token}
+
+
+def parse_response(body: bytes) -> ElementTree.Element:
+    """Parse the XML of a response.
+
+    Raises:
+        RequestFailed: if the body is not XML.
+    """
+    try:
+        return ElementTree.fromstring(body)
+    except ElementTree.ParseError as error:
+        raise RequestFailed(
+            Failure(FailureKind.OTHER, None, "", f"the response is not XML ({error}): {body[:100]!r}")
+        ) from error
+
+
+def key_decoder_of(root: ElementTree.Element) -> Callable[[str], str]:
+    """Return the decoder of keys in a response.
+
+    If keys are escaped, S3 writes ``+`` for a space and ``%2B`` for ``+``.
+    """
+    return unquote_plus if text_of(root, "EncodingType") == "url" else str
+
+
+def text_of(element: ElementTree.Element, name: str) -> str:
+    """Return the text of a child in any namespace, empty if there is none."""
+    return element.findtext(f"{{*}}{name}") or ""
+
 
 MAX_PARTS: Final = 10_000
 MIN_PART_BYTES: Final = 5 << 20
@@ -30,8 +117,8 @@ _TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
 
 def upload_id_of(key: str) -> str | None:
     """Return the upload id in the key of a temporary object, or None for any other key."""
-    found = _TEMPORARY.search(key)
-    return None if found is None else found[1]
+    match = _TEMPORARY.search(key)
+    return None if match is None else match[1]
 
 
 class PendingUpload(Protocol):
@@ -157,3 +244,58 @@ def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
             "key-marker": decode(text_of(root, "NextKeyMarker")),
             "upload-id-marker": text_of(root, "NextUploadIdMarker"),
         }
+
+
+Copy: TypeAlias = Callable[[str, str, PutCondition | None, str], None]
+"""Copies an object inside the service: the source, the new key, its condition, and the id of this put."""
+
+
+class CopiedUpload:
+    """A conditional `PendingUpload`. Thread-safe.
+
+    Parts become a temporary object, which is then copied inside the service, which moves no data. For services whose
+    uploads in parts take no condition, or end when another object is put.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, begin: Callable[[str], PendingUpload], copy: Copy) -> None:
+        """Begin the upload.
+
+        Args:
+            bucket, key: bucket and key of the object.
+            begin: begins an upload without a condition to a key.
+            copy: copies the temporary object.
+        """
+        self._bucket = bucket
+        self._key = key
+        self._copy = copy
+        self._put_id = uuid.uuid4().hex
+        self._temporary = f"{key}{TEMPORARY_INFIX}{self._put_id}"
+        self._upload = begin(self._temporary)
+        self._is_whole = False
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        """Upload a part, counted from 1. Return its tag."""
+        return self._upload.put_part(number, data)
+
+    def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
+        """Create the object.
+
+        If the object exists, it stays, the failure has kind CONDITION, and this can be called
+        again.
+        """
+        if not self._is_whole:
+            self._upload.complete(tags, if_absent=False)
+            self._is_whole = True
+        try:
+            self._copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
+        except RequestFailed as error:
+            if error.failure.kind is FailureKind.MISSING:  # the temporary object, not the one of the caller
+                error.failure = replace(error.failure, kind=FailureKind.NO_UPLOAD)
+            raise
+        self._bucket.delete_temporary([self._temporary], is_done=True)
+
+    def abort(self) -> None:
+        """Abort the upload and delete the temporary object."""
+        if not self._is_whole:
+            self._upload.abort()
+        self._bucket.delete([self._temporary])

@@ -9,7 +9,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
 if TYPE_CHECKING:
-    from ckptcore_s3.opening import S3Buckets
+    from ckptcore_s3.service import S3Buckets
 
 
 class S3Plugin:
@@ -26,7 +26,7 @@ class S3Plugin:
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
         """Open a directory of a bucket. Makes no request."""
-        from ckptcore_s3.opening import S3Buckets
+        from ckptcore_s3.service import S3Buckets
 
         if self._buckets is None:
             self._buckets = S3Buckets()

@@ -1,30 +1,96 @@
-"""`S3Service`: implements the `Service` protocol of ckptcore_obstore for one bucket."""
+"""Buckets of S3: their URLs, their service, and request signatures."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import re
 import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
+from ckptcore_obstore.bucket_requests import converted_errors
+from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.forks import reset_in_children
-from ckptcore_obstore.services import Tuning, client_options
-from ckptcore_obstore.storage_errors import converted_errors
+from ckptcore_obstore.services import FixedCredentials, Service, client_options
+from ckptcore_obstore.storage import ObjectStoreDirectory, OpenBuckets
 
+from ckptcore.errors import InvalidLocationError
 from ckptcore.model import JSON
-from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_s3.credentials import ChainCredentials, CredentialSource, FixedCredentials, environment_credentials
+from ckptcore.protocols import StorageAddress, StorageOptions
+from ckptcore.redaction import redacted_location
+from ckptcore_s3.credentials import ChainCredentials, Credentials, environment_credentials
 from ckptcore_s3.refusals import REFUSALS
 from ckptcore_s3.sessions import Place, find_place
-from ckptcore_s3.settings import Settings
-from ckptcore_s3.signing import signed_headers
+from ckptcore_s3.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+
+def signed_headers(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    credentials: Credentials,
+    region: str,
+    *,
+    now: datetime | None = None,
+) -> dict[str, str]:
+    """Return the headers of a request, with an AWS Signature Version 4. The body is not signed.
+
+    See https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html.
+
+    Args:
+        method: in upper case.
+        url: full URL, escaped, with the query sorted by name.
+        headers: headers to sign, by lower-case names.
+        credentials: credentials to sign with.
+        region: region of the bucket.
+        now: time of the signature; None for the current time.
+    """
+    at = now or datetime.now(UTC)
+    parts = urlsplit(url)
+    signed = {
+        **headers,
+        "host": parts.netloc,
+        "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+        "x-amz-date": at.strftime("%Y%m%dT%H%M%SZ"),
+    }
+    if credentials.token:
+        signed["x-amz-security-token"] = credentials.token
+    names = ";".join(sorted(signed))
+    canonical = "\n".join(
+        [
+            method,
+            parts.path or "/",
+            parts.query,
+            *[f"{name}:{' '.join(signed[name].split())}" for name in sorted(signed)],
+            "",
+            names,
+            "UNSIGNED-PAYLOAD",
+        ]
+    )
+    day = at.strftime("%Y%m%d")
+    scope = f"{day}/{region}/s3/aws4_request"
+    text = "\n".join(["AWS4-HMAC-SHA256", signed["x-amz-date"], scope, hashlib.sha256(canonical.encode()).hexdigest()])
+    key = f"AWS4{credentials.secret_access_key}".encode()
+    for step in (day, region, "s3", "aws4_request"):
+        key = _hmac(key, step)
+    signature = _hmac(key, text).hex()
+    signed["authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={credentials.access_key_id}/{scope}, SignedHeaders={names}, Signature={signature}"
+    )
+    return signed
+
+
+def _hmac(key: bytes, text: str) -> bytes:
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+
 
 _ACTION: Final = re.compile(r"not authorized to perform: (\w+:\w+)")
 """The message of AccessDenied in the same account."""
@@ -34,9 +100,7 @@ _USER_AGENT: Final = "ckptcore botocore"
 those of the gateway. It sends data itself to clients that name botocore, which finds our endpoint and credentials."""
 
 _REMEDIES: Final = {
-    FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
-    FailureKind.CONDITION: "Another process changed it",
     FailureKind.CREDENTIALS: "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the profile, or sign in again",
     FailureKind.SETTINGS: "Check ~/.aws/config, ~/.aws/credentials, the environment variables AWS_..., and the option "
     "'profile'",
@@ -44,10 +108,7 @@ _REMEDIES: Final = {
     "s3:GetObject, s3:PutObject, s3:DeleteObject, "
     "s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",
-    FailureKind.FULL: "Delete data, or raise the quota",
     FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes",
-    FailureKind.SERVER: "Try again later",
-    FailureKind.TIMEOUT: "Check the network and the endpoint, or raise the option 'timeout'",
     FailureKind.CONNECTION: "Check the network, the endpoint and the option 'region'; plain HTTP needs http:// in the "
     "endpoint",
     FailureKind.RETAINED: "Wait until it ends, or use a bucket without retention for checkpoints",
@@ -58,26 +119,30 @@ _REMEDIES: Final = {
 }
 
 
-class S3Service:
+class S3Service(Service):
     """A bucket. Thread-safe."""
 
-    metadata_prefix: Final = "x-amz-meta-"
-
-    refusals: Final = REFUSALS
+    metadata_prefix = "x-amz-meta-"
+    refusals = REFUSALS
+    remedies = _REMEDIES
 
     def __init__(self, settings: Settings) -> None:
         """Initialise without sending a request, loading credentials or importing botocore."""
+        source = FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
+        super().__init__(f"s3://{settings.bucket}", settings.tuning, source)
         self._settings = settings
-        self._source: CredentialSource = (
-            FixedCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
-        )
+        encryption = {
+            "x-amz-server-side-encryption": settings.sse,
+            "x-amz-server-side-encryption-aws-kms-key-id": settings.sse_kms_key_id,
+        }
+        self.upload_headers = {name: value for name, value in encryption.items() if value}
         self.reset_after_fork()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Forget where the bucket is. Called in a forked child, because the parent may hold the lock."""
         self._lock = threading.Lock()
-        self._found: Place | None = None
+        self._place: Place | None = None
 
     def place(self) -> Place:
         """Return where the bucket is, found with the first request.
@@ -86,14 +151,9 @@ class S3Service:
             RequestFailed: with kind SETTINGS.
         """
         with self._lock:
-            if self._found is None:
-                self._found = find_place(self._settings)
-            return self._found
-
-    @property
-    def url(self) -> str:
-        """URL of the bucket, for messages."""
-        return f"s3://{self._settings.bucket}"
+            if self._place is None:
+                self._place = find_place(self._settings)
+            return self._place
 
     @property
     def bucket_url(self) -> str:
@@ -104,21 +164,6 @@ class S3Service:
     def ca_bundle(self) -> str | None:
         """File of trusted certificates."""
         return self.place().ca_bundle
-
-    @property
-    def tuning(self) -> Tuning:
-        """Tuning of requests."""
-        return self._settings.tuning
-
-    @property
-    def upload_headers(self) -> Mapping[str, str]:
-        """Headers that request server-side encryption."""
-        headers = {}
-        if self._settings.sse:
-            headers["x-amz-server-side-encryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id:
-            headers["x-amz-server-side-encryption-aws-kms-key-id"] = self._settings.sse_kms_key_id
-        return headers
 
     def open_store(self) -> ObjectStore:
         """Return the bucket as an obstore store. The environment does not affect it."""
@@ -151,13 +196,13 @@ class S3Service:
 
     def _obstore_token(self) -> dict[str, Any]:
         """Return credentials in obstore's form. obstore calls this again after they expire."""
-        found = self._source.get()
+        credentials = self.credentials.get()
         return {
-            "access_key_id": found.access_key_id,
-            "secret_access_key": found.secret_access_key,
-            "token": found.token or None,
+            "access_key_id": credentials.access_key_id,
+            "secret_access_key": credentials.secret_access_key,
+            "token": credentials.token or None,
             "expires_at": None
-            if isinstance(self._source, FixedCredentials)
+            if isinstance(self.credentials, FixedCredentials)
             else datetime.now(UTC) + timedelta(minutes=1),
         }
 
@@ -167,18 +212,18 @@ class S3Service:
         if self._settings.requester_pays:
             sent["x-amz-request-payer"] = "requester"
         if not self._settings.anonymous:
-            sent = signed_headers(method, url, sent, self._source.get(), self.place().region)
+            sent = signed_headers(method, url, sent, self.credentials.get(), self.place().region)
         sent["user-agent"] = _USER_AGENT  # not signed: proxies may change it
         return sent
 
     def prepare(self) -> object:
         """Return the credentials."""
         self.place()
-        return None if self._settings.anonymous else self._source.get()
+        return None if self._settings.anonymous else self.credentials.get()
 
     def renew(self, used: object) -> bool:
         """Look for other credentials than those that the service refused."""
-        return not self._settings.anonymous and self._source.renew(used)
+        return not self._settings.anonymous and self.credentials.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
         """Return the address for native I/O, such as tensorstore. It contains no secrets."""
@@ -204,21 +249,6 @@ class S3Service:
             options["ca_bundle"] = place.ca_bundle
         return StorageAddress(f"s3://{settings.bucket}/{quote(directory)}", options)
 
-    def tag(self, e_tag: str | None, version: str | None) -> str:
-        """Return the ETag."""
-        return e_tag or ""
-
-    def put_mode(self, condition: PutCondition) -> Any:
-        """Return ``create``, or the required tag."""
-        return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
-
-    def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """Return headers of a condition.
-
-        See https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html.
-        """
-        return {"if-none-match": "*"} if isinstance(condition, IfAbsent) else {"if-match": condition.tag}
-
     def remedy(self, failure: Failure) -> str:
         """Return advice for a failure."""
         if failure.kind is FailureKind.REGION:
@@ -231,9 +261,47 @@ class S3Service:
             return REFUSALS["ObjectLocked"].remedy
         if failure.kind is FailureKind.OTHER:
             return f"Check the endpoint {self.place().endpoint} and its response"
-        return _REMEDIES.get(failure.kind, "Try again")
+        return super().remedy(failure)
 
 
 def _standard_endpoints(region: str) -> tuple[str, ...]:
     """Return the endpoints that any AWS client uses for a region if nothing else is configured."""
     return "https://s3.amazonaws.com", f"https://s3.{region}.amazonaws.com", f"https://s3.{region}.amazonaws.com.cn"
+
+
+_SCHEME: Final = "s3://"
+_DIRECTORY_BUCKET: Final = "--x-s3"
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html"""
+
+
+class S3Buckets:
+    """Cache of the buckets that this process used last, by settings. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Create an empty cache."""
+        self._buckets = OpenBuckets[Settings, Bucket]()
+
+    def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
+        """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``. Creates nothing and makes no request.
+
+        Raises:
+            InvalidLocationError: for an invalid URL or endpoint.
+            ValueError: for invalid options; see `settings_of`.
+        """
+        if url[: len(_SCHEME)].lower() != _SCHEME:
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: expected a URL such as s3://bucket/directory"
+            )
+        name, _, directory = url[len(_SCHEME) :].partition("/")
+        if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
+            )
+        if name.endswith(_DIRECTORY_BUCKET):
+            raise InvalidLocationError(
+                f"cannot open {redacted_location(url)!r}: it is in a directory bucket (S3 Express One Zone), which "
+                "needs sessions that ckptcore does not make; use a general purpose bucket"
+            )
+        settings = settings_of(name, options.config)
+        bucket = self._buckets.get(settings, lambda: Bucket(S3Service(settings)))
+        return ObjectStoreDirectory(bucket, directory.rstrip("/"))

@@ -14,6 +14,6 @@ fallback_storage    steps whose missing objects are read from the far directory
 
 from ckptcore_tiers.near_tier import NearTier
 from ckptcore_tiers.status import UploadStatus
-from ckptcore_tiers.tiered_directory import TieredDirectory
+from ckptcore_tiers.tiered_run import TieredDirectory
 
 __all__ = ["NearTier", "TieredDirectory", "UploadStatus"]

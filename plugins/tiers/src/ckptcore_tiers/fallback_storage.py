@@ -117,7 +117,7 @@ class FallbackStorage(StorageBackend):
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `StorageBackend`."""
-        return self._read(key, lambda store, found: store.get(found, start, stop))
+        return self._read(key, lambda store, location: store.get(location, start, stop))
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """See `StorageBackend`. Reads only near objects."""
@@ -125,23 +125,23 @@ class FallbackStorage(StorageBackend):
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """See `StorageBackend`."""
-        self._read(key, lambda store, found: store.get_into(found, ranges))
+        self._read(key, lambda store, location: store.get_into(location, ranges))
 
     def open_reader(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
 
-        def open_found(store: StorageBackend, found: str) -> RangeReader:
-            store.size(found)  # some storages do not detect a missing object before it is read
-            return store.open_reader(found)
+        def open_found(store: StorageBackend, location: str) -> RangeReader:
+            store.size(location)  # some storages do not detect a missing object before it is read
+            return store.open_reader(location)
 
         return self._read(key, open_found)
 
     def open_stamped(self, key: str) -> RangeReader:
         """See `StorageBackend`."""
 
-        def hold_found(store: StorageBackend, found: str) -> RangeReader:
-            store.size(found)  # some storages do not detect a missing object before it is read
-            return store.open_stamped(found)
+        def hold_found(store: StorageBackend, location: str) -> RangeReader:
+            store.size(location)  # some storages do not detect a missing object before it is read
+            return store.open_stamped(location)
 
         return self._read(key, hold_found)
 

@@ -129,7 +129,7 @@ def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
     with agreement.stage("copies", meaning=NOTHING_COMMITTED):
         for number, (part, description) in trees.items():
             tree = description.tree
-            by_rank = {other: found.get(number, {}) for other, found in on_host.items()}
+            by_rank = {other: shards.get(number, {}) for other, shards in on_host.items()}
             items = []
             for leaf, box in copied_boxes(tree, by_rank, description.owners(rank, size), rank):
                 record = tree.leaves[leaf]
@@ -208,12 +208,12 @@ def _exchange_shards(
         if max(map(len, hosts.groups)) == 1:
             return {agreement.rank: own}
         with agreement.stage("shards", meaning=NOTHING_COMMITTED):
-            found = {
+            shards = {
                 rank: _decode_shards(json.loads(store.get(shards_key(save_id, rank))))
                 for rank in ranks
                 if len(ranks) > 1
             }
-        return {**found, agreement.rank: own}
+        return {**shards, agreement.rank: own}
     finally:
         if len(ranks) > 1:
             store.delete([key])

@@ -1,4 +1,4 @@
-"""Uploads of steps that are spread over several hosts: each host sends its part.
+"""Senders of steps: one process copies a whole step, or each host sends its part.
 
 An upload can take hours, so the processes do not wait for each other in an exchange of the job.
 They communicate through objects in the far directory, under ``.ckptcore/uploads``. The leader
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from ckptcore_tools.copies import copy_whole
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot
 from ckptcore_tools.copies.transfers import Transfer
 
@@ -43,8 +44,84 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import save_created
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.deadlines import Deadline
 from ckptcore_tiers.hosts import Hosts
+from ckptcore_tiers.near_tier import Deadline
+
+
+class StepSender(Protocol):
+    """Copies a committed step to the far directory, and commits it there."""
+
+    def __call__(
+        self,
+        step: int,
+        name: str,
+        *,
+        replaces: bool,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> int:
+        """Copy a step, or resume an interrupted copy. Return once it is committed.
+
+        Args:
+            step: number of the step.
+            name: name of its directory in the far directory.
+            replaces: True to replace an existing step of that name.
+            progress: called with the bytes done and the total bytes.
+            is_stopped: polled during the copy; True stops it.
+            before_commit: called when everything but the root is copied. An error prevents the
+                commit.
+
+        Returns:
+            Number of bytes sent.
+
+        Raises:
+            CancelledError: if `is_stopped` returned True. The next call resumes the copy.
+            CorruptCheckpointError, CheckpointNotFoundError: if the near step is damaged or missing.
+            CheckpointError: if the far directory failed.
+        """
+        ...
+
+
+class WholeStepSender:
+    """A `StepSender` for a near directory that all processes share, so that it contains whole steps."""
+
+    def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
+        """Do no I/O.
+
+        Args:
+            near: directory to copy steps from.
+            far: directory to copy steps to.
+            context: options.
+        """
+        self._near = near
+        self._far = far
+        self._context = context
+
+    def __call__(
+        self,
+        step: int,
+        name: str,
+        *,
+        replaces: bool,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> int:
+        """See `StepSender`."""
+        # Copy also the arrays that the step refers to in other checkpoints (its bases), because the
+        # policies may not upload or keep the bases themselves.
+        report = copy_whole(
+            self._near.location(step),
+            SubPath(self._far.directory, name),
+            self._context,
+            overwrite="non-atomic" if replaces else False,
+            progress=progress,
+            is_stopped=is_stopped,
+            before_commit=before_commit,
+        )
+        return report.sent_bytes
+
 
 logger = logger_named("ckptcore.tiers")
 

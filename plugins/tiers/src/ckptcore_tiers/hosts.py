@@ -141,7 +141,7 @@ class HostSteps:
 
         Lists the directory once, and reads the root of each step.
         """
-        found: dict[str, JSON] = {}
+        steps: dict[str, JSON] = {}
         for step, name in self._steps.list_names().items():
             try:
                 data = root_bytes(subdirectory(self._steps.store, name))
@@ -152,8 +152,8 @@ class HostSteps:
                 logger.warning("ignoring step %d in %s: %s", step, self._steps.display, error)
                 continue
             if summary.committed:
-                found[str(step)] = [name, summary.save_id]
-        return found
+                steps[str(step)] = [name, summary.save_id]
+        return steps
 
     def find_names(
         self, agreement: Agreement, list_far: Callable[[], Mapping[int, str]]
@@ -174,8 +174,8 @@ class HostSteps:
             near = {step: name for step, name in complete.items() if not self._steps.is_hidden(int(step))}
             return [near, far]
 
-        found: Any = agreement.lead("list", find)
-        return [{int(step): name for step, name in names.items()} for names in found]
+        listed: Any = agreement.lead("list", find)
+        return [{int(step): name for step, name in names.items()} for names in listed]
 
     def delete_incomplete(self) -> None:
         """Delete steps that other hosts lack and that are older than the newest complete step.
@@ -239,4 +239,4 @@ def _steps_on_all_hosts(local: Sequence[Any]) -> dict[str, str]:
         local: result of `HostSteps.list_local` on each rank.
     """
     first, *others = local
-    return {step: found[0] for step, found in first.items() if all(other.get(step) == found for other in others)}
+    return {step: names[0] for step, names in first.items() if all(other.get(step) == names for other in others)}

@@ -56,10 +56,10 @@ class TieredSteps:
         before = [directory.changes() for directory in self.directories]
         if self.host_steps is None:
             listed: Any = agreement.lead("list", self._list_both)
-            found = [{int(step): name for step, name in names.items()} for names in listed]
+            names_by_step = [{int(step): name for step, name in names.items()} for names in listed]
         else:
-            found = [dict(names) for names in self.host_steps.find_names(agreement, self._list_far)]
-        for directory, names, since in zip(self.directories, found, before, strict=True):
+            names_by_step = [dict(names) for names in self.host_steps.find_names(agreement, self._list_far)]
+        for directory, names, since in zip(self.directories, names_by_step, before, strict=True):
             directory.replace(names, since)
 
     def _list_both(self) -> JSON:
@@ -83,18 +83,18 @@ class TieredSteps:
 
     def steps(self) -> tuple[int, ...]:
         """See `RunSteps`."""
-        found: set[int] = set()
+        steps: set[int] = set()
         errors: list[StorageError] = []
         for tier in self.directories:
             try:
-                found.update(tier.steps())
+                steps.update(tier.steps())
             except StorageError as error:
                 if not concerns_one_entry(error):
                     raise
                 errors.append(error)  # no step of this tier can be read
-        if errors and not found:
+        if errors and not steps:
             raise errors[0]
-        return tuple(sorted(found))
+        return tuple(sorted(steps))
 
     def newest_first(self) -> Iterator[int]:
         """See `RunSteps`."""
@@ -132,7 +132,7 @@ class TieredSteps:
         If the far directory cannot be read and the near copy exists, logs a warning and returns
         only the near copy.
         """
-        found: list[int] = []
+        numbers: list[int] = []
         orders: dict[str, tuple[SaveOrder, int]] = {}
         saves: dict[int, str] = {}
         for number, tier in enumerate(self.directories):
@@ -143,22 +143,22 @@ class TieredSteps:
                 if summary is not None:
                     saves[number] = summary.save_id
                     orders[summary.save_id] = (summary.order, number)
-                found.append(number)
+                numbers.append(number)
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile
             except (CorruptCheckpointError, UnsupportedVersionError):
-                found.append(number)  # a load of this copy raises the error
+                numbers.append(number)  # a load of this copy raises the error
             except StorageError as error:
-                if not found:
+                if not numbers:
                     raise
                 logger.warning(
                     "%s cannot be checked for another copy of step %d, using the copy in %s: %s",
-                    tier.display, step, self.directories[found[0]].display, error,
+                    tier.display, step, self.directories[numbers[0]].display, error,
                 )  # fmt: skip
         valid = max(orders, key=lambda save: orders[save], default=None)
-        if len(found) == 1 and valid is not None:
-            self._warn_of_abandoned(step, orders[valid][0], found[0])
-        return [number for number in found if saves.get(number, valid) == valid]
+        if len(numbers) == 1 and valid is not None:
+            self._warn_of_abandoned(step, orders[valid][0], numbers[0])
+        return [number for number in numbers if saves.get(number, valid) == valid]
 
     def _warn_of_abandoned(self, step: int, order: SaveOrder, number: int) -> None:
         """Warn of a step of one directory that was saved before an earlier step in the other one."""

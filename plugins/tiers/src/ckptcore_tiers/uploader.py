@@ -33,9 +33,8 @@ from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.deadlines import Deadline
-from ckptcore_tiers.near_tier import NearTier
-from ckptcore_tiers.sending import StepSender
+from ckptcore_tiers.host_sending import StepSender
+from ckptcore_tiers.near_tier import Deadline, NearTier
 from ckptcore_tiers.status import UploadState, UploadStatus
 
 logger = logger_named("ckptcore.tiers")
@@ -114,9 +113,9 @@ class Uploader:
         them, and all steps whose near copy is from a later save than the far copy.
         """
         candidates = self._far.steps.candidates()
-        found = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
+        states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
         # A step that cannot be read, such as one in an archive, may be there.
-        in_far = {step for step, is_there in zip(candidates, found, strict=True) if is_there is not False}
+        in_far = {step for step, is_there in zip(candidates, states, strict=True) if is_there is not False}
         newest = max(in_far, default=None)
         if newest is not None:
             self._state.last_chosen = self._last_save(self._far.steps, newest)

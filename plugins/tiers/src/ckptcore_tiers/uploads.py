@@ -10,11 +10,9 @@ from functools import partial
 from ckptcore.context import Context
 from ckptcore.job.agreement import Agreement
 from ckptcore.training.path_directory import OwnedDirectory
-from ckptcore_tiers.deadlines import Deadline
-from ckptcore_tiers.host_sending import HostSender, LeaderSender
+from ckptcore_tiers.host_sending import HostSender, LeaderSender, StepSender, WholeStepSender
 from ckptcore_tiers.hosts import Hosts
-from ckptcore_tiers.near_tier import NearTier
-from ckptcore_tiers.sending import StepSender, WholeStepSender
+from ckptcore_tiers.near_tier import Deadline, NearTier
 from ckptcore_tiers.status import UploadStatus
 from ckptcore_tiers.tiered_steps import TieredSteps
 from ckptcore_tiers.uploader import Uploader

@@ -1,14 +1,18 @@
-"""Comparison of two checkpoints and of their trees, in bounded memory."""
+"""Comparison of two checkpoints, of their trees and of their files, in bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -22,15 +26,89 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.on_demand.open_state import OpenState
+from ckptcore.opening.checkpoint import Checkpoint
+from ckptcore.opening.open_checkpoints import ConsistentRead, open_files
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.results import CheckpointMetadata
 from ckptcore.runtime import runtime_of
-from ckptcore_tools.box_reader import BoxReader, boxes_within
 from ckptcore_tools.differences import Difference, DifferenceKind, Differences
-from ckptcore_tools.elements import SAME, Distance, Tolerance, distance
-from ckptcore_tools.file_comparison import FilesComparison
+from ckptcore_tools.elements import SAME, BoxReader, Distance, Tolerance, boxes_within, distance
 from ckptcore_tools.formatting import format_leaf_type
 from ckptcore_tools.locations import describe_directories
+
+_FILE_SLICE_BYTES: Final = 1 << 24
+
+
+class FilesComparison:
+    """Comparison of the files of two checkpointables."""
+
+    def __init__(self, a: str, b: str, context: Context) -> None:
+        """Open both.
+
+        Args:
+            a, b: the locations of two checkpointables that are stored as files.
+            context: options.
+
+        Raises:
+            CheckpointError: see `ckptcore.metadata`.
+        """
+        self._a, self._b = (ConsistentRead(location, context, open_files).open() for location in (a, b))
+
+    @property
+    def files(self) -> int:
+        """Number of files that both have."""
+        return sum(key in self._b.objects for key in self._a.objects)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of `a` that `content_differences` compares."""
+        return sum(self._a.objects[key].size for key in self._comparable())
+
+    def structure_differences(self) -> Iterator[Difference]:
+        """Yield files that only one side has, and files of different sizes."""
+        for key, record in self._a.objects.items():
+            other = self._b.objects.get(key)
+            if other is None:
+                yield Difference(key, (key,), "only_in_a", a="file")
+            elif other.size != record.size:
+                yield Difference(key, (key,), "size", record.size, other.size)
+        for key in self._b.objects:
+            if key not in self._a.objects:
+                yield Difference(key, (key,), "only_in_b", b="file")
+
+    def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
+        """Yield files of equal size with different bytes.
+
+        Args:
+            add_progress: called with the bytes of `a` that were compared.
+
+        Raises:
+            CorruptCheckpointError: if a file is damaged.
+        """
+        for key in self._comparable():
+            differing, nbytes = 0, self._a.objects[key].size
+            for start in range(0, nbytes, _FILE_SLICE_BYTES):
+                stop = min(start + _FILE_SLICE_BYTES, nbytes)
+                differing += int(
+                    np.count_nonzero(_bytes(self._a, key, start, stop) != _bytes(self._b, key, start, stop))
+                )
+                add_progress(stop - start)
+            if differing:
+                yield Difference(key, (key,), "bytes", elements=nbytes, distance=Distance(differing, None))
+
+    def _comparable(self) -> list[str]:
+        theirs = self._b.objects
+        return [key for key, own in self._a.objects.items() if key in theirs and theirs[key].size == own.size]
+
+
+def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
+    if data.size != stop - start:
+        raise CorruptCheckpointError(
+            f"{opened.location.display}: {key} ends at byte {start + data.size}, expected at least {stop} bytes",
+            key=key, start=start + data.size, stop=stop,
+        )  # fmt: skip
+    return data
 
 
 def diff(
@@ -67,15 +145,15 @@ def diff(
         Tolerance(absolute, relative),
         context,
     )
-    found = list(comparison.structure_differences(with_dtypes=not values))
+    differences = list(comparison.structure_differences(with_dtypes=not values))
     with runtime_of(context).show_progress(progress, "comparing") as report:
         counted = ByteProgress(report)
         if values:
             counted.plan(comparison.nbytes)
-            found.extend(comparison.content_differences(counted.complete))
+            differences.extend(comparison.content_differences(counted.complete))
         counted.end()
     nbytes = comparison.nbytes if values else 0
-    return Differences(str(a), str(b), tuple(found), comparison.leaves, comparison.files, nbytes)
+    return Differences(str(a), str(b), tuple(differences), comparison.leaves, comparison.files, nbytes)
 
 
 _BATCH_BYTES = 64 << 20
@@ -269,8 +347,8 @@ def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dt
         difference = _difference(path, "values", summary, column_summary(b))
         numbers_a, numbers_b = column_array(a), column_array(b)
         if numbers_a is not None and numbers_b is not None and numbers_a.shape == numbers_b.shape:
-            found = distance(numbers_a, numbers_b, Tolerance())
-            difference = replace(difference, elements=numbers_a.size, distance=found)
+            measured = distance(numbers_a, numbers_b, Tolerance())
+            difference = replace(difference, elements=numbers_a.size, distance=measured)
         yield difference
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
@@ -310,8 +388,8 @@ class _CheckpointComparison:
         tolerance: Tolerance,
         context: Context,
     ) -> None:
-        self._a = {directory: found for directory, (_, found) in a.items()}
-        self._b = {directory: found for directory, (_, found) in b.items()}
+        self._a = {directory: metadata for directory, (_, metadata) in a.items()}
+        self._b = {directory: metadata for directory, (_, metadata) in b.items()}
         self._trees: dict[str, TreeComparison] = {}
         self._files: dict[str, FilesComparison] = {}
         for directory in a.keys() & b.keys():
@@ -343,9 +421,9 @@ class _CheckpointComparison:
         if ("" in a) != ("" in b):
             yield _root_difference("structure", _kind_of_checkpoint(a), _kind_of_checkpoint(b))
             return
-        for directory, found in a.items():
+        for directory, metadata in a.items():
             if directory not in b:
-                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(found), None))
+                yield _in_checkpointable(directory, _root_difference("only_in_a", _kind(metadata), None))
             elif directory in self._trees:
                 for difference in self._trees[directory].structure_differences(with_dtypes=with_dtypes):
                     yield _in_checkpointable(directory, difference)
@@ -353,11 +431,11 @@ class _CheckpointComparison:
                 for difference in self._files[directory].structure_differences():
                     yield _in_checkpointable(directory, difference)
             else:
-                kinds = _kind(found), _kind(b[directory])
+                kinds = _kind(metadata), _kind(b[directory])
                 yield _in_checkpointable(directory, _root_difference("structure", *kinds))
-        for directory, found in b.items():
+        for directory, metadata in b.items():
             if directory not in a:
-                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(found)))
+                yield _in_checkpointable(directory, _root_difference("only_in_b", None, _kind(metadata)))
 
     def content_differences(self, add_progress: Callable[[int], None]) -> Iterator[Difference]:
         """Yield the differences between elements and between the bytes of files.
@@ -381,8 +459,8 @@ def _kind_of_checkpoint(directories: Mapping[str, object]) -> str:
     return "one tree" if "" in directories else f"checkpointables {', '.join(directories)}"
 
 
-def _kind(found: CheckpointMetadata) -> str:
-    return "files" if found.is_files else "tree"
+def _kind(metadata: CheckpointMetadata) -> str:
+    return "files" if metadata.is_files else "tree"
 
 
 def _root_difference(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:

@@ -41,8 +41,14 @@ from ckptcore.saving.requests import (
     save_created,
 )
 from ckptcore.saving.writing import PlainSave
-from ckptcore_tools.optimizer_parts import find_optimizers
-from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
+from ckptcore_tools.subtrees import (
+    Subtree,
+    SubtreePath,
+    find_optimizers,
+    find_subtree,
+    path_keys,
+    unknown_checkpointable,
+)
 
 __all__ = ["Export", "StepExport", "StepExports", "WithExports"]
 
@@ -380,12 +386,12 @@ def _plan_export(
         )
     subtree = find_subtree(description.tree, keys)
     layout = runtime_of(context).registry.layout(export.layout)
-    if export.subtree is None and layout.name == "safetensors" and (found := find_optimizers(subtree.tree)):
-        parts = f", such as subtree={found.others[0]!r}" if found.others else ""
+    if export.subtree is None and layout.name == "safetensors" and (optimizers := find_optimizers(subtree.tree)):
+        parts = f", such as subtree={optimizers.others[0]!r}" if optimizers.others else ""
         raise TreeMismatchError(
-            f"there is {found}, and safetensors are files of weights for other software. Pass the part to export"
+            f"there is {optimizers}, and safetensors are files of weights for other software. Pass the part to export"
             f"{parts}, or subtree=() for everything",
-            [f"{name} is the state of an optimizer" for name in found.optimizers],
+            [f"{name} is the state of an optimizer" for name in optimizers.optimizers],
         )
     layout.check(subtree.tree, size)
     expect_directory_name(export.location)

@@ -60,9 +60,9 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
         CheckpointError: see `ckptcore.metadata`.
     """
 
-    def describe(found: Checkpoint | CompositeCheckpoint) -> tuple[CheckpointMetadata, StoredFiles]:
-        open_one = member_opener(found, location, context)
-        return describe_either(found, context, open_one), FileCheck(context).check(found, location, open_one)
+    def describe(checkpoint: Checkpoint | CompositeCheckpoint) -> tuple[CheckpointMetadata, StoredFiles]:
+        open_one = member_opener(checkpoint, location, context)
+        return describe_either(checkpoint, context, open_one), FileCheck(context).check(checkpoint, location, open_one)
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(describe)
 
@@ -76,13 +76,13 @@ def first_directories(location: AnyLocation, context: Context) -> Mapping[str, s
         CheckpointError: see `ckptcore.metadata`.
     """
 
-    def find(found: Checkpoint | CompositeCheckpoint) -> Mapping[str, str]:
-        if isinstance(found, Checkpoint):
+    def find(checkpoint: Checkpoint | CompositeCheckpoint) -> Mapping[str, str]:
+        if isinstance(checkpoint, Checkpoint):
             return {}
         return {
             # The last is not checked: no other is left to show.
-            name: next((one for one in directories[:-1] if not is_deleted(found, one)), directories[-1])
-            for name, directories in present_members(found).items()
+            name: next((one for one in directories[:-1] if not is_deleted(checkpoint, one)), directories[-1])
+            for name, directories in present_members(checkpoint).items()
         }
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(find)
@@ -100,19 +100,19 @@ def describe_directories(location: str, context: Context) -> Mapping[str, tuple[
         CheckpointError: see `ckptcore.metadata`.
     """
 
-    def describe_each(found: Checkpoint | CompositeCheckpoint) -> Mapping[str, tuple[str, CheckpointMetadata]]:
-        if isinstance(found, Checkpoint):
+    def describe_each(checkpoint: Checkpoint | CompositeCheckpoint) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+        if isinstance(checkpoint, Checkpoint):
             return {"": (location, describe_tree(location, context))}
-        if found.root is None:
+        if checkpoint.root is None:
             members = describe_checkpoint(location, context).checkpointables
             for reason in members.unreadable.values():
                 raise CheckpointNotFoundError(f"{reason}. To compare another checkpointable, give its own location")
             return {name: (child_location(location, name), member) for name, member in members.items()}
         locations = {
             directory: child_location(location, directory)
-            for directories in present_members(found).values()
+            for directories in present_members(checkpoint).values()
             for directory in directories
-            if not is_deleted(found, directory)
+            if not is_deleted(checkpoint, directory)
         }
         return {directory: (member, describe_tree(member, context)) for directory, member in locations.items()}
 

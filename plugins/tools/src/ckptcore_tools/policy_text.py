@@ -137,10 +137,10 @@ def _whole_number(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    found = _DURATION.fullmatch(text)
-    if not found:
+    match = _DURATION.fullmatch(text)
+    if not match:
         raise ValueError(f"expected seconds, or a number with the unit s, m, h or d, got {text[:80]!r}")
-    return float(found["number"]) * _SECONDS_OF_UNIT[found["unit"]]
+    return float(match["number"]) * _SECONDS_OF_UNIT[match["unit"]]
 
 
 def _format_seconds(seconds: float) -> str:

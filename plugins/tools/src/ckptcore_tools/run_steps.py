@@ -142,8 +142,8 @@ def find_runs(directory: str, context: Context) -> Mapping[str, FoundRun]:
 
     names = [name[:-1] for name in names_in(directory, context) if name[-1] == "/" and name[0] != "."]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = dict(zip(names, threads.map(find, names), strict=True))
-    return {name: run for name, run in found.items() if run is not None}
+        runs = dict(zip(names, threads.map(find, names), strict=True))
+    return {name: run for name, run in runs.items() if run is not None}
 
 
 def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None:
@@ -239,11 +239,17 @@ def _read_step_once(
 
 
 def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
-    found, files = describe_and_check(steps.location(step), context)
+    checkpoint, files = describe_and_check(steps.location(step), context)
     # A save may have committed since the root was looked for.
-    state: StepState = "foreign" if found.save_id is None else "committed"
+    state: StepState = "foreign" if checkpoint.save_id is None else "committed"
     return StepStatus(
-        step, steps.name(step), state, found.created, found.nbytes, found.metrics, save_id=found.save_id
+        step,
+        steps.name(step),
+        state,
+        checkpoint.created,
+        checkpoint.nbytes,
+        checkpoint.metrics,
+        save_id=checkpoint.save_id,
     ).with_problems(files.problems)
 
 

@@ -106,17 +106,17 @@ def read_statistics(
         CorruptCheckpointError: an array is damaged.
         TreeMismatchError: a path does not exist.
     """
-    found: dict[TreePath, ArrayStatistics | None] = {}
+    statistics: dict[TreePath, ArrayStatistics | None] = {}
     if not paths:
-        return found
+        return statistics
     running: dict[TreePath, _Summary] = {}  # boxes are in storage order, so an array may begin before another one ends
     for box in opened.iter_boxes(select=select.names(*paths)):
         summary = running.setdefault(box.path, _Summary())
         summary.add(box.elements)
         if summary.elements >= box.spec.size:
-            found.update(dict.fromkeys((box.path, *box.tied), running.pop(box.path).result()))
+            statistics.update(dict.fromkeys((box.path, *box.tied), running.pop(box.path).result()))
         add_progress(box.elements.nbytes)
-    return found
+    return statistics
 
 
 class _Summary:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_tools import comparison
-from ckptcore_tools.box_reader import BoxReader
+from ckptcore_tools.elements import BoxReader
 from safetensors.numpy import save_file
 
 import ckptcore

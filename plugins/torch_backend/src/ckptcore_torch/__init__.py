@@ -80,7 +80,7 @@ def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
     """Return the container handler of torch.Size, and of objects in the states of optimizers."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.containers import container_handler_of_type
+    from ckptcore_torch.leaf_handlers import container_handler_of_type
 
     return container_handler_of_type(value_type)
 

@@ -17,7 +17,7 @@ import torch
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, AbstractArray, ArrayRecord
-from ckptcore_torch.dtypes import encoding_of_stored
+from ckptcore_torch.conversions import encoding_of_stored
 
 
 def abstract_tensor(stored: AbstractArray) -> object:

@@ -30,21 +30,19 @@ from ckptcore.errors import (
 )
 from ckptcore.model import JSON
 from ckptcore.protocols import CheckpointInfo, Snapshot, WriteStore
-from ckptcore_torch.adapter_configs import (
-    AdapterConfig,
-    SupportsToDict,
-    check_method,
-    config_json,
-    is_lora,
-    stored_config,
-)
 from ckptcore_torch.adapter_names import (
+    AdapterConfig,
     AdapterNames,
     Biases,
     LoraName,
+    SupportsToDict,
+    check_method,
     check_stored_name,
+    config_json,
+    is_lora,
     names_of_adapter,
     plain_name,
+    stored_config,
 )
 from ckptcore_torch.peft_models import peft_adapter, unsaved_error
 
@@ -220,7 +218,7 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
         CorruptCheckpointError: if its arrays or its config cannot be read.
     """
 
-    def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> Adapter:
+    def load(source: str, metadata: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> Adapter:
         return Adapter(ckptcore.load(source, context=context), config)
 
     return _retry_if_replaced(location, context, load)
@@ -264,8 +262,8 @@ def load_adapter_into(
     model, own = _unwrap(model)
     peft = peft_adapter(model, own, adapter_name)
 
-    def load(source: str, found: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
-        stored_names = found.abstract if isinstance(found.abstract, Mapping) else {}
+    def load(source: str, metadata: ckptcore.results.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
+        stored_names = metadata.abstract if isinstance(metadata.abstract, Mapping) else {}
         if peft is not None:
             tensors = peft.current(config, stored_names)
             ckptcore.load_into(source, tensors, matching=matching, context=context)
@@ -291,9 +289,9 @@ def _retry_if_replaced(
 ) -> Loaded:
     """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config are from one save."""
     for _ in range(_ATTEMPTS):
-        source, found = _find_adapter(os.fspath(location), context)
-        loaded = load(source, found, _stored_config(found, location))
-        if ckptcore.metadata(source, context=context).save_id == found.save_id:
+        source, metadata = _find_adapter(os.fspath(location), context)
+        loaded = load(source, metadata, _stored_config(metadata, location))
+        if ckptcore.metadata(source, context=context).save_id == metadata.save_id:
             return loaded
     raise CorruptCheckpointError(
         f"{location} was replaced during each of {_ATTEMPTS} attempts to load it; load it while no job saves to it"
@@ -305,14 +303,14 @@ def _find_adapter(location: str, context: ckptcore.Context | None) -> tuple[str,
 
     If the directory also contains the base model, the location is the file of the adapter.
     """
-    found = ckptcore.metadata(location, context=context)
-    if _CONFIG not in found.custom:
+    metadata = ckptcore.metadata(location, context=context)
+    if _CONFIG not in metadata.custom:
         file = f"{location.rstrip('/')}/adapter_model.safetensors"
         try:
             return file, ckptcore.metadata(file, context=context)
         except CheckpointNotFoundError:
-            return location, found
-    return location, found
+            return location, metadata
+    return location, metadata
 
 
 def _unwrap(model: torch.nn.Module) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
@@ -393,7 +391,7 @@ def _check_trained(model: torch.nn.Module, names: AdapterNames, adapter_name: st
         for name, parameter in parameters
         if parameter.requires_grad
         and id(parameter) not in held
-        and ((found := LoraName.of(name)) is None or found.adapter in (None, adapter_name))
+        and ((lora := LoraName.of(name)) is None or lora.adapter in (None, adapter_name))
     ]
     if lost:
         raise unsaved_error(lost, adapter_name)
@@ -460,10 +458,10 @@ def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
     return held.get(adapter_name) if isinstance(held, Mapping) else None
 
 
-def _stored_config(found: ckptcore.results.CheckpointMetadata, location: object) -> AdapterConfig:
-    if _CONFIG not in found.custom:
+def _stored_config(metadata: ckptcore.results.CheckpointMetadata, location: object) -> AdapterConfig:
+    if _CONFIG not in metadata.custom:
         raise CheckpointNotFoundError(
             f"{location} has no readable {_CONFIG_FILE}: pass a directory that PEFT or "
             "save_adapter wrote, or load only the arrays with ckptcore.load"
         )
-    return stored_config(found.custom[_CONFIG], location)
+    return stored_config(metadata.custom[_CONFIG], location)

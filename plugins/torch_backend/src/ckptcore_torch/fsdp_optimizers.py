@@ -18,7 +18,7 @@ from torch.distributed.fsdp import StateDictType
 
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
-from ckptcore_torch.dtypes import encoding_of_stored
+from ckptcore_torch.conversions import encoding_of_stored
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizer_names import NamedState
 from ckptcore_torch.optimizers import OptimizerHandler

@@ -1,15 +1,73 @@
-"""Leaf handlers by type of tensor, and of dtypes and devices."""
+"""Handlers by type: of tensors, of dtypes and devices, which are stored as text, and of containers."""
 
 from __future__ import annotations
 
 import sys
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
-from ckptcore.protocols import LeafHandler
+from ckptcore.handlers import ValueForm, ValueFormHandler
+from ckptcore.protocols import ContainerHandler, Flattened, LeafHandler, Priority
+from ckptcore_torch.optimizer_objects import OptimizerObject, OptimizerObjectHandler
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, is_sharded
-from ckptcore_torch.values import value_handler_of_type
+
+
+class _SizeHandler(ContainerHandler):
+    priority = Priority.EXACT
+
+    def flatten(self, value: torch.Size) -> Flattened:
+        return Flattened("tuple", range(len(value)), tuple(value), "torch.Size")
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        return torch.Size(children)  # type: ignore[arg-type]  # raises an error for other types itself
+
+
+_SIZES: Final = _SizeHandler()
+_OBJECTS: Final = OptimizerObjectHandler()
+
+
+def container_handler_of_type(value_type: type) -> ContainerHandler | None:
+    """Return the handler for a type, or None for types that are not PyTorch's."""
+    if value_type is torch.Size:
+        return _SIZES
+    return _OBJECTS if value_type is OptimizerObject else None
+
+
+def _named(kind: type, name: Any) -> object:
+    """Return the object of a type with a name such as ``torch.float32``.
+
+    Raises:
+        TypeError: if PyTorch has none.
+    """
+    constant = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(constant, kind):
+        raise TypeError(f"this PyTorch has no {kind.__name__} of that name")
+    return constant
+
+
+def _device(kind: type, text: Any) -> object:
+    if not isinstance(text, str):
+        raise TypeError("it is not text")
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+
+
+_HANDLERS: Final = {
+    torch.dtype: ValueFormHandler(ValueForm("torch.dtype", str, _named)),
+    torch.layout: ValueFormHandler(ValueForm("torch.layout", str, _named)),
+    torch.memory_format: ValueFormHandler(ValueForm("torch.memory_format", str, _named)),
+    torch.device: ValueFormHandler(ValueForm("torch.device", str, _device)),
+}
+
+
+def value_handler_of_type(leaf_type: type) -> LeafHandler | None:
+    """Return the handler for a type, or None for other types."""
+    return _HANDLERS.get(leaf_type)
+
 
 _PLAIN: Final = TensorHandler()
 _SUBCLASSES: Final = SubclassHandler()

@@ -1,11 +1,12 @@
-"""Checkpointable handler of `torch.nn.Module`."""
+"""Checkpointable handler of `torch.nn.Module`, and loaders of modules other than PyTorch's own."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
@@ -14,12 +15,97 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.conversions import encoding_of
 from ckptcore_torch.copies import ModuleCopy
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.module_loaders import NO_LOADERS, Loaders
 from ckptcore_torch.names import has_wrappers, plain_module_names, plain_names, wrapper_parts
 from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
+
+_WITHOUT_CHANGES: Final = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.")
+"""Modules of PyTorch whose hooks and loaders neither rename entries nor change their form: wrappers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """The parts of a module that load entries in a way of their own.
+
+    Attributes:
+        parts: the names of parts that may accept other entries than they save, at any depth inside them.
+        of_own_entries: the names of parts of which this is true for their own parameters and buffers only.
+        of_extra_state: the names of parts that set an extra state.
+        are_foreign: True if a loader is not PyTorch's, so that it may refuse any state.
+    """
+
+    parts: frozenset[str]
+    of_own_entries: frozenset[str]
+    of_extra_state: frozenset[str]
+    are_foreign: bool
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Loaders:
+        """Find the loaders in a module: hooks, overridden methods, and an overridden `load_state_dict` of the whole."""
+        parts, of_own_entries, of_extra_state = set[str](), set[str](), set[str]()
+        are_foreign = False
+        for name, part in module.named_modules(remove_duplicate=False):
+            for loader, owner in _loaders(part, is_whole=part is module):
+                if owner.startswith(_WITHOUT_CHANGES):
+                    continue
+                is_foreign = not owner.startswith("torch.")
+                are_foreign = are_foreign or is_foreign
+                if loader == "set_extra_state":
+                    of_extra_state.add(name)
+                elif loader == "_load_from_state_dict" and not is_foreign:
+                    of_own_entries.add(name)
+                else:
+                    parts.add(name)
+        return cls(frozenset(parts), frozenset(of_own_entries), frozenset(of_extra_state), are_foreign)
+
+    @property
+    def exist(self) -> bool:
+        """True if there are any."""
+        return bool(self.parts or self.of_own_entries or self.of_extra_state)
+
+    def with_plain_names(self, module: torch.nn.Module) -> Loaders:
+        """Return the loaders with the names of the parts in the plain model."""
+
+        def plain(names: frozenset[str]) -> frozenset[str]:
+            return frozenset(plain_module_names(module, names).values())
+
+        return Loaders(plain(self.parts), plain(self.of_own_entries), plain(self.of_extra_state), self.are_foreign)
+
+    def decide(self, name: str) -> bool:
+        """Return True if a loader decides about an entry of the state dict: which form it has, and if it must exist."""
+        owner, _, entry = name.rpartition(".")
+        if owner in self.of_own_entries or (entry == "_extra_state" and owner in self.of_extra_state):
+            return True
+        while self.parts:
+            if owner in self.parts:
+                return True
+            if not owner:
+                return False
+            owner = owner.rpartition(".")[0]
+        return False
+
+
+NO_LOADERS: Final = Loaders(frozenset(), frozenset(), frozenset(), are_foreign=False)
+"""The loaders of a module that PyTorch loads."""
+
+
+def _loaders(part: torch.nn.Module, *, is_whole: bool) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each loader of a part, and the Python module that defines it, with a dot at the end."""
+    for name in ("_load_from_state_dict", "set_extra_state", *(("load_state_dict",) if is_whole else ())):
+        method = getattr(type(part), name)
+        if method is not getattr(torch.nn.Module, name):
+            yield name, f"{method.__module__}."
+    for hook in (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()):
+        yield "hook", f"{_module_of(hook)}."
+
+
+def _module_of(hook: Any) -> str:
+    """Return the Python module of a hook, which PyTorch may wrap to pass the module, and which may be partial."""
+    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
+        hook = inner
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 class ModuleHandler(CheckpointableHandler):
@@ -140,16 +226,16 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
         elif name in stored:
             has_form = _has_form(held, stored[name], any_dtype=not loaders.are_foreign)
             request[name] = held if has_form else _stored_form(held, stored[name])
-    for name, found in stored.items():
+    for name, item in stored.items():
         if name not in state and isinstance(name, str) and loaders.decide(name):
-            request[name] = state_to_load(None, found, array=abstract_tensor)
+            request[name] = state_to_load(None, item, array=abstract_tensor)
     return request
 
 
 def _identities(state: Mapping[str, Any]) -> dict[str, Hashable]:
     """Return the identity of each tensor of a state dict: tied ones are equal."""
-    found = {name: identity_of(held) for name, held in state.items()}
-    return {name: identity for name, identity in found.items() if identity is not None}
+    identities = {name: identity_of(held) for name, held in state.items()}
+    return {name: identity for name, identity in identities.items() if identity is not None}
 
 
 def _with_all_names(own: Mapping[str, Any], state: Any) -> Any:
@@ -246,14 +332,14 @@ def _refuse_other_wrappers(
     if not loaders.parts and len({_prefixes(stored_names[plain], own_names[plain]) for plain in own_names}) == 1:
         return
     plain = next(name for name in stored_names if stored_names[name] != own_names[name])
-    found, expected = stored_names[plain], own_names[plain]
-    parts = list(wrapper_parts(found)[0])
+    stored_name, expected = stored_names[plain], own_names[plain]
+    parts = list(wrapper_parts(stored_name)[0])
     for part in wrapper_parts(expected)[0]:
         if part in parts:
             parts.remove(part)
     prefix = ".".join(parts) + "." if parts else ""
     reason = f"with {prefix!r} of a wrapper" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
-    difference = f"{expected!r} is stored as {found!r}, {reason}"
+    difference = f"{expected!r} is stored as {stored_name!r}, {reason}"
     raise TreeMismatchError(
         f"the stored names do not fit the {type(module).__qualname__}: {difference}. The "
         "checkpoint contains a state dict of a module in other wrappers, saved as a plain dict. "

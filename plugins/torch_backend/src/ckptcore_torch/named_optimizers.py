@@ -52,9 +52,9 @@ class NamedOptimizer:
             TypeError: if there is no optimizer, or an object of another type.
         """
         if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
-            found = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers) or "nothing"
+            kinds = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers) or "nothing"
             raise TypeError(
-                f"NamedOptimizer(model, optimizer, ...) takes torch.optim.Optimizer objects; found: {found}"
+                f"NamedOptimizer(model, optimizer, ...) takes torch.optim.Optimizer objects; found: {kinds}"
             )
         self.model = model
         self.optimizers = optimizers
@@ -236,16 +236,16 @@ def _merge(members: Sequence[NamedState]) -> dict[str, Any]:
 
 def _aliases(members: Sequence[NamedState]) -> dict[str, NamedState]:
     """Return the optimizer of each parameter, by every name of the parameter."""
-    found: dict[str, NamedState] = {}
+    aliases: dict[str, NamedState] = {}
     for member in members:
         for alias in member.aliases:
-            if alias in found:
+            if alias in aliases:
                 raise NameCollisionError(
                     f"the parameter {alias!r} belongs to two optimizers, but only one state "
                     "can have its name; save each optimizer in a separate NamedOptimizer"
                 )
-            found[alias] = member
-    return found
+            aliases[alias] = member
+    return aliases
 
 
 def _are_numbered(stored: object) -> bool:
@@ -269,13 +269,13 @@ def _is_by_name(stored: Mapping[Any, Any]) -> bool:
 def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, Any]) -> None:
     known = _aliases(members)
     stored = [key for key in parameter_keys(nested["param_groups"]) if isinstance(key, str)]
-    found = [known[name].aliases[name] for name in stored if name in known]
-    present = set(found)
+    names = [known[name].aliases[name] for name in stored if name in known]
+    present = set(names)
     lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in present]
     differences = [
         *(f"{name} is in no stored group" for name in lacking),
         *(f"{name} is stored but is not a parameter of the optimizer" for name in stored if name not in known),
-        *(f"{name} is stored twice" for name, count in Counter(found).items() if count > 1),
+        *(f"{name} is stored twice" for name, count in Counter(names).items() if count > 1),
     ]
     if len(members) > 1:
         others = (nested.get("state") or {}).keys() - stored
@@ -294,17 +294,17 @@ def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, 
 
 def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> dict[Any, Any]:
     known = _aliases(members)
-    found: dict[Any, Any] = {}
+    loadable: dict[Any, Any] = {}
     for key, slots in (nested.get("state") or {}).items():
         member = known.get(key)
         if member is None:
             (member,) = members  # `_expect_same_parameters` refuses such a state for several optimizers
-            found[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
+            loadable[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
         else:
             name = member.aliases[key]
             slots = member.fit(name, slots)
-            found[key] = slots_to_load(member.to_fill.get(name), slots, functools.partial(member.array, name))
-    return found
+            loadable[key] = slots_to_load(member.to_fill.get(name), slots, functools.partial(member.array, name))
+    return loadable
 
 
 def _groups_to_load(members: Sequence[NamedState], stored_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -373,7 +373,7 @@ def _source_groups(
             after they are loaded.
     """
     group_of = {name: numbers[alias] for alias, name in member.aliases.items() if alias in numbers}
-    found = []
+    result = []
     for own in member.groups:
         sources = list(dict.fromkeys(group_of[name] for name in own["params"]))
         for source in sources[1:]:
@@ -393,8 +393,8 @@ def _source_groups(
                     f"{difference} but are now in one group; use the same groups as when the optimizer was saved",
                     [difference],
                 )
-        found.append(sources)
-    return found
+        result.append(sources)
+    return result
 
 
 def _equal_options(one: Any, other: Any) -> bool:

@@ -38,7 +38,7 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
     wrappers = _wrappers_in(module)
     if not wrappers:
         return {name: name for name in names}
-    found: dict[str, str] = {}
+    plain_by_name: dict[str, str] = {}
     taken: dict[str, str] = {}
     for name in names:
         plain = _plain_name(module, name, wrappers)
@@ -48,8 +48,8 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
                 f"{other!r} and {name!r} of the {type(module).__qualname__} have the same name "
                 f"{plain!r} without wrappers; rename one. Nothing was written"
             )
-        found[name] = plain
-    return found
+        plain_by_name[name] = plain
+    return plain_by_name
 
 
 def plain_module_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:

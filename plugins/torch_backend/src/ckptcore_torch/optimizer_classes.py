@@ -1,7 +1,11 @@
 """Classes of optimizers: a stored state is compared with an optimizer by its options and the states of parameters.
 
-A state does not have the name of its class. PyTorch loads the state of any class: the moments and the learning rate of
-an AdamW would be those of an SGD, and a missing state of a parameter fails in the next step.
+A state does not have the name of its class. PyTorch loads the state of any class: the moments and the learning rate
+of an AdamW would be those of an SGD, and a missing state of a parameter fails in the next step.
+
+The order of parameters in the groups of two states is compared by their ``param_names``. PyTorch stores
+``param_names`` if an optimizer was created with `Module.named_parameters`, and its ``load_state_dict`` ignores them
+(torch 2.13.0, ``optim/optimizer.py``).
 """
 
 from __future__ import annotations
@@ -10,11 +14,87 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore_torch.names import wrapper_parts
+
+_NAMES_SHOWN = 10
+
+
+def has_parameter_names(groups: object) -> bool:
+    """Return True if groups of a state dict have a name for each parameter, and no name is used twice."""
+    if not isinstance(groups, list | tuple):
+        return False
+    names: list[str] = []
+    for group in groups:
+        if not isinstance(group, Mapping):
+            return False
+        numbers, own = group.get("params"), group.get("param_names")
+        if not isinstance(numbers, list | tuple) or not isinstance(own, list | tuple) or len(numbers) != len(own):
+            return False
+        if not all(type(number) is int for number in numbers) or not all(isinstance(name, str) for name in own):
+            return False
+        names += map(_plain, own)
+    return len(names) == len(set(names)) > 0
+
+
+def in_order_of(
+    groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], optimizer: str
+) -> list[dict[str, Any]]:
+    """Return groups, and the parameters in each, in the order of the same parameters in `others`.
+
+    Names are compared without the parts of wrappers.
+
+    Args:
+        groups: groups with parameter names.
+        others: groups with the same names.
+        optimizer: name of the optimizer's type, for errors.
+
+    Raises:
+        TreeMismatchError: if the names differ, or are in other groups.
+    """
+    found, expected = (_names_by_group(its) for its in (others, groups))
+    differences = [
+        *[f"{name!r} is only in the checkpoint" for name in _united(found) if name not in _united(expected)],
+        *[f"{name!r} is only in the optimizer" for name in _united(expected) if name not in _united(found)],
+    ]
+    if not differences and set(found) != set(expected):
+        differences = [
+            f"the group of {next(iter(names))!r} has other parameters" for names in expected if names not in set(found)
+        ]
+    if differences:
+        raise TreeMismatchError(
+            f"the parameters of the {optimizer} are not those of the checkpoint: "
+            f"{'; '.join(differences[:_NAMES_SHOWN])}. Create the optimizer with the same parameters in the same "
+            "groups; or, if only their names differ, create it with model.parameters(), which has no names: then the "
+            "state loads by the position of each parameter",
+            differences,
+        )
+    by_names = dict(zip(expected, groups, strict=True))
+    return [_reordered(by_names[names], other) for names, other in zip(found, others, strict=True)]
+
+
+def _reordered(group: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    places = {_plain(name): place for place, name in enumerate(group["param_names"])}
+    order = [places[_plain(name)] for name in other["param_names"]]
+    numbers, names = ([group[key][place] for place in order] for key in ("params", "param_names"))
+    return {**group, "params": numbers, "param_names": names}
+
+
+def _names_by_group(groups: Sequence[Mapping[str, Any]]) -> list[frozenset[str]]:
+    return [frozenset(map(_plain, group["param_names"])) for group in groups]
+
+
+def _united(names: Sequence[frozenset[str]]) -> list[str]:
+    return sorted(frozenset().union(*names))
+
+
+def _plain(name: str) -> str:
+    return wrapper_parts(name)[1]
+
 
 _OF_ANY_CLASS: Final = frozenset(
     ("adjust_lr_fn", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
@@ -162,9 +242,9 @@ class _Options:
         defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
         name = _class_of_torch(optimizer)
-        compared = functools.cache(lambda found: cls._of_group(defaults, own, found, is_of_torch=name is not None))
-        found = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
-        return [compared(entries) for entries in found if entries - _ANY]
+        compared = functools.cache(lambda groups: cls._of_group(defaults, own, groups, is_of_torch=name is not None))
+        groups = [frozenset(map(str, group)) for group in stored_groups if isinstance(group, Mapping)]
+        return [compared(entries) for entries in groups if entries - _ANY]
 
     @classmethod
     def _of_group(
@@ -220,7 +300,7 @@ class _States:
     def of(cls, optimizer: torch.optim.Optimizer, own: Iterable[object], stored: Iterable[object]) -> _States:
         """Compare states. Empty states are ignored."""
         entries = [entry for state in stored if (entry := _entries(state))]
-        found = frozenset[str]().union(*entries)
+        slots = frozenset[str]().union(*entries)
         name = _class_of_torch(optimizer)
         if name is not None and name in _STATES:
             always, others = (frozenset(text.split()) for text in _STATES[name])
@@ -228,10 +308,10 @@ class _States:
             can_step = any(always <= entry for entry in entries) and all(counts <= entry for entry in entries)
             lacking = frozenset[str]() if can_step else frozenset[str]().union(*[always - entry for entry in entries])
             complete = [frozenset(needs.split()) for needs, _ in _STATES.values() if needs]
-            are_of_others = found.isdisjoint(always | others) and any(needs <= found for needs in complete)
-            return cls(always | (others & found), found, len(entries), True, lacking, are_of_others)
+            are_of_others = slots.isdisjoint(always | others) and any(needs <= slots for needs in complete)
+            return cls(always | (others & slots), slots, len(entries), True, lacking, are_of_others)
         present = frozenset[str]().union(*map(_entries, own))
-        return cls(present or None, found, len(entries), name is not None)
+        return cls(present or None, slots, len(entries), name is not None)
 
     @property
     def agree(self) -> bool:
@@ -268,10 +348,10 @@ def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None
 
 
-def _classes_of_torch(found: frozenset[str]) -> Iterator[frozenset[str]]:
+def _classes_of_torch(options_of_state: frozenset[str]) -> Iterator[frozenset[str]]:
     """Yield the options of each class of PyTorch that can have written a group: it has all of them, and its flags."""
     for options, flags in _options_of_torch():
-        if options <= found and len(flags & found) >= min(2, len(flags)):
+        if options <= options_of_state and len(flags & options_of_state) >= min(2, len(flags)):
             yield options
 
 

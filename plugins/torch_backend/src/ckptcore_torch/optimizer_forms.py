@@ -105,13 +105,13 @@ class _FlatKeys:
     def as_stored(self, nested: Mapping[str, Any]) -> dict[str, Any]:
         """Return the flat form of a nested state dict whose groups have one parameter each, as from `nested`."""
         groups = {group["params"][0]: group for group in nested[_GROUPS]}
-        found: dict[str, Any] = {}
+        flat: dict[str, Any] = {}
         for key, (section, name, path) in self.paths.items():
             node: Any = nested[_STATE] if section == _STATE else groups
             for step in (name, *path):
                 node = node[step]
-            found[key] = node
-        return found
+            flat[key] = node
+        return flat
 
 
 def form_of(state: Mapping[Any, Any], names: Collection[str]) -> StoredForm:
@@ -175,12 +175,12 @@ def with_others(request: Mapping[str, Any], stored: Mapping[str, Any], names: Co
 
 def without_placeholders(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the placeholders of `with_others` from a loaded state."""
-    found = {}
+    kept = {}
     for key, value in loaded.items():
         if value is not PLACEHOLDER:
             is_part = key in (_STATE, _GROUPS) and isinstance(value, dict)
-            found[key] = {name: held for name, held in value.items() if held is not PLACEHOLDER} if is_part else value
-    return found
+            kept[key] = {name: held for name, held in value.items() if held is not PLACEHOLDER} if is_part else value
+    return kept
 
 
 def _others(groups: object, names: Collection[str]) -> Collection[str]:

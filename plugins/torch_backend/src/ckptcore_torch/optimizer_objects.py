@@ -1,4 +1,4 @@
-"""Objects in the states of optimizers, such as the projectors of GaLore: they are saved as their attributes.
+"""Objects and composed tensors in the states of optimizers, such as projectors of GaLore, saved as their attributes.
 
 A load creates the object again. Its class is a plain class of the optimizer's own library that the module of the
 optimizer has, never imported because a checkpoint names it, and no method of it is called.
@@ -14,9 +14,68 @@ import torch
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.handlers import state_to_load
-from ckptcore.model import AbstractArray, Attribute, StoredObject
+from ckptcore.model import PARTS, AbstractArray, Attribute, StoredObject
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.tensor_parts import inner_tensor, is_composed, parse_text
+
+_SIGNED: Final = "exp_avg"
+"""The only slot of torchao's optimizers with negative elements."""
+
+
+def with_composed_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, stored: Any) -> Any:
+    """Return the stored state of a parameter, with a tensor of the optimizer in place of each dict of parts.
+
+    An optimizer without a state has no such tensors yet. Those of torchao.optim make them with the options and the
+    sharding of the optimizer. The stored type is only compared, and never used to find code.
+
+    Raises:
+        TreeMismatchError: if the optimizer has no such tensor, and it is unknown how it makes one.
+    """
+    if parameter is None or not isinstance(stored, Mapping):
+        return stored
+    made = {
+        name: _slot(optimizer, parameter, name, slot)
+        for name, slot in stored.items()
+        if isinstance(slot, Mapping) and PARTS in slot
+    }
+    return {**stored, **made} if made else stored
+
+
+def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, stored: Mapping[str, Any]) -> object:
+    kind = str(parse_text(stored[PARTS]).get("type"))
+    held = optimizer.state.get(parameter, {}).get(name)
+    if not isinstance(held, torch.Tensor):
+        make = _maker(optimizer, parameter)
+        if make is None and type(inner_tensor(parameter)).__qualname__ == kind:
+            return torch.zeros_like(parameter)  # as optimizers make the state of a parameter of that class
+        if make is None:
+            difference = f"{name} is stored as the parts of a {kind}, and this {type(optimizer).__name__} has none"
+            raise TreeMismatchError(
+                f"{difference}: create the optimizer that was saved. If it makes this tensor in its first step, make "
+                "one step, and load the model and the optimizer then",
+                [difference],
+            )
+        held = make(name)
+    if kind.startswith("torch.") or is_composed(inner_tensor(held)):
+        return held
+    difference = (
+        f"{name} is stored as the parts of a {kind}, and the {type(optimizer).__name__} has a plain tensor for a "
+        f"parameter of the shape {tuple(parameter.shape)}"
+    )
+    raise TreeMismatchError(
+        f"{difference}, as for shards that are too small or do not have whole blocks: load it on the mesh and with the "
+        "options with which it was saved",
+        [difference],
+    )
+
+
+def _maker(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Callable[[str], torch.Tensor] | None:
+    """Return the function that creates a tensor of the state by its name; None if the optimizer is not torchao's."""
+    make = getattr(optimizer, "_new_buffer", None)
+    of_torchao = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
+    return (lambda name: make(parameter, name == _SIGNED)) if of_torchao and callable(make) else None
+
 
 _CONTAINERS: Final = (dict, list, tuple)
 _ATOMS: Final = frozenset((torch.Tensor, torch.nn.Parameter, AbstractArray, bool, int, float, str, type(None)))
@@ -79,15 +138,15 @@ def objects_to_load(optimizer: torch.optim.Optimizer, stored: Any) -> Any:
         TreeMismatchError: the class of an object is not in the module of the optimizer.
     """
     if isinstance(stored, StoredObject):
-        found = _class_of(optimizer, stored.type)
-        if found is None:
+        known = _class_of(optimizer, stored.type)
+        if known is None:
             difference = f"the stored state has a {stored.type}, which the module of {type(optimizer).__name__} lacks"
             raise TreeMismatchError(
                 f"{difference}. Load it into an optimizer of the class that was saved, or use PLACEHOLDER in the place "
                 "of the optimizer to start with a new state",
                 [difference],
             )
-        return OptimizerObject(_new(found, state_to_load({}, dict(stored), array=abstract_tensor)))
+        return OptimizerObject(_new(known, state_to_load({}, dict(stored), array=abstract_tensor)))
     return _mapped(stored, lambda child: objects_to_load(optimizer, child))
 
 
@@ -127,9 +186,9 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
     for kind in type(optimizer).__mro__:
         if kind is torch.optim.Optimizer:
             return None
-        found = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
-        if isinstance(found, type) and _name_of(found) == name and _is_of(kind, found):
-            return found
+        member = getattr(sys.modules.get(kind.__module__), name.rpartition(".")[2], None)
+        if isinstance(member, type) and _name_of(member) == name and _is_of(kind, member):
+            return member
     return None
 
 

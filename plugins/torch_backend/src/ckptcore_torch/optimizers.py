@@ -14,12 +14,16 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_state_like, abstract_tensor
-from ckptcore_torch.composed_slots import with_composed_slots
+from ckptcore_torch.conversions import encoding_of
 from ckptcore_torch.copies import OptimizerCopy
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.optimizer_classes import refuse_other_class, refuse_unmigrated
-from ckptcore_torch.optimizer_objects import OptimizerObject, objects_to_load, with_objects, wrapped_objects
-from ckptcore_torch.parameter_order import has_parameter_names, in_order_of
+from ckptcore_torch.optimizer_classes import has_parameter_names, in_order_of, refuse_other_class, refuse_unmigrated
+from ckptcore_torch.optimizer_objects import (
+    OptimizerObject,
+    objects_to_load,
+    with_composed_slots,
+    with_objects,
+    wrapped_objects,
+)
 from ckptcore_torch.tensors import same_memory
 
 
@@ -201,18 +205,18 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
 
 def _has_form(tensor: torch.Tensor, stored: Any, name: object) -> bool:
     """Return True if a tensor has the shape and dtype of a stored array, so that the load fills it."""
-    found = stored.get(name) if isinstance(stored, Mapping) else None
-    if not isinstance(found, AbstractArray) or tuple(tensor.shape) != found.shape:
+    entry = stored.get(name) if isinstance(stored, Mapping) else None
+    if not isinstance(entry, AbstractArray) or tuple(tensor.shape) != entry.shape:
         return False
     encoding = encoding_of(tensor.dtype)
-    return encoding.kind == PLAIN_ARRAY and encoding.name == found.dtype.name
+    return encoding.kind == PLAIN_ARRAY and encoding.name == entry.dtype.name
 
 
 def options_to_load(own: Mapping[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
     """Return the request for the options of a group. See `slots_to_load`."""
     options = {name: option for name, option in stored.items() if name != "params"}
-    found: dict[str, Any] = slots_to_load(dict(own), options, abstract_tensor)
-    return found
+    loadable: dict[str, Any] = slots_to_load(dict(own), options, abstract_tensor)
+    return loadable
 
 
 def parameter_keys(stored_groups: object) -> Iterator[object]:
@@ -300,11 +304,11 @@ _MANY: Final = 1000
 def _refuse_other_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Any], stored_groups: Sequence[Any]) -> None:
     """Raise an error if a large group has another number of parameters. The core reports small ones."""
     for number, (group, stored) in enumerate(zip(groups, stored_groups, strict=False)):
-        found = stored.get("params") if isinstance(stored, Mapping) else None
+        parameters = stored.get("params") if isinstance(stored, Mapping) else None
         own = len(group["params"])
-        if isinstance(found, list | tuple) and len(found) != own and max(len(found), own) >= _MANY:
+        if isinstance(parameters, list | tuple) and len(parameters) != own and max(len(parameters), own) >= _MANY:
             difference = (
-                f"group {number} of the {type(optimizer).__name__} has {own} parameters, {len(found)} are stored"
+                f"group {number} of the {type(optimizer).__name__} has {own} parameters, {len(parameters)} are stored"
             )
             raise TreeMismatchError(f"{difference}. Create it with the parameters that it had", [difference])
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import JSON
-from ckptcore_torch.adapter_configs import config_json
-from ckptcore_torch.adapter_names import PREFIX, Biases, without_wrappers
+from ckptcore_torch.adapter_names import PREFIX, Biases, config_json, without_wrappers
 
 _MAX_NAMED: Final = 5
 
@@ -122,10 +121,10 @@ class PeftAdapter:
             for name, value in stored_config.items():
                 if (name.startswith("save_") or name == "rank_pattern") and hasattr(config, name):
                     setattr(config, name, value)
-            found = {self._stored_name(name): tensor for name, tensor in self._saved().items()}
+            tensors = {self._stored_name(name): tensor for name, tensor in self._saved().items()}
         plain = {self._stored_name(name): tensor for name, tensor in self.own.items()}
-        found |= {name: plain[name] for name in stored if name not in found and name in plain}
-        return {name: tensor if tensor.is_meta else tensor.detach().clone() for name, tensor in found.items()}
+        tensors |= {name: plain[name] for name in stored if name not in tensors and name in plain}
+        return {name: tensor if tensor.is_meta else tensor.detach().clone() for name, tensor in tensors.items()}
 
     def fill(self, tensors: Mapping[str, torch.Tensor], stored_config: Mapping[str, JSON]) -> None:
         """Set the adapter to the tensors of `current`, as PEFT does."""

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore_torch.placements import DTensorPlacement, sharding_cuts
-from ckptcore_torch.stored_parts import flat_shape
+from ckptcore_torch.dtensors import DTensorPlacement, sharding_cuts
+from ckptcore_torch.tensor_parts import flat_shape
 
 _TABLES: Final = ("qmap",)
 """Names of tables that are equal on all processes."""
@@ -69,9 +69,9 @@ class ShardedParts:
             return self._as_dtensor(part, self._shape), ()
         if (part.numel() == 1 and not is_flat) or name in _TABLES:
             return part, ()
-        found = self._flat(part) if is_flat else self._grid(tuple(part.shape))
-        if found is not None:
-            shape, local = found
+        parts = self._flat(part) if is_flat else self._grid(tuple(part.shape))
+        if parts is not None:
+            shape, local = parts
             return self._as_dtensor(part.view(local), shape), ()
         return self._tiles(name, part)
 

@@ -32,7 +32,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
-from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
+from ckptcore_torch.conversions import FRAMEWORK, encoding_of
 from ckptcore_torch.tensors import TensorHandler, expect_shape, is_fake
 
 _LOCAL_HANDLER: Final = TensorHandler()
@@ -83,7 +83,7 @@ class ShardedTensorHandler(LeafHandler):
                 unknown.
         """
         replica, replicas = _replica(leaf, rank, size)
-        found = []
+        shards = []
         for box, local in _local_shards(leaf):
             if tuple(local.shape) != box.shape:
                 raise UnsupportedLeafError(
@@ -94,8 +94,8 @@ class ShardedTensorHandler(LeafHandler):
             _LOCAL_HANDLER.shards(
                 local, rank, size
             )  # checks the memory, and orders copies after pending work of the device
-            found.append(Shard(box, replica, replicas))
-        return found
+            shards.append(Shard(box, replica, replicas))
+        return shards
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy boxes of this process's shards to the host."""

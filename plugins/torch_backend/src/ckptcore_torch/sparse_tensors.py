@@ -11,8 +11,8 @@ from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, Unsupport
 from ckptcore.model import PARTS, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.stored_parts import expect_parts, parse_text, stored_text
+from ckptcore_torch.conversions import encoding_of
+from ckptcore_torch.tensor_parts import expect_parts, parse_text, stored_text
 
 _COMPRESSED: Final[Mapping[torch.layout, tuple[str, str]]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -48,9 +48,9 @@ class SparseHandler(CheckpointableHandler):
             TreeMismatchError: if another layout, shape or dtype is stored.
         """
         own = self.flatten(value)
-        found = expect_parts(own[PARTS], stored, may_differ=("coalesced",))
+        given = expect_parts(own[PARTS], stored, may_differ=("coalesced",))
         return {
-            name: part if name == PARTS else _abstract_part(name, part, found.get(name)) for name, part in own.items()
+            name: part if name == PARTS else _abstract_part(name, part, given.get(name)) for name, part in own.items()
         }
 
     def unflatten(self, like: torch.Tensor, state: Any) -> object:
@@ -177,8 +177,8 @@ def resize_sparse_buffers(module: torch.nn.Module, state: Mapping[str, Any]) -> 
 def _abstract_part(name: str, own: Any, stored: object) -> torch.Tensor:
     """Return the request for a stored part, of any number of elements."""
     if not isinstance(stored, AbstractArray) or stored.dtype.name != encoding_of(own.dtype).name:
-        found = stored.dtype.name if isinstance(stored, AbstractArray) else "no array"
-        difference = f"{name}: {encoding_of(own.dtype).name} is requested, {found} is stored"
+        description = stored.dtype.name if isinstance(stored, AbstractArray) else "no array"
+        difference = f"{name}: {encoding_of(own.dtype).name} is requested, {description} is stored"
         raise TreeMismatchError(f"{difference}: request a tensor of the stored dtype", [difference])
     shape: Sequence[int] = stored.shape
     return empty_tensor(torch.Size(shape), own.dtype, None if own.device.type in ("cpu", "meta") else own.device)

@@ -13,8 +13,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
-from ckptcore_torch.store_handshakes import StoreHandshake, handshakes
-from ckptcore_torch.watched_stores import WatchedStore, run_watched
+from ckptcore_torch.store_handshakes import StoreHandshake, WatchedStore, handshakes, run_watched
 
 T = TypeVar("T")
 
@@ -32,6 +31,10 @@ class StoreCoordinator:
     keys of an earlier run of the job. If the store fails, an exchange raises an error at once. If
     the store does not answer a request, the exchange raises an error after the timeout.
     Thread-safe.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of processes.
     """
 
     def __init__(
@@ -56,8 +59,8 @@ class StoreCoordinator:
         # Any, because the type annotations of torch say str for values, which are bytes.
         self._unprefixed: Final[Any] = store
         self._store: Final[Any] = _with_prefix(store)
-        self._rank: Final = rank
-        self._size: Final = size
+        self.rank: Final = rank
+        self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
         self._handshake: Final = handshake or handshakes().of(store, self._store, rank, size)
         self._awaited: Final[dict[str, Sequence[int]]] = {}  # by key of a running exchange
@@ -81,19 +84,9 @@ class StoreCoordinator:
         handshake = handshakes().of(world, _with_prefix(store), rank, size)
         return cls(store, rank, size, timeout_seconds=timeout_seconds, handshake=handshake)
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self._size
-
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> StoreCoordinator:
         """Return a coordinator of some ranks. See `ckptcore.protocols.GathersInGroups`."""
-        rank, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        rank, seconds = ranks.index(self.rank), self._timeout_seconds * deadlines
         return StoreCoordinator(self._unprefixed, rank, len(ranks), timeout_seconds=seconds, handshake=self._handshake)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
@@ -102,7 +95,7 @@ class StoreCoordinator:
         Only the leader waits for other ranks, and then removes their payloads. In its first
         exchange, every other rank also waits until the leader answers the handshake.
         """
-        if self._size == 1:
+        if self.size == 1:
             return [payload]
         return self._exchange(key, lambda store, prefix: self._gather(store, key, prefix, payload))
 
@@ -113,11 +106,11 @@ class StoreCoordinator:
         waits until all ranks have finished the handshake, unless it has waited for all ranks in a
         gather before. The last rank to receive the payload removes it.
         """
-        if (payload is None) == (self._rank == 0):
+        if (payload is None) == (self.rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader must pass a payload, and other ranks must not")
         if payload is None:
             return self._exchange(key, lambda store, prefix: self._receive(store, key, prefix))
-        if self._size > 1:
+        if self.size > 1:
             given = payload
             self._exchange(key, lambda store, prefix: self._send(store, prefix, given))
         return payload
@@ -134,20 +127,20 @@ class StoreCoordinator:
             return exchange(store, f"{self._handshake.run_id(store, key, timeout)}/{key}")
 
         try:
-            return run_watched(self._store, key, self._rank, timeout, run)
+            return run_watched(self._store, key, self.rank, timeout, run)
         finally:
             self._awaited.pop(key, None)
 
     def _gather(self, store: WatchedStore, key: str, prefix: str, payload: bytes) -> Sequence[bytes] | None:
-        if self._rank:
-            store.set(f"{prefix}/{self._rank}", payload)
+        if self.rank:
+            store.set(f"{prefix}/{self.rank}", payload)
             return None
-        names = {rank: f"{prefix}/{rank}" for rank in range(1, self._size)}
+        names = {rank: f"{prefix}/{rank}" for rank in range(1, self.size)}
         try:
             self._wait(store, key, names)
         finally:
             # Not in a group of some ranks: the other ranks may not have taken part in the handshake yet.
-            if self._size == self._handshake.size:
+            if self.size == self._handshake.size:
                 self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
         for name in names.values():
@@ -162,7 +155,7 @@ class StoreCoordinator:
         name, counter = f"{prefix}/payload", f"{prefix}/received"
         self._wait(store, key, {0: name})
         received = store.get(name)
-        if store.add(counter, 1) == self._size - 1:
+        if store.add(counter, 1) == self.size - 1:
             store.remove(name)
             store.remove(counter)
         return received
@@ -179,7 +172,7 @@ class StoreCoordinator:
             self._awaited[key] = tuple(missing)
             if time.monotonic() >= deadline:
                 raise CoordinationTimeoutError(
-                    f"{len(missing)} of {self._size} ranks did not reach the exchange {key!r} "
+                    f"{len(missing)} of {self.size} ranks did not reach the exchange {key!r} "
                     f"within {self._timeout_seconds:g} s: {list(missing)}; check their logs. If they were only late, "
                     "set Context(job=JobOptions(coordinator=StoreCoordinator.of_job(timeout_seconds=...))) on every "
                     "rank",
@@ -252,12 +245,8 @@ class GroupCoordinator(StoreCoordinator):
             incarnation: number of the group in this process.
         """
         super().__init__(store, rank, size, handshake=handshake)
-        self._incarnation: Final = incarnation
-
-    @property
-    def incarnation(self) -> int:
+        self.incarnation: Final = incarnation
         """Number of this group among the groups that this process has used, from 1."""
-        return self._incarnation
 
 
 class _GroupCoordinators:
@@ -270,14 +259,14 @@ class _GroupCoordinators:
 
     def of(self, group: Any) -> GroupCoordinator:
         with self._lock:
-            found = self._known.get(group)
-            if found is None:
+            coordinator = self._known.get(group)
+            if coordinator is None:
                 self._count += 1
                 store, rank, size = _store_of(group), group.rank(), group.size()
                 handshake = handshakes().of(group, _with_prefix(store), rank, size)
-                found = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._count)
-                self._known[group] = found
-            return found
+                coordinator = GroupCoordinator(store, rank, size, handshake=handshake, incarnation=self._count)
+                self._known[group] = coordinator
+            return coordinator
 
 
 @functools.cache
@@ -313,5 +302,5 @@ def _store_of(world: Any) -> Any:
     """Return the store of a process group, or the default store if torch does not return it."""
     # Older versions of torch lack the method. It returns None for a group that is implemented in
     # Python (torch 2.13.0).
-    found = world.get_group_store() if hasattr(world, "get_group_store") else None
-    return dist.distributed_c10d._get_default_store() if found is None else found
+    store = world.get_group_store() if hasattr(world, "get_group_store") else None
+    return dist.distributed_c10d._get_default_store() if store is None else store

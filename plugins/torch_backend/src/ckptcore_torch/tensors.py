@@ -28,8 +28,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
-from ckptcore_torch.conversions import copy_elements, elements_as, host_view, shares_memory
-from ckptcore_torch.dtypes import FRAMEWORK, encoding_of
+from ckptcore_torch.conversions import FRAMEWORK, copy_elements, elements_as, encoding_of, host_view, shares_memory
 from ckptcore_torch.sparse_tensors import sparse_or_quantized_handler
 from ckptcore_torch.tensor_parts import SubclassPartsHandler, inner_tensor, is_composed, share_parts
 from ckptcore_torch.transfers import finish_work_on, start_copy
@@ -398,8 +397,10 @@ def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> Array
     """
     if isinstance(stored, ArrayRecord) and stored.spec.shape == shape:
         return stored
-    found = f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
-    difference = f"{found} is stored, requested as a {noun} of the shape {shape}"
+    description = (
+        f"a {stored.kind}" if isinstance(stored, ValueRecord) else f"an array of the shape {stored.spec.shape}"
+    )
+    difference = f"{description} is stored, requested as a {noun} of the shape {shape}"
     raise TreeMismatchError(difference, [difference])
 
 

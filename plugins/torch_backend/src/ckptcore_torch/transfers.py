@@ -15,7 +15,7 @@ import torch
 
 from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
-from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.conversions import encoding_of
 
 _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""

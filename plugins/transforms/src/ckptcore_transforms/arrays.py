@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptcore.derivations import cast, cut, pad, reshape
-from ckptcore.errors import TransformError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
-from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import (
-    expect_callable,
-    expect_dtype,
-    expect_int,
-    expect_ints,
-    expect_number,
-    expect_pattern,
-)
 from ckptcore_transforms.derived_arrays import computed, permute, weighted_sum
 from ckptcore_transforms.patterns import Pattern, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import (
+    DtypeName,
+    Sizes,
+    TreeTransform,
+    naming,
+    not_invertible,
+)
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
 
@@ -36,17 +32,12 @@ class EachArray(TreeTransform):
 
     pattern: Pattern
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays."""
         replacements = {}
         for path, _, array in tree.arrays(Template(self.pattern)):
-            try:
+            with naming(path):
                 now = self.changed(array)
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             leaf = tree.leaves[path]
             replacements[path] = {path: leaf if now is array else ArrayLeaf.of(now)}
         tree.replace(replacements)
@@ -83,14 +74,8 @@ class Cast(EachArray):
             inverse needs it.
     """
 
-    dtype: str
-    stored: str | None = None
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
-        if self.stored is not None:
-            object.__setattr__(self, "stored", expect_dtype(self, "stored"))
+    dtype: DtypeName
+    stored: DtypeName | None = None
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Cast an array."""
@@ -122,12 +107,6 @@ class Scale(EachArray):
 
     factor: float
     undo: float | None = None
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        expect_number(self, "factor")
-        if self.undo is not None:
-            expect_number(self, "undo")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Multiply an array."""
@@ -164,11 +143,6 @@ class Slice(EachArray):
     stop: int
     axis: int = 0
 
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        for name in ("start", "stop", "axis"):
-            expect_int(self, name)
-
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Slice an array."""
         shape = array.spec.shape
@@ -203,11 +177,6 @@ class Pad(EachArray):
     axis: int = 0
     value: float = 0
     stored: int | None = None
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        for name in ("size", "axis") if self.stored is None else ("size", "axis", "stored"):
-            expect_int(self, name)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Pad an array."""
@@ -247,14 +216,6 @@ class Apply(EachArray):
     result: Callable[[AbstractArray], AbstractArray] | None = None
     undo: Callable[[Any], Any] | None = None
 
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        expect_callable(self, "function")
-        if self.result is not None:
-            expect_callable(self, "result")
-        if self.undo is not None:
-            expect_callable(self, "undo")
-
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Apply the function lazily."""
         spec = array.spec
@@ -288,11 +249,6 @@ class Transpose(EachArray):
     """
 
     axes: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        if self.axes is not None:
-            expect_ints(self, "axes")
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Transpose an array."""
@@ -328,12 +284,6 @@ class Reshape(EachArray):
     shape: Sequence[int]
     stored: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        expect_ints(self, "shape")
-        if self.stored is not None:
-            expect_ints(self, "stored")
-
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Reshape an array."""
         if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
@@ -362,12 +312,7 @@ class SplitAxis(EachArray):
     """
 
     axis: int
-    sizes: Sequence[int]
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        expect_int(self, "axis")
-        expect_ints(self, "sizes", least=1)
+    sizes: Sizes
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Split the axis."""
@@ -395,22 +340,17 @@ class MergeAxes(EachArray):
     """
 
     axis: int
-    sizes: Sequence[int]
-
-    def __post_init__(self) -> None:
-        EachArray.__post_init__(self)
-        expect_int(self, "axis")
-        expect_ints(self, "sizes", least=1)
+    sizes: Sizes
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """Merge the axes."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
-        found = shape[axis : axis + len(self.sizes)]
-        if len(found) < len(self.sizes) or any(
-            size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
+        extents = shape[axis : axis + len(self.sizes)]
+        if len(extents) < len(self.sizes) or any(
+            size not in (-1, own) for size, own in zip(self.sizes, extents, strict=True)
         ):
             raise ValueError(f"expected {list(self.sizes)} from axis {axis} on, found {array.spec}")
-        return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
+        return reshape(array, (*shape[:axis], math.prod(extents), *shape[axis + len(extents) :]))
 
     def describe(self) -> str:
         """Describe the axes."""

@@ -13,12 +13,11 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.patterns import Fields, Template, path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, format_problems, read_quantization
 from ckptcore_transforms.quantized_arrays import block_scaled, mxfp4, reinterpret
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import DtypeName, Sizes, TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, NothingMatches, TreeRewriter
 
 ArrayFunction: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
@@ -59,13 +58,13 @@ def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] 
 
 
 def _dequantize(
-    tree: TreeRewriter, found: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
+    tree: TreeRewriter, matches: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
 ) -> None:
     """Replace arrays and their scales with the results.
 
     Args:
         tree: the tree.
-        found: the arrays.
+        matches: the arrays.
         problems: problems found so far, with paths.
         dropped: leaves to remove together with the scales.
 
@@ -74,7 +73,7 @@ def _dequantize(
     """
     all_problems = list(problems)
     replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
-    for one in found:
+    for one in matches:
         try:
             array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
@@ -115,15 +114,8 @@ class Dequantize(TreeTransform):
 
     pattern: str
     scales: str
-    block: Sequence[int] | None = None
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "scales")
-        if self.block is not None:
-            expect_ints(self, "block", least=1)
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    block: Sizes | None = None
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
@@ -164,12 +156,7 @@ class DequantizeMxfp4(TreeTransform):
     blocks: str
     scales: str
     to: str
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        for name in ("blocks", "scales", "to"):
-            expect_text(self, name)
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
@@ -207,12 +194,12 @@ def _apply(
     if values.fields != scales_template.fields or not values.is_exact or not scales_template.is_exact:
         raise TransformError(f"{values} and {scales_template} must have the same fields, and no '*'")
     of_scales = {_key(fields): (path, fields) for path, fields in tree.present(scales_template).items()}
-    found, problems = [], []
+    matches, problems = [], []
     names = {path_text(path) for path in tree.leaves} - {path_text(path) for path, _ in of_scales.values()}
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
-            found.append(_Quantized(path, scale[0], target.path(fields), make))
+            matches.append(_Quantized(path, scale[0], target.path(fields), make))
             if unknown := _unknown_data(path_text(path), names):
                 problems.append(f"{format_path(path)}: {unknown}")
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
@@ -220,13 +207,13 @@ def _apply(
             problems.append(f"{format_path(path)}: the scales {expected} of {leaf.record.spec} are missing")
     for path, fields in of_scales.values():
         problems.append(f"{format_path(path)}: the array {format_path(values.path(fields))} of these scales is missing")
-    if not found and not problems:
+    if not matches and not problems:
         tree.find(scales_template)
-    _dequantize(tree, found, problems)
+    _dequantize(tree, matches, problems)
 
 
 def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, found.text) for name, found in fields.items()))
+    return tuple(sorted((name, field.text) for name, field in fields.items()))
 
 
 _CONFIG: Final = "config.json"
@@ -270,10 +257,7 @@ class DequantizeAsConfigured(TreeTransform):
         dtype: name of the dtype of the results.
     """
 
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+    dtype: DtypeName = "bfloat16"
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Replace the arrays and their scales."""
@@ -281,7 +265,7 @@ class DequantizeAsConfigured(TreeTransform):
         if config is None:
             raise NothingMatches(f"{_CONFIG} has no quantization_config")
         search = _Search(config, self.dtype, {path_text(path): path for path in tree.leaves})
-        found, problems, dropped = [], [], dict[TreePath, None]()
+        quantized, problems, dropped = [], [], dict[TreePath, None]()
         for text, path in search.by_text.items():
             leaf = tree.leaves[path]
             if not isinstance(leaf, ArrayLeaf) or leaf.record.kind != PLAIN_ARRAY:
@@ -292,14 +276,14 @@ class DequantizeAsConfigured(TreeTransform):
                 problems.append(f"{format_path(path)}: {error}")
                 continue
             if one is not None:
-                found.append(one)
+                quantized.append(one)
                 dropped.update(dict.fromkeys(search.of_activations(text)))
-        scales = {one.scales for one in found}
+        scales = {one.scales for one in quantized}
         if config.has_cache_scales:
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
-        if not found and not problems:
+        if not quantized and not problems:
             raise NothingMatches(f"{_CONFIG} has the method {config.method}, but no array is quantised")
-        _dequantize(tree, found, problems, [path for path in dropped if path not in scales])
+        _dequantize(tree, quantized, problems, [path for path in dropped if path not in scales])
 
     def describe(self) -> str:
         """Describe the transform."""

@@ -11,11 +11,14 @@ from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore_transforms.arrays import axis_of
 from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import (
+    TreeTransform,
+    naming,
+    not_invertible,
+)
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _MAX_DIGITS: Final = 10
@@ -42,11 +45,6 @@ class Stack(TreeTransform):
     to: str
     axis: int = 0
 
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Stack the arrays."""
         template, to = Template(self.pattern), Template(self.to)
@@ -70,12 +68,10 @@ class Stack(TreeTransform):
                     f"numbered up to {max(members)}, is missing"
                 )
             paths = [members[number] for number in range(len(members))]
-            try:
+            with naming(new):
                 arrays = [tree.array(path) for path in paths]
                 axes = len(arrays[0].spec.shape) + 1
                 array = stack(arrays, self.axis + axes if -axes <= self.axis < 0 else self.axis)
-            except ValueError as error:
-                raise TransformError(f"{format_path(new)}: {error}") from error
             replacements.update({path: {} for path in members.values()})
             replacements[next(iter(members.values()))] = {new: ArrayLeaf.of(array)}
         tree.replace(replacements)
@@ -104,11 +100,6 @@ class Unstack(TreeTransform):
     to: str
     axis: int = 0
 
-    def __post_init__(self) -> None:
-        expect_text(self, "pattern")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
         template, to = Template(self.pattern), Template(self.to)
@@ -116,10 +107,8 @@ class Unstack(TreeTransform):
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(template):
             shape = array.spec.shape
-            try:
+            with naming(path):
                 axis = axis_of(array.spec, self.axis)
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             if not 0 < shape[axis] <= _MAX_PARTS:
                 raise TransformError(
                     f"cannot unstack {format_path(path)}: {array.spec} has {shape[axis]} "
@@ -159,22 +148,13 @@ class Split(TreeTransform):
     axis: int = 0
     sizes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_texts(self, "to")
-        expect_int(self, "axis")
-        if self.sizes is not None:
-            expect_ints(self, "sizes")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
         templates = [Template(one) for one in self.to]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(Template(self.pattern)):
-            try:
+            with naming(path):
                 parts = self._parts(array)
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             paths = [to.path(fields) for to in templates]
             if len(set(paths)) < len(paths):
                 raise TransformError(f"{format_path(path)}: two of its parts have the same path, from {list(self.to)}")
@@ -224,30 +204,21 @@ class Fuse(TreeTransform):
     axis: int = 0
     sizes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        expect_texts(self, "patterns")
-        expect_text(self, "to")
-        expect_int(self, "axis")
-        if self.sizes is not None:
-            expect_ints(self, "sizes")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Concatenate the arrays."""
         to = Template(self.to)
         matched = tree.find_each([Template(one) for one in self.patterns])
-        found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
+        by_pattern = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
-            absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
+        for key in dict.fromkeys([key for of_pattern in by_pattern for key in of_pattern]):
+            absent = [one for one, of_pattern in zip(self.patterns, by_pattern, strict=True) if key not in of_pattern]
             if absent:
-                path = next(of_pattern[key][0] for of_pattern in found if key in of_pattern)
+                path = next(of_pattern[key][0] for of_pattern in by_pattern if key in of_pattern)
                 raise TransformError(f"the part {absent[0]!r} that belongs to {format_path(path)} is missing")
-            members = [of_pattern[key] for of_pattern in found]
+            members = [of_pattern[key] for of_pattern in by_pattern]
             new = to.path(members[0][1])
-            try:
+            with naming(new):
                 array = self._fused([tree.array(path) for path, _ in members])
-            except ValueError as error:
-                raise TransformError(f"{format_path(new)}: {error}") from error
             replacements.update({path: {} for path, _ in members})
             replacements[members[0][0]] = {new: ArrayLeaf.of(array)}
         tree.replace(replacements)
@@ -284,16 +255,16 @@ def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Te
     Raises:
         TransformError: if two leaves have the same fields.
     """
-    found: dict[_Texts, tuple[TreePath, Fields]] = {}
+    by_fields: dict[_Texts, tuple[TreePath, Fields]] = {}
     for path, fields in matched.items():
         key = tuple(sorted((name, one.text) for name, one in fields.items()))
-        if key in found:
+        if key in by_fields:
             raise TransformError(
-                f"{format_path(found[key][0])} and {format_path(path)} both match {pattern!r} "
+                f"{format_path(by_fields[key][0])} and {format_path(path)} both match {pattern!r} "
                 "and would be the same part: use fields such as {name} instead of *"
             )
-        found[key] = path, fields
-    return found
+        by_fields[key] = path, fields
+    return by_fields
 
 
 def _counter(more: Template, fewer: Template) -> str:

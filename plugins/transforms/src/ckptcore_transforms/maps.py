@@ -263,12 +263,12 @@ class _ExpectHeads(TreeTransform):
             return
         nested = config.get("text_config")
         settings = nested if isinstance(nested, dict) else config
-        found, heads, embedding = (settings.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
-        if found is None and isinstance(heads, int) and isinstance(embedding, int) and heads > 0:
-            found = embedding // heads  # the default of transformers
-        if found is not None and found != self.head_dim:
+        head_dim, heads, embedding = (settings.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+        if head_dim is None and isinstance(heads, int) and isinstance(embedding, int) and heads > 0:
+            head_dim = embedding // heads  # the default of transformers
+        if head_dim is not None and head_dim != self.head_dim:
             raise TransformError(
-                f"the config.json of the model has heads of {found!r:.100} elements: set head_dim to that"
+                f"the config.json of the model has heads of {head_dim!r:.100} elements: set head_dim to that"
             )
 
     def describe(self) -> str:
@@ -340,17 +340,17 @@ def find_map(
     """
     first, _, second = name.partition("-to-")
     back = f"{second}-to-{first}"
-    found = MAPS.get(name) or MAPS.get(back)
-    if found is None:
+    named_map = MAPS.get(name) or MAPS.get(back)
+    if named_map is None:
         names = [*MAPS, *["-to-".join(reversed(known.split("-to-"))) for known in MAPS]]
         near = difflib.get_close_matches(name[:100], names, 1, 0.9)
         meant = f"; did you mean {near[0]!r}?" if near else "."
         raise TransformError(f"unknown map {name!r:.100}{meant} Maps: {', '.join(names)}")
     given: Mapping[str, int | str | None] = {"head_dim": head_dim, "rope_type": rope_type}
     for option, value in given.items():
-        if value is None and option in found.needs:
+        if value is None and option in named_map.needs:
             raise TransformError(f"the map {name!r} requires {option}: set {_OPTION_HINTS[option]}")
-        if value is not None and option not in found.needs:
+        if value is not None and option not in named_map.needs:
             raise TransformError(f"the map {name!r} does not use {option}={value!r}: remove it")
-    transforms = found.make(prefix=prefix, **{option: given[option] for option in found.needs})
+    transforms = named_map.make(prefix=prefix, **{option: given[option] for option in named_map.needs})
     return transforms if name in MAPS else inverse(transforms)

@@ -12,10 +12,9 @@ from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arguments import expect_number, expect_sequence, expect_text
 from ckptcore_transforms.derived_arrays import merge_low_rank, weighted_sum
 from ckptcore_transforms.patterns import Fields, Template
-from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, expect_sequence, naming, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _NOT_AVERAGED: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
@@ -40,11 +39,6 @@ class MergeLora(TreeTransform):
     down: str
     scale: float
     adapter: LocationLike | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("base", "up", "down"):
-            expect_text(self, name)
-        expect_number(self, "scale")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Merge the matrices."""
@@ -71,12 +65,10 @@ class MergeLora(TreeTransform):
                 raise TransformError(
                     f"{format_path(text)} of the adapter has only {have}: expected a base, an up and a down"
                 )
-            try:
+            with naming(path):
                 merged = merge_low_rank(
                     tree.array(path), inside.array(up_paths[text]), inside.array(down_paths[text]), self.scale
                 )
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
             replacements[path] = {path: ArrayLeaf.of(merged)}
         if inside is tree:
             replacements.update({path: {} for path in (*up_paths.values(), *down_paths.values())})
@@ -136,13 +128,13 @@ class Average(TreeTransform):
             for location, leaves in zip(self.others, others, strict=True):
                 other = leaves.get(path)
                 if not isinstance(other, ArrayLeaf) or other.record.spec != leaf.record.spec:
-                    found = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
-                    raise TransformError(f"{location} has {found} at {format_path(path)}; expected {leaf.record.spec}")
+                    description = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
+                    raise TransformError(
+                        f"{location} has {description} at {format_path(path)}; expected {leaf.record.spec}"
+                    )
                 arrays.append(other.array)
-            try:
+            with naming(path):
                 replacements[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
-            except ValueError as error:
-                raise TransformError(f"{format_path(path)}: {error}") from error
         tree.replace(replacements)
 
     def describe(self) -> str:
@@ -175,11 +167,11 @@ def _by_base(base: Template, matched: Mapping[TreePath, Fields]) -> dict[TreePat
     Raises:
         TransformError: if two have the same base.
     """
-    found: dict[TreePath, TreePath] = {}
+    by_base: dict[TreePath, TreePath] = {}
     for path, fields in matched.items():
-        if (first := found.setdefault(base.path(fields), path)) != path:
+        if (first := by_base.setdefault(base.path(fields), path)) != path:
             raise TransformError(
                 f"{format_path(first)} and {format_path(path)} of the adapter both belong to "
                 f"{format_path(base.path(fields))}: expected one"
             )
-    return found
+    return by_base

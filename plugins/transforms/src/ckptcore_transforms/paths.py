@@ -12,7 +12,6 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arguments import expect_pattern, expect_text
 from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
 from ckptcore_transforms.transform import TreeTransform, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, ValueLeaf
@@ -35,10 +34,6 @@ class Rename(TreeTransform):
 
     pattern: Pattern
     to: str
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_text(self, "to")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Rename the leaves."""
@@ -77,8 +72,8 @@ class RenameTable(TreeTransform):
     def rewrite(self, tree: TreeRewriter) -> None:
         """Rename the leaves."""
         replacements: dict[TreePath, dict[TreePath, Leaf]] = {}
-        found = tree.find_each([exactly(path) for path in self.table])
-        for of_path, to in zip(found, self.table.values(), strict=True):
+        matches = tree.find_each([exactly(path) for path in self.table])
+        for of_path, to in zip(matches, self.table.values(), strict=True):
             for path in of_path:
                 replacements[path] = {text_path(to): tree.leaves[path]}
         tree.replace(replacements)
@@ -105,9 +100,6 @@ class Drop(TreeTransform):
 
     pattern: Pattern
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Drop the leaves."""
         tree.remove(Template(self.pattern))
@@ -131,16 +123,13 @@ class Refuse(TreeTransform):
 
     pattern: Pattern
 
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-
     def rewrite(self, tree: TreeRewriter) -> None:
         """Check the leaves."""
-        found = list(tree.present(Template(self.pattern)))
-        if found:
-            others = "" if len(found) == 1 else f" and {len(found) - 1:,} other{'s' if len(found) > 2 else ''}"
+        left = list(tree.present(Template(self.pattern)))
+        if left:
+            others = "" if len(left) == 1 else f" and {len(left) - 1:,} other{'s' if len(left) > 2 else ''}"
             raise TransformError(
-                f"no transform handles {format_path(found[0])[:_MAX_SHOWN]}{others}: put Rename, or Drop if it is not "
+                f"no transform handles {format_path(left[0])[:_MAX_SHOWN]}{others}: put Rename, or Drop if it is not "
                 "needed, first in the transforms of ckptcore.load or ckptcore.copy"
             )
 
@@ -164,9 +153,6 @@ class Default(TreeTransform):
 
     path: str
     value: Any
-
-    def __post_init__(self) -> None:
-        expect_text(self, "path")
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Add the leaf."""

@@ -124,13 +124,13 @@ class Template:
 
     def match(self, path: TreePath) -> Fields | None:
         """Return the fields of a path, or None if it does not match."""
-        found = self._expression.fullmatch(path_text(path))
-        if found is None:
+        match = self._expression.fullmatch(path_text(path))
+        if match is None:
             return None
         return {
-            name: _field_match(path, *found.span(name))
+            name: _field_match(path, *match.span(name))
             for name in self._expression.groupindex
-            if found[name] is not None
+            if match[name] is not None
         }
 
     def path(self, fields: Fields) -> TreePath:
@@ -166,11 +166,11 @@ class Template:
             return ("",)
         text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
         if len(segment) == 1 and isinstance(alone := segment[0], _Field):
-            found = fields[alone.name]
-            if alone.kind == ":d" and found.text.isdecimal():
-                return (int(found.text),)
-            if found.keys is not None:
-                return found.keys
+            field = fields[alone.name]
+            if alone.kind == ":d" and field.text.isdecimal():
+                return (int(field.text),)
+            if field.keys is not None:
+                return field.keys
         return text.split("/") if text else ()
 
     def _known(self, field: _Field, fields: Fields) -> FieldMatch:

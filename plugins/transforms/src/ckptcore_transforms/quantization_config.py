@@ -77,13 +77,13 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
     Raises:
         TransformError: lists all unsupported settings.
     """
-    found = _section(config)
-    if found is None:
+    section = _section(config)
+    if section is None:
         return None
     problems: list[str] = []
-    if not isinstance(found, dict):
-        raise _refused([f"expected an object, found {reprlib.repr(found)}"])
-    method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
+    if not isinstance(section, dict):
+        raise _refused([f"expected an object, found {reprlib.repr(section)}"])
+    method = section.get("quant_method", "compressed-tensors" if "config_groups" in section else None)
     read = {
         "fp8": _read_fp8,
         "mxfp8": _read_fp8,
@@ -93,7 +93,7 @@ def read_quantization(config: Mapping[str, JSON]) -> QuantizationConfig | None:
     }
     if not isinstance(method, str) or method not in read:
         raise _refused([f"quant_method is {reprlib.repr(method)}; expected one of {', '.join(read)}"])
-    result = read[method](method, found, problems)
+    result = read[method](method, section, problems)
     if problems:
         raise _refused(problems)
     return result
@@ -120,30 +120,30 @@ def _refused(problems: Sequence[str]) -> TransformError:
     )
 
 
-def _read_by_shape(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
-    return QuantizationConfig(method, (None,), "fp4", _excluded_modules(found, ("modules_to_not_convert",), problems))
+def _read_by_shape(method: str, section: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
+    return QuantizationConfig(method, (None,), "fp4", _excluded_modules(section, ("modules_to_not_convert",), problems))
 
 
-def _read_fp8(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
+def _read_fp8(method: str, section: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
     blocks: tuple[Block, ...] = (None,)
-    if "weight_block_size" not in found:
+    if "weight_block_size" not in section:
         blocks = (_FINE_GRAINED, None)
-    elif found["weight_block_size"] is not None:
-        blocks = (_block(found["weight_block_size"], "weight_block_size", problems),)
-    format_of_scales = found.get("scale_fmt", "float")
+    elif section["weight_block_size"] is not None:
+        blocks = (_block(section["weight_block_size"], "weight_block_size", problems),)
+    format_of_scales = section.get("scale_fmt", "float")
     if format_of_scales not in ("float", "ue8m0"):
         problems.append(f"scale_fmt is {reprlib.repr(format_of_scales)}; expected 'float' or 'ue8m0'")
     return QuantizationConfig(
-        method, blocks, "fp4", _excluded_modules(found, ("modules_to_not_convert", "ignored_layers"), problems)
+        method, blocks, "fp4", _excluded_modules(section, ("modules_to_not_convert", "ignored_layers"), problems)
     )
 
 
-def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
-    groups = found.get("config_groups")
+def _read_compressed(method: str, section: Mapping[str, JSON], problems: list[str]) -> QuantizationConfig:
+    groups = section.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         problems.append(f"config_groups is {reprlib.repr(groups)}; expected an object with at least one group")
         groups = {}
-    format_of_all = found.get("format", "float-quantized")
+    format_of_all = section.get("format", "float-quantized")
     blocks: dict[Block, None] = {}
     for name, group in groups.items():
         where = f"config_groups[{reprlib.repr(name)}]"
@@ -157,8 +157,8 @@ def _read_compressed(method: str, found: Mapping[str, JSON], problems: list[str]
                 f"{where} has the format {reprlib.repr(stored_as)}; expected one of {', '.join(_PLAIN_FORMATS)}"
             )
         blocks[_group_block(where, weights, problems)] = None
-    excluded = _excluded_modules(found, ("ignore",), problems)
-    return QuantizationConfig(method, tuple(blocks), "int8", excluded, found.get("kv_cache_scheme") is not None)
+    excluded = _excluded_modules(section, ("ignore",), problems)
+    return QuantizationConfig(method, tuple(blocks), "int8", excluded, section.get("kv_cache_scheme") is not None)
 
 
 def _group_block(where: str, weights: Mapping[str, JSON], problems: list[str]) -> Block:
@@ -190,10 +190,10 @@ def _block(value: JSON, where: str, problems: list[str]) -> Block:
     return None
 
 
-def _excluded_modules(found: Mapping[str, JSON], names: Collection[str], problems: list[str]) -> frozenset[str]:
+def _excluded_modules(section: Mapping[str, JSON], names: Collection[str], problems: list[str]) -> frozenset[str]:
     """Return the modules listed under the first existing name."""
     for name in names:
-        modules = found.get(name)
+        modules = section.get(name)
         if modules is None:
             continue
         if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):

@@ -131,10 +131,10 @@ class TreeRewriter:
         Raises:
             TransformError: if there are none; suggests similar names.
         """
-        found = self.present(template)
-        if not found:
+        leaves = self.present(template)
+        if not leaves:
             raise NothingMatches(f"{template} matches nothing; {_similar_names(template, self.leaves)}")
-        return found
+        return leaves
 
     def present(self, template: Template) -> dict[TreePath, Fields]:
         """Return the leaves that match a pattern, with their fields, possibly none."""
@@ -147,12 +147,12 @@ class TreeRewriter:
             TransformError: if a pattern has no matches. The type is NothingMatches if no pattern
                 has any.
         """
-        found = [self.present(template) for template in templates]
-        for template, of_template in zip(templates, found, strict=True):
+        leaves = [self.present(template) for template in templates]
+        for template, of_template in zip(templates, leaves, strict=True):
             if not of_template:
-                kind = TransformError if any(found) else NothingMatches
+                kind = TransformError if any(leaves) else NothingMatches
                 raise kind(f"{template} matches nothing; {_similar_names(template, self.leaves)}")
-        return found
+        return leaves
 
     def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, DerivedArray]]:
         """Iterate over arrays that match a pattern, with their fields.

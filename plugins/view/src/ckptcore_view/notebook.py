@@ -40,16 +40,16 @@ def to_html(value: object) -> str:
             return _heading(repr(value))
 
 
-def _metadata(found: CheckpointMetadata) -> str:
+def _metadata(metadata: CheckpointMetadata) -> str:
     facts = [
-        ("written by", found.writer),
-        ("created", found.created),
-        ("size", format_size(found.nbytes)),
-        ("metrics", format_metrics(found.metrics)),
+        ("written by", metadata.writer),
+        ("created", metadata.created),
+        ("size", format_size(metadata.nbytes)),
+        ("metrics", format_metrics(metadata.metrics)),
     ]
-    if not found.is_composite:
-        return _heading("Checkpoint") + _facts([("layout", found.layout), *facts]) + _tree(found.tree)
-    parts = [f"{_heading(name)}{_tree(one.tree)}" for name, one in found.checkpointables.items()]
+    if not metadata.is_composite:
+        return _heading("Checkpoint") + _facts([("layout", metadata.layout), *facts]) + _tree(metadata.tree)
+    parts = [f"{_heading(name)}{_tree(one.tree)}" for name, one in metadata.checkpointables.items()]
     return _heading("Checkpoint of several checkpointables") + _facts(facts) + "".join(parts)
 
 
@@ -62,13 +62,15 @@ def _array(array: StoredArray) -> str:
     return _heading(format_path(array.path)) + _facts(facts)
 
 
-def _differences(found: Differences) -> str:
-    text = format_count(len(found), "difference") if found else "no difference"
-    compared = f"{format_count(found.leaves, 'leaf', 'leaves')}, {format_size(found.nbytes)}"
-    facts = [("A", found.a), ("B", found.b), ("compared", compared)]
+def _differences(differences: Differences) -> str:
+    text = format_count(len(differences), "difference") if differences else "no difference"
+    compared = f"{format_count(differences.leaves, 'leaf', 'leaves')}, {format_size(differences.nbytes)}"
+    facts = [("A", differences.a), ("B", differences.b), ("compared", compared)]
     headings = ["path", "what differs", "A", "B", "elements", "largest error", "norm"]
-    rows = [_difference_row(one) for one in found[:_MAX_ROWS]]
-    return _heading(text) + _facts(facts) + (_table(headings, rows) if rows else "") + _more(len(found) - len(rows))
+    rows = [_difference_row(one) for one in differences[:_MAX_ROWS]]
+    return (
+        _heading(text) + _facts(facts) + (_table(headings, rows) if rows else "") + _more(len(differences) - len(rows))
+    )
 
 
 def _difference_row(one: Difference) -> Sequence[str]:

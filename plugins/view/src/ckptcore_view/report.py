@@ -181,8 +181,8 @@ class _Collector:
         of = {"at": place} if place else {}
         run = self._add("run", **of, **self._policy)
         self._documents[_key("run", **of)] = run
-        found: Any = run["steps"]
-        names = [step["name"] for step in found if step["state"] in ("committed", "foreign")]
+        steps: Any = run["steps"]
+        names = [step["name"] for step in steps if step["state"] in ("committed", "foreign")]
         loadable = [f"{place}/{name}" if place else name for name in names]
         if loadable:
             self._add_checkpoint(loadable[-1], loadable)
@@ -213,18 +213,18 @@ class _Collector:
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
         """Add a document. An error is a document, too: the page shows it."""
-        found: Document
+        document: Document
         texts = {key: str(value) for key, value in parameters.items()}
         if "leaf" in parameters and (version := self._versions.get(texts.get("of", texts["at"]))):
             texts["version"] = version
         try:
-            found = document_of(self._viewed, name, Request(texts))
+            document = document_of(self._viewed, name, Request(texts))
         except (CheckpointError, BadRequestError) as error:
             if name in ("view", "run", "runs", "checkpoint"):
                 raise
-            found = {"error": redacted(str(error))}
-        self._documents[_key(name, **parameters)] = found
-        return found
+            document = {"error": redacted(str(error))}
+        self._documents[_key(name, **parameters)] = document
+        return document
 
     def _add_checkpoint(self, place: str, steps: Sequence[str]) -> None:
         checkpoint = self._add("checkpoint", at=place)
@@ -263,8 +263,8 @@ class _Collector:
                 self._add("statistics", at=f"{name}{inside}", leaf=leaf, of=place)
 
     def _add_differences(self, place: str, other: str, read: Sequence[int]) -> None:
-        found = self._add("differences", at=place, other=other)
-        in_both = {pair["leaf"] for pair in found.get("pairs", ())}
+        document = self._add("differences", at=place, other=other)
+        in_both = {pair["leaf"] for pair in document.get("pairs", ())}
         for leaf in read:
             if leaf in in_both:
                 self._add("difference", at=place, other=other, leaf=leaf)

@@ -147,9 +147,9 @@ async def _while_connected(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        found = await anyio.to_thread.run_sync(work, left.is_set)
+        result = await anyio.to_thread.run_sync(work, left.is_set)
         tasks.cancel_scope.cancel()
-    return found
+    return result
 
 
 class ViewServer:

@@ -44,11 +44,11 @@ def sharding_of(record: ArrayRecord) -> Sharding | None:
     shape = record.spec.shape
     for describe in (_named_sharding, _single_device, _dtensor):
         try:
-            found = describe(record.notes, shape)
+            sharding = describe(record.notes, shape)
         except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
             continue  # notes of a handler that is not known here
-        if found is not None:
-            return found
+        if sharding is not None:
+            return sharding
     return _between_cuts(record)
 
 

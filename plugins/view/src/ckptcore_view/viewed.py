@@ -148,8 +148,8 @@ class Viewed:
                 return None  # fast path: the tree is not parsed
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{location}: {error}", key=error.key) from error
-        found = ConsistentRead(location, self.context, open_either).open()
-        return found if isinstance(found, CompositeCheckpoint) else None
+        members = ConsistentRead(location, self.context, open_either).open()
+        return members if isinstance(members, CompositeCheckpoint) else None
 
     def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
         """Call a function with the open tree at a place. Open it again if it was replaced meanwhile.
@@ -212,22 +212,22 @@ class Viewed:
             names = [name[:-1] for name in names_in(self.location, self.context) if name.endswith("/")]
         except (CheckpointNotFoundError, InvalidLocationError):
             return {}
-        found: dict[str, Literal["run", "checkpoint"]] = {}
+        children: dict[str, Literal["run", "checkpoint"]] = {}
         for name in sorted(name for name in names if not name.startswith("."))[:_MAX_CHILDREN]:
             if self.children.get(name) is not None:
-                found[name] = self.children[name]
+                children[name] = self.children[name]
                 continue
             location = child_location(self.location, name)
             with suppress(CheckpointError):
                 steps = find_steps(location, self._step_names, self.context)
                 if steps.candidates() or steps.leftovers:
-                    found[name] = "run"
+                    children[name] = "run"
                     continue
             with suppress(CheckpointError):
                 ConsistentRead(location, self.context, open_either).open()
-                found[name] = "checkpoint"
-        self.children = found
-        return found
+                children[name] = "checkpoint"
+        self.children = children
+        return children
 
     def _is_run(self) -> bool:
         """Return True for a directory that has steps, or is empty: its first step may be saved later."""

@@ -3,22 +3,27 @@
 Types, options, handlers, errors and policies are those of the installed Orbax. The functions that save, load and
 delete, `partial`, and `training.Checkpointer` are replaced.
 
-    saving    `save`, `save_checkpointables`: one commit of ckptcore
-    loading   `load`, `load_checkpointables`, `metadata`: Orbax's functions, with `trees` as the handler of trees
-    trees     the handler that loads trees with ckptcore
+    saving    `save`, `save_checkpointables`: one commit of ckptcore, and its `AsyncResponse`
+    trees     `load`, `load_checkpointables`, `metadata`: Orbax's functions, with our handler of trees
     library   the installed Orbax
     settings  Orbax's options, translated to those of ckptcore
-    items     checkpointables that Orbax's handlers save as files
     deletion  `delete`
     partial   `partial.save`, `partial.finalize`
-    responses `AsyncResponse` of saves
     training  `training.Checkpointer`
 """
 
 from ckptcore_integrations.orbax_v1 import partial, training
 from ckptcore_integrations.orbax_v1.deletion import delete, delete_async
 from ckptcore_integrations.orbax_v1.library import v1
-from ckptcore_integrations.orbax_v1.loading import (
+from ckptcore_integrations.orbax_v1.saving import (
+    save,
+    save_async,
+    save_checkpointables,
+    save_checkpointables_async,
+    save_pytree,
+    save_pytree_async,
+)
+from ckptcore_integrations.orbax_v1.trees import (
     PLACEHOLDER,
     checkpointables_metadata,
     is_orbax_checkpoint,
@@ -30,14 +35,6 @@ from ckptcore_integrations.orbax_v1.loading import (
     load_pytree_async,
     metadata,
     pytree_metadata,
-)
-from ckptcore_integrations.orbax_v1.saving import (
-    save,
-    save_async,
-    save_checkpointables,
-    save_checkpointables_async,
-    save_pytree,
-    save_pytree_async,
 )
 
 AbstractCheckpointable = v1.AbstractCheckpointable

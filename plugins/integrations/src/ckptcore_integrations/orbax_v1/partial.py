@@ -27,8 +27,7 @@ from ckptcore_integrations.orbax_v1.library import (
     remove_partial_save_suffix,
     v1,
 )
-from ckptcore_integrations.orbax_v1.responses import Response
-from ckptcore_integrations.orbax_v1.saving import prepare
+from ckptcore_integrations.orbax_v1.saving import Response, prepare
 from ckptcore_integrations.orbax_v1.settings import context_of, layout_of
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER
 
@@ -141,9 +140,9 @@ class _Record:
 def _read_facts(file: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the leaves and the metadata in a file, which may be damaged."""
     try:
-        found = json.loads(file.read_bytes())
-        if isinstance(found["leaves"], list) and isinstance(found["custom_metadata"], dict):
-            return found["leaves"], found["custom_metadata"]
+        facts = json.loads(file.read_bytes())
+        if isinstance(facts["leaves"], list) and isinstance(facts["custom_metadata"], dict):
+            return facts["leaves"], facts["custom_metadata"]
         reason = "it has values of other types"
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = repr(error)

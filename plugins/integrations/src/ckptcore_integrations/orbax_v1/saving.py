@@ -1,9 +1,12 @@
-"""Saves: one commit of ckptcore for the trees, and for the files that Orbax's handlers write."""
+"""Saves: one commit of ckptcore for the trees and for the files of Orbax's handlers, and its `AsyncResponse`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -11,8 +14,8 @@ from typing_extensions import deprecated
 
 import ckptcore
 from ckptcore.redaction import redacted_location
+from ckptcore.results import SaveHandle
 from ckptcore.training import expanded_location
-from ckptcore_integrations.orbax_v1.items import Item
 from ckptcore_integrations.orbax_v1.library import (
     STATE_CHECKPOINTABLE_KEY,
     ensure_available,
@@ -24,10 +27,83 @@ from ckptcore_integrations.orbax_v1.library import (
     validate_save_checkpointables,
     validate_state,
 )
-from ckptcore_integrations.orbax_v1.responses import SaveResponse
 from ckptcore_integrations.orbax_v1.settings import array_rules, context_of, layout_of, storage_options
 from ckptcore_integrations.orbax_v1.trees import TREE_HANDLER, TreeHandler, remedy_of_equinox, with_tree_handler
 from ckptcore_integrations.own_options import own_options
+
+T = TypeVar("T")
+
+
+class Response(Generic[T]):
+    """An `AsyncResponse` of work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        """Start the work."""
+        self._future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # the future raises it
+                self._future.set_exception(error)
+
+        threading.Thread(target=run, name="ckptcore-response").start()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the work, at most `timeout` seconds. Return its result, or raise its error."""
+        return self._future.result(timeout)
+
+    def on_complete(self, callback: Callable[[T], None]) -> None:
+        """Call a function with the result once the work is done; not if it fails."""
+        self._future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
+
+
+class SaveResponse:
+    """The `AsyncResponse` of a save.
+
+    If the error of a save is not retrieved by `result`, the next save raises it.
+    """
+
+    def __init__(self, handle: SaveHandle, timeout_seconds: float) -> None:
+        """Count the timeout of the Context from now."""
+        self._handle = handle
+        self._deadline = time.monotonic() + timeout_seconds
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is committed.
+
+        Raises:
+            TimeoutError: it is not, after `timeout` seconds or the timeout of the Context.
+            CheckpointError: the save failed.
+        """
+        remaining = max(0.0, self._deadline - time.monotonic())
+        self._handle.result(remaining if timeout is None else min(timeout, remaining))
+
+    def on_complete(self, callback: Callable[[None], None]) -> None:
+        """Call a function once the checkpoint is committed; not if the save fails."""
+
+        def wait() -> None:
+            if self._handle.exception() is None:
+                callback(None)
+
+        threading.Thread(target=wait, name="ckptcore-on-complete").start()
+
+
+class Item:
+    """A checkpointable with its handler, as an object that saves itself into a directory."""
+
+    def __init__(self, handler: Any, value: Any) -> None:
+        self._handler = handler
+        self._value = value
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Begin to save. The result writes the files when it is awaited."""
+        rest: Awaitable[None] = await self._handler.save(directory, self._value)
+        return rest
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Raise: Orbax's handler loads the files."""
+        raise NotImplementedError("load items with ckptcore_integrations.orbax_v1.load_checkpointables")
 
 
 def save(

@@ -101,7 +101,7 @@ def storage_options(context: v1.Context, tree: Any) -> dict[tuple[Any, ...], Any
     """
     saving = context.array.saving
     create: Callable[..., Any] | None = saving.scoped_storage_options_creator
-    found: dict[tuple[Any, ...], Any] = {}
+    arguments: dict[tuple[Any, ...], Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         chosen = (create(path, leaf) if create is not None else None) or saving.storage_options
         if chosen.shard_axes or saving.storage_options.shard_axes:
@@ -109,8 +109,8 @@ def storage_options(context: v1.Context, tree: Any) -> dict[tuple[Any, ...], Any
                 "StorageOptions(shard_axes=...): ckptcore divides shards along their longest axes. Set chunk_byte_size "
                 "only"
             )
-        found[path] = chosen
-    return found
+        arguments[path] = chosen
+    return arguments
 
 
 def array_rules(context: v1.Context, name: str, options: Mapping[tuple[Any, ...], Any]) -> dict[str, ArrayRule]:

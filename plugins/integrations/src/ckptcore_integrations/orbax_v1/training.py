@@ -17,8 +17,7 @@ from ckptcore_integrations.orbax_v1.library import (
     v1,
     validate_save_checkpointables,
 )
-from ckptcore_integrations.orbax_v1.responses import Response
-from ckptcore_integrations.orbax_v1.saving import prepare
+from ckptcore_integrations.orbax_v1.saving import Response, prepare
 from ckptcore_integrations.orbax_v1.trees import with_tree_handler
 
 CheckpointMetadata = v1.training.CheckpointMetadata

@@ -1,15 +1,17 @@
-"""The handler of trees: loads them with ckptcore. It takes the place of Orbax's `PyTreeHandler`."""
+"""Loads: Orbax finds the checkpoint and its layout; a handler of trees takes the place of its `PyTreeHandler`."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ckptcore_jax import abstract_arrays
+from typing_extensions import deprecated
 
 import ckptcore
 from ckptcore.errors import (
@@ -22,6 +24,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Node, Skeleton, are_indices
 from ckptcore.redaction import redacted_location
+from ckptcore.training import expanded_location
 from ckptcore_integrations.orbax_v1.library import PYTREE_METADATA_FILE, get_context, typestr, v1
 from ckptcore_integrations.orbax_v1.settings import context_of, matching_of, text_of
 
@@ -266,3 +269,46 @@ def _plain(node: Skeleton, abstract: Any) -> Any:
         if are_indices(node.keys):
             return made
     return dict(zip(map(str, node.keys), made, strict=True))
+
+
+PLACEHOLDER = v1.PLACEHOLDER
+
+T = TypeVar("T")
+
+
+def _with_ckptcore(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function of Orbax that loads trees with ckptcore, and knows the home directory."""
+
+    @functools.wraps(function)
+    def call(path: Any, *args: Any, **kwargs: Any) -> T:
+        with remedy_of_equinox(args, kwargs), with_tree_handler(get_context()):
+            return function(expanded_location(path), *args, **kwargs)
+
+    return call
+
+
+load = _with_ckptcore(v1.load)
+load_async = _with_ckptcore(v1.load_async)
+load_checkpointables = _with_ckptcore(v1.load_checkpointables)
+load_checkpointables_async = _with_ckptcore(v1.load_checkpointables_async)
+metadata = _with_ckptcore(v1.metadata)
+checkpointables_metadata = _with_ckptcore(v1.checkpointables_metadata)
+is_orbax_checkpoint = _with_ckptcore(v1.is_orbax_checkpoint)
+
+
+@deprecated("Use `load` instead.")
+def load_pytree(*args: Any, **kwargs: Any) -> Any:
+    """Call `load`, its present name."""
+    return load(*args, **kwargs)
+
+
+@deprecated("Use `load_async` instead.")
+def load_pytree_async(*args: Any, **kwargs: Any) -> v1.AsyncResponse[Any]:
+    """Call `load_async`, its present name."""
+    return load_async(*args, **kwargs)
+
+
+@deprecated("Use `metadata` instead.")
+def pytree_metadata(*args: Any, **kwargs: Any) -> v1.CheckpointMetadata[Any]:
+    """Call `metadata`, its present name."""
+    return metadata(*args, **kwargs)

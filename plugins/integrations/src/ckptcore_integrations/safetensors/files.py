@@ -14,8 +14,15 @@ from safetensors import SafetensorError, TensorSpec
 
 from ckptcore import Context
 from ckptcore.plain_safetensors import DTYPE_BITS, TensorEntry
-from ckptcore_integrations.safetensors.reading import Backend, OpenFile, TensorReader, checked_header
-from ckptcore_integrations.safetensors.writing import TensorBytes, save_bytes, save_to
+from ckptcore_integrations.safetensors.reading import (
+    Backend,
+    OpenFile,
+    TensorBytes,
+    TensorReader,
+    checked_header,
+    save_bytes,
+    save_to,
+)
 
 _FRAMEWORKS: Final = {
     "pt": "pytorch",

@@ -11,8 +11,7 @@ import numpy as np
 from ckptcore import Context
 from ckptcore_integrations.safetensors.files import safe_open
 from ckptcore_integrations.safetensors.numpy_tensors import array_of, arrays_bytes
-from ckptcore_integrations.safetensors.reading import Backend, checked_header
-from ckptcore_integrations.safetensors.writing import save_bytes, save_to
+from ckptcore_integrations.safetensors.reading import Backend, checked_header, save_bytes, save_to
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -10,8 +10,7 @@ from safetensors import SafetensorError
 
 from ckptcore.model import dtype_from_name
 from ckptcore.plain_safetensors import DTYPES, TensorEntry
-from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
-from ckptcore_integrations.safetensors.writing import TensorBytes
+from ckptcore_integrations.safetensors.reading import Backend, OpenFile, TensorBytes, checked_index
 
 _DTYPES: Final = {stored: dtype_from_name(name) for name, stored in DTYPES.items()}
 

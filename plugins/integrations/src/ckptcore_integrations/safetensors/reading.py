@@ -1,4 +1,4 @@
-"""Reading of safetensors files: an open file with a checked header, and checked indexes of slices."""
+"""Reading and writing of safetensors files: an open file with a checked header, and checked indexes of slices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import mmap
 import operator
 import os
 import stat
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from safetensors import SafetensorError
 
-from ckptcore.errors import CorruptCheckpointError
-from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, read_header
+from ckptcore import Context
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, encode_header, read_header, replace_file
+from ckptcore.protocols import Buffer
 
 Backend: TypeAlias = Literal["mmap", "pread"]
 """How the bytes of tensors are read: through mapped memory, or with system calls."""
@@ -148,11 +150,11 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
     if len(items) <= len(shape) and all(map(_fits, items, shape)):
         return tuple(items)
     items = _expanded(index, len(shape))
-    found: list[int | slice] = []
+    checked: list[int | slice] = []
     for axis, item in enumerate(items):
         extent = shape[axis] if axis < len(shape) else 0
         if isinstance(item, slice):
-            found.append(_checked_slice(item))
+            checked.append(_checked_slice(item))
             continue
         try:
             position = operator.index(item)
@@ -162,12 +164,12 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
             ) from None
         if position < -extent:
             raise SafetensorError(f"Invalid index {position} for dimension {axis} of size {extent}")
-        found.append(position % extent if position < 0 else position)
-    if len(found) > len(shape):
-        raise _slicing_error(found, shape, "more slicing indexes than dimensions in tensor")
-    for axis in reversed(range(len(found))):
-        _check_bounds(found, shape, axis)
-    return tuple(found)
+        checked.append(position % extent if position < 0 else position)
+    if len(checked) > len(shape):
+        raise _slicing_error(checked, shape, "more slicing indexes than dimensions in tensor")
+    for axis in reversed(range(len(checked))):
+        _check_bounds(checked, shape, axis)
+    return tuple(checked)
 
 
 def _fits(item: Any, extent: int) -> bool:
@@ -229,3 +231,54 @@ def _slicing_error(index: Sequence[int | slice], shape: Sequence[int], reason: s
 def _written(item: slice) -> str:
     parts = ["" if bound is None else str(bound) for bound in (item.start, item.stop)]
     return ":".join(parts if item.step in (None, 1) else [*parts, str(item.step)])
+
+
+class TensorBytes(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+        dtype: the name of its dtype in the format, such as ``"F32"``.
+        shape: elements along each axis.
+        data: its bytes, little endian, in C order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+
+
+def save_bytes(tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] | None) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        SafetensorError: the format has no such tensors.
+        TypeError: a name or the metadata is not a str.
+    """
+    return b"".join(_pieces(tensors, metadata))
+
+
+def save_to(
+    tensors: Mapping[str, TensorBytes],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None,
+    context: Context | None,
+) -> None:
+    """Write a file atomically. See `ckptcore.plain_safetensors.replace_file`.
+
+    Raises:
+        SafetensorError: the format has no such tensors, or the file cannot be written.
+        TypeError: a name or the metadata is not a str.
+    """
+    pieces = _pieces(tensors, metadata)
+    try:
+        replace_file(filename, pieces, context=context)
+    except CheckpointError as error:
+        raise SafetensorError(f"Error while serializing: {error}") from error
+
+
+def _pieces(tensors: Mapping[str, TensorBytes], metadata: Mapping[str, str] | None) -> list[Buffer]:
+    try:
+        header, names = encode_header({name: tensor[:2] for name, tensor in tensors.items()}, metadata)
+    except ValueError as error:
+        raise SafetensorError(f"Error while serializing: {error}") from error
+    return [header, *[tensors[name].data for name in names]]

@@ -18,9 +18,8 @@ from safetensors.torch import (  # noqa: F401  # programs import the library's h
 
 from ckptcore import Context
 from ckptcore_integrations.safetensors.files import safe_open
-from ckptcore_integrations.safetensors.reading import Backend, checked_header
+from ckptcore_integrations.safetensors.reading import Backend, checked_header, save_bytes, save_to
 from ckptcore_integrations.safetensors.torch_tensors import tensor_of, tensors_bytes
-from ckptcore_integrations.safetensors.writing import save_bytes, save_to
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model"]
 

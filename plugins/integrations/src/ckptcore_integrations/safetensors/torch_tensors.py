@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from ckptcore.plain_safetensors import DTYPES, TensorEntry
-from ckptcore_integrations.safetensors.reading import Backend, OpenFile, checked_index
-from ckptcore_integrations.safetensors.writing import TensorBytes
+from ckptcore_integrations.safetensors.reading import Backend, OpenFile, TensorBytes, checked_index
 
 _PAIRS: Final = torch.float4_e2m1fn_x2  # two elements of F4 in a byte
 _DTYPES: Final[Mapping[str, torch.dtype]] = {

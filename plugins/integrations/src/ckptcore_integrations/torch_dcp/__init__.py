@@ -8,8 +8,7 @@ All other names are those of `torch.distributed.checkpoint`, submodules included
 
     writer  a StorageWriter: the items of a plan as a tree that ckptcore saves in the layout dcp
     reader  a StorageReader: the tree of any checkpoint as entries, and loads of the planned parts
-    names   the tree of named entries, and the reverse
-    memory  tensors as NumPy arrays over the same memory
+    names   the tree of named entries, and the reverse; tensors as NumPy arrays over the same memory
 """
 
 from __future__ import annotations

@@ -1,12 +1,65 @@
-"""Named entries of torch.distributed.checkpoint as a tree, and the reverse."""
+"""Named entries of torch.distributed.checkpoint as a tree and the reverse, and tensors as NumPy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ckptcore.model import ArrayRecord, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath
+import torch
+
+from ckptcore.model import (
+    ArrayRecord,
+    Attribute,
+    HostArray,
+    LeafRecord,
+    Node,
+    Skeleton,
+    TreeMetadata,
+    TreePath,
+    dtype_from_name,
+)
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in checkpoints."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of a name in checkpoints; None if PyTorch has none."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def host_array(tensor: torch.Tensor) -> HostArray:
+    """Return the elements of a tensor as a NumPy array: its memory if it is on the CPU, else a copy.
+
+    Raises:
+        UnsupportedLeafError: NumPy and ml_dtypes have no such dtype.
+    """
+    dtype = dtype_from_name(dtype_name(tensor.dtype))
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    try:
+        array: HostArray = plain.numpy()
+    except TypeError:  # a dtype of ml_dtypes, which PyTorch and NumPy exchange as integers
+        array = plain.view(_INTEGERS[dtype.itemsize]).numpy().view(dtype)
+    return array
+
+
+def fits_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return True if elements of a dtype can be read into the memory of a tensor."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype == dtype
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
 
 Steps: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: text in mappings, numbers in lists."""
@@ -115,12 +168,12 @@ class _Flattener:
         """Return True if a list or a list inside it has an array or a mapping. `first` is its first leaf."""
         for child in node.children:
             if isinstance(child, Node):
-                found = child.kind in ("dict", "OrderedDict") or (
+                has_arrays = child.kind in ("dict", "OrderedDict") or (
                     child.kind == "list" and self._has_arrays_or_mappings(child, first)
                 )
             else:
-                found = isinstance(self._leaves[first], ArrayRecord)
-            if found:
+                has_arrays = isinstance(self._leaves[first], ArrayRecord)
+            if has_arrays:
                 return True
             first += _count(child)
         return False

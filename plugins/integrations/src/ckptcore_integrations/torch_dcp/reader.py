@@ -47,8 +47,7 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import LayoutFactory
 from ckptcore.results import CheckpointMetadata
-from ckptcore_integrations.torch_dcp.memory import fits_in_place, host_array, torch_dtype
-from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of
+from ckptcore_integrations.torch_dcp.names import Entry, Steps, entries_of, fits_in_place, host_array, torch_dtype
 from ckptcore_integrations.torch_dcp.writer import CUSTOM
 
 _TEXT_KINDS: Final = ("str", "bytes")
@@ -142,11 +141,11 @@ class Reader(StorageReader):
         assert opened is not None  # the protocol calls `read_metadata` first
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         requests = _requests([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner, opened)
-        found = self._load(opened, requests, [opened.entries[item.storage_index.fqn] for item in values])
+        arrays = self._load(opened, requests, [opened.entries[item.storage_index.fqn] for item in values])
         for request in requests:
             request.finish()
             planner.commit_tensor(request.item, request.target)
-        for item, value in zip(values, found, strict=True):
+        for item, value in zip(values, arrays, strict=True):
             buffer = io.BytesIO()
             torch.save(value, buffer)
             buffer.seek(0)

@@ -28,8 +28,7 @@ from ckptcore.errors import CheckpointExistsError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
 from ckptcore_integrations.own_options import own_options
-from ckptcore_integrations.torch_dcp.memory import dtype_name, host_array
-from ckptcore_integrations.torch_dcp.names import Steps, tree_of
+from ckptcore_integrations.torch_dcp.names import Steps, dtype_name, host_array, tree_of
 
 CUSTOM: Final = "torch_dcp"
 """Key of the custom metadata of a checkpoint.

@@ -22,8 +22,16 @@ that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 - `writing`: encodes entries as a pickle that torch reads
 """
 
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns, join_chunks
-from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
+from ckptcore_dcp.metadata.entries import (
+    ChunkRows,
+    DcpChunk,
+    DcpChunkColumns,
+    DcpMetadata,
+    DcpPath,
+    DcpTensor,
+    DcpValue,
+    join_chunks,
+)
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
 

@@ -1,12 +1,15 @@
-"""Entries of ``.metadata``: tensors with their chunks, and values."""
+"""Entries of ``.metadata``: tensors with their chunks, which are rows of columns, and values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from itertools import chain
+from typing import Final, TypeAlias, overload
 
-from ckptcore.model import ValueRecord
+import numpy as np
+
+from ckptcore.model import HostArray, ValueRecord
 from ckptcore_dcp.pickles import Global
 
 DcpPath: TypeAlias = tuple[str | int, ...]
@@ -42,7 +45,7 @@ class DcpTensor:
     """A tensor.
 
     Attributes:
-        dtype: torch dtype, as named by `ckptcore_dcp.dtypes.known_dtype`.
+        dtype: torch dtype, as named by `ckptcore_dcp.stored_tensors.known_dtype`.
         shape: elements along each axis.
         chunks: its chunks, without duplicates.
         requires_grad: torch's ``requires_grad``.
@@ -120,3 +123,143 @@ _CLASS_MODULES: Final[Mapping[str, Collection[str]]] = {
 def torch_class_name(function: Global) -> str:
     """Return the name of the ``.metadata`` class that a global refers to, or "" for other globals."""
     return function.name if function.module in _CLASS_MODULES.get(function.name, ()) else ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DcpChunkColumns:
+    """Chunks as int64 columns, without an object per chunk.
+
+    Attributes:
+        axes: number of axes of each chunk.
+        offsets, sizes: one row per chunk, in elements along each axis, padded with zeros.
+        file: index of the chunk's file in `files`.
+        offset, length: byte range of the chunk's item in its file.
+        files: the file names.
+        transforms: by row, the transforms of its item, as in `DcpChunk`. Rows without transforms are omitted.
+    """
+
+    axes: HostArray
+    offsets: HostArray
+    sizes: HostArray
+    file: HostArray
+    offset: HostArray
+    length: HostArray
+    files: Sequence[str]
+    transforms: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chunks: Sequence[DcpChunk]) -> DcpChunkColumns:
+        """Return the columns of chunks."""
+        return cls.from_parts(
+            [chunk.offsets for chunk in chunks],
+            [chunk.sizes for chunk in chunks],
+            [(chunk.relative_path, chunk.offset, chunk.length, chunk.transforms) for chunk in chunks],
+        )
+
+    @classmethod
+    def from_parts(
+        cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], item_ranges: Sequence[ItemRange]
+    ) -> DcpChunkColumns:
+        """Return the columns of chunks with these offsets, sizes and locations."""
+        count = len(item_ranges)
+        axes: HostArray = np.fromiter(map(len, offsets), np.int64, count)
+        files: dict[str, int] = {}
+        return cls(
+            axes,
+            _padded_rows(offsets, axes),
+            _padded_rows(sizes, axes),
+            np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in item_ranges], np.int64, count),
+            np.fromiter([offset for _, offset, _, _ in item_ranges], np.int64, count),
+            np.fromiter([length for _, _, length, _ in item_ranges], np.int64, count),
+            list(files),
+            {row: transforms for row, (_, _, _, transforms) in enumerate(item_ranges) if transforms},
+        )
+
+    def take(self, rows: HostArray) -> DcpChunkColumns:
+        """Return selected rows in the given order. A row may occur several times."""
+        transforms: dict[int, tuple[str, ...]] = {}
+        if self.transforms:
+            for position, row in enumerate(rows.tolist()):
+                if row in self.transforms:
+                    transforms[position] = self.transforms[row]
+        return DcpChunkColumns(
+            self.axes[rows],
+            self.offsets[rows],
+            self.sizes[rows],
+            self.file[rows],
+            self.offset[rows],
+            self.length[rows],
+            self.files,
+            transforms,
+        )
+
+    def chunk(self, row: int) -> DcpChunk:
+        """Return one row as an object."""
+        axes = int(self.axes[row])
+        return DcpChunk(
+            tuple(self.offsets[row, :axes].tolist()),
+            tuple(self.sizes[row, :axes].tolist()),
+            self.files[self.file[row]],
+            int(self.offset[row]),
+            int(self.length[row]),
+            self.transforms.get(row, ()),
+        )
+
+
+class ChunkRows(Sequence[DcpChunk]):
+    """A range of rows as a sequence of chunks. Chunk objects are created on access.
+
+    Attributes:
+        columns: the chunks of all tensors.
+        start, stop: the range of rows, half-open.
+    """
+
+    __slots__ = ("columns", "start", "stop")
+
+    def __init__(self, columns: DcpChunkColumns, start: int, stop: int) -> None:
+        """Create a view of the rows from `start` up to, but not including, `stop`."""
+        self.columns = columns
+        self.start = start
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @overload
+    def __getitem__(self, index: int) -> DcpChunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[DcpChunk]: ...
+
+    def __getitem__(self, index: int | slice) -> DcpChunk | Sequence[DcpChunk]:
+        rows = range(self.start, self.stop)[index]
+        return self.columns.chunk(rows) if isinstance(rows, int) else [self.columns.chunk(row) for row in rows]
+
+    def __iter__(self) -> Iterator[DcpChunk]:
+        return map(self.columns.chunk, range(self.start, self.stop))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def join_chunks(lists: Sequence[Sequence[DcpChunk]]) -> DcpChunkColumns:
+    """Return the columns of several lists of chunks, concatenated."""
+    ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
+    shared = {id(chunks.columns): chunks.columns for chunks in ranges}
+    if len(shared) != 1 or len(ranges) != len(lists):
+        return DcpChunkColumns.of([chunk for chunks in lists for chunk in chunks])
+    starts = np.array([rows.start for rows in ranges], np.int64)
+    counts = np.array([rows.stop - rows.start for rows in ranges], np.int64)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
+
+
+def _padded_rows(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
+    """Return one row per tuple, padded with zeros."""
+    numbers: HostArray = np.zeros((len(rows), int(axes.max(initial=0))), np.int64)
+    within = np.arange(numbers.shape[1]) < axes[:, None]
+    numbers[within] = np.fromiter(chain.from_iterable(rows), np.int64, int(axes.sum()))
+    return numbers

@@ -214,10 +214,10 @@ class FastObjectReader:
     def _refer_to(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
         """Return whether the references point to the expected values."""
         for reference, value in zip(references, expected, strict=True):
-            found = _memo_entry(reference, memo)
-            if type(found) is Global:
-                found = _CLASSES.get(torch_class_name(found), found) if value.__class__ is object else found
-            if found != value:
+            entry = _memo_entry(reference, memo)
+            if type(entry) is Global:
+                entry = _CLASSES.get(torch_class_name(entry), entry) if value.__class__ is object else entry
+            if entry != value:
                 return False
         self._checked[expected[0]] = references
         return True
@@ -244,8 +244,8 @@ def _memo_entry(reference: bytes, memo: list[Any]) -> Any:
 def _read_text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:
     """Return the text that an object defines or refers to; None if it must be read by the machine."""
     if reference is not None:
-        found = _memo_entry(reference, memo)
-        return found if type(found) is str else None
+        entry = _memo_entry(reference, memo)
+        return entry if type(entry) is str else None
     length, named = match.group(group, group + 1)
     if length[0] != len(named):
         return None  # the text contains the terminating byte

@@ -8,11 +8,19 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ValueRecord, unreadable_leaf
-from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, DcpChunkColumns
-from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpTensor, DcpValue, ItemRange, torch_class_name
+from ckptcore_dcp.metadata.entries import (
+    ChunkRows,
+    DcpChunkColumns,
+    DcpMetadata,
+    DcpPath,
+    DcpTensor,
+    DcpValue,
+    ItemRange,
+    torch_class_name,
+)
 from ckptcore_dcp.metadata.fast import FastObjectReader
 from ckptcore_dcp.pickles import Call, CompactObject, Global, ObjectReader, Value, brief, read_pickle
+from ckptcore_dcp.stored_tensors import known_dtype, spec_and_kind
 
 _ItemRanges: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ItemRange]
 """Byte ranges of items by name and offsets of a chunk; None for a value."""
@@ -101,9 +109,9 @@ class MetadataDecoder:
         files = frozenset([file for file, *_ in item_ranges.values()])
         return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
 
-    def item_ranges(self, found: Value) -> _ItemRanges:
+    def item_ranges(self, value: Value) -> _ItemRanges:
         """Return the byte ranges of all items."""
-        listed = self.mapping(found, "storage_data")
+        listed = self.mapping(value, "storage_data")
         return {(name, offset): item_range for name, offset, item_range in self.iter_item_ranges(listed)}
 
     def iter_item_ranges(self, listed: Mapping[Any, Value]) -> Iterator[tuple[str, tuple[int, ...] | None, ItemRange]]:
@@ -187,11 +195,11 @@ class MetadataDecoder:
                 chunks.item_ranges.append(item_range)
         return dtype, shape, requires_grad
 
-    def properties(self, name: str, found: Value) -> tuple[str, bool]:
+    def properties(self, name: str, value: Value) -> tuple[str, bool]:
         """Return dtype and requires_grad of a tensor."""
-        if not self.is_instance(found, "TensorProperties"):
-            self.fail(f"the properties of {name!r} are {brief(found)}; expected TensorProperties")
-        state = found.state  # type: ignore[union-attr]  # a Call, see `is_instance`
+        if not self.is_instance(value, "TensorProperties"):
+            self.fail(f"the properties of {name!r} are {brief(value)}; expected TensorProperties")
+        state = value.state  # type: ignore[union-attr]  # a Call, see `is_instance`
         match state:
             case (dtype, _, bool() as requires_grad, *_):
                 pass
@@ -209,11 +217,11 @@ class MetadataDecoder:
             )
         return known, requires_grad
 
-    def storage_meta(self, found: Value) -> tuple[str | None, str | None]:
+    def storage_meta(self, value: Value) -> tuple[str | None, str | None]:
         """Return the save id and the location. Unknown forms count as None."""
-        if not self.is_instance(found, "StorageMeta"):
+        if not self.is_instance(value, "StorageMeta"):
             return None, None
-        state = self.attributes_of(found, "StorageMeta")
+        state = self.attributes_of(value, "StorageMeta")
         save_id, location = state.get("save_id"), state.get("checkpoint_id")
         if isinstance(location, Call) and isinstance(location.function, Global):
             parts = location.arguments
@@ -221,12 +229,12 @@ class MetadataDecoder:
             location = "/".join(parts).replace("//", "/", 1) if known and _are_texts(parts) else None  # type: ignore[arg-type]  # texts, checked here
         return save_id if type(save_id) is str else None, location if type(location) is str else None
 
-    def paths(self, found: Value) -> dict[str, DcpPath] | None:
+    def paths(self, value: Value) -> dict[str, DcpPath] | None:
         """Return the paths if the planner data contains paths, else None. Planners may store other data."""
-        if type(found) is not dict:
+        if type(value) is not dict:
             return None
         paths: dict[str, DcpPath] = {}
-        for name, path in found.items():
+        for name, path in value.items():
             if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _PATH_DEPTH:
                 return None
             if not _TEXT.issuperset(map(type, path)) and not all(
@@ -244,43 +252,43 @@ class MetadataDecoder:
             self.fail(f"invalid file name {path[:200]!r}: expected a path inside the directory of the checkpoint")
         return path
 
-    def size(self, found: Value) -> tuple[int, ...]:
+    def size(self, value: Value) -> tuple[int, ...]:
         """Return a ``torch.Size``, or another sequence of counts, as a tuple."""
-        numbers: Any = found
-        if isinstance(found, Call) and (found.function is self.size_class or found.function == _SIZE):
-            self.size_class = found.function
-            numbers = found.arguments[0] if len(found.arguments) == 1 else () if not found.arguments else None
+        numbers: Any = value
+        if isinstance(value, Call) and (value.function is self.size_class or value.function == _SIZE):
+            self.size_class = value.function
+            numbers = value.arguments[0] if len(value.arguments) == 1 else () if not value.arguments else None
         if type(numbers) not in (tuple, list) or len(numbers) > _MAX_AXES:
-            self.fail(f"expected a torch.Size, found {brief(found)}")
+            self.fail(f"expected a torch.Size, found {brief(value)}")
         for number in numbers:
             if number.__class__ is not int or not 0 <= number < _MAX_COUNT:
                 self.fail(f"an extent of a torch.Size is {brief(number)}; expected a number of elements")
         return tuple(numbers)
 
-    def count(self, found: Value, what: str) -> int:
+    def count(self, value: Value, what: str) -> int:
         """Return a value if it is a valid number of bytes."""
-        if type(found) is not int or not 0 <= found < _MAX_COUNT:
-            self.fail(f"{what} is {brief(found)}; expected a number of bytes")
-        return found
+        if type(value) is not int or not 0 <= value < _MAX_COUNT:
+            self.fail(f"{what} is {brief(value)}; expected a number of bytes")
+        return value
 
-    def texts(self, found: Value) -> tuple[str, ...]:
+    def texts(self, value: Value) -> tuple[str, ...]:
         """Return the names of transforms."""
-        if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, see above
-            self.fail(f"the transforms of an item are {brief(found)}; expected a list of names")
-        self.count_parts(len(found))  # type: ignore[arg-type]  # as above
-        return tuple(found)  # type: ignore[arg-type]  # texts, checked above
+        if type(value) not in (list, tuple) or not _are_texts(value):  # type: ignore[arg-type]  # a sequence, see above
+            self.fail(f"the transforms of an item are {brief(value)}; expected a list of names")
+        self.count_parts(len(value))  # type: ignore[arg-type]  # as above
+        return tuple(value)  # type: ignore[arg-type]  # texts, checked above
 
-    def mapping(self, found: Value, what: str) -> dict[Any, Value]:
+    def mapping(self, value: Value, what: str) -> dict[Any, Value]:
         """Return a value if it is a dict."""
-        if type(found) is not dict:
-            self.fail(f"{what} is {brief(found)}; expected a dict")
-        return found
+        if type(value) is not dict:
+            self.fail(f"{what} is {brief(value)}; expected a dict")
+        return value
 
-    def is_instance(self, found: Value, name: str) -> bool:
+    def is_instance(self, value: Value, name: str) -> bool:
         """Return whether a value is an object of the torch class with this name."""
-        if found.__class__ is not Call:
+        if value.__class__ is not Call:
             return False
-        function = found.function
+        function = value.function
         known = self.classes.get(id(function))
         if known is None:
             if not isinstance(function, Global):
@@ -290,11 +298,11 @@ class MetadataDecoder:
             known = self.classes[id(function)] = torch_class_name(function)
         return known == name
 
-    def attributes_of(self, found: Value, name: str) -> Mapping[Any, Value]:
+    def attributes_of(self, value: Value, name: str) -> Mapping[Any, Value]:
         """Return the attributes of an object of a torch class."""
-        if not self.is_instance(found, name) or type(found.state) is not dict:  # type: ignore[union-attr]  # a Call, see `is_instance`
-            self.fail(f"expected a {name} of torch.distributed.checkpoint, found {brief(found)}")
-        return found.state  # type: ignore[union-attr]  # checked above
+        if not self.is_instance(value, name) or type(value.state) is not dict:  # type: ignore[union-attr]  # a Call, see `is_instance`
+            self.fail(f"expected a {name} of torch.distributed.checkpoint, found {brief(value)}")
+        return value.state  # type: ignore[union-attr]  # checked above
 
     def count_parts(self, count: int) -> None:
         """Count chunks and transforms. Fail if the file lists more of them than it has bytes."""
@@ -313,8 +321,8 @@ class MetadataDecoder:
         )
 
 
-def _are_texts(found: Sequence[Value]) -> bool:
-    return all(type(text) is str for text in found)
+def _are_texts(value: Sequence[Value]) -> bool:
+    return all(type(text) is str for text in value)
 
 
 def read_metadata(data: bytes, *, key: str) -> DcpMetadata:

@@ -8,13 +8,12 @@ arrays for a `StorageIndex`, which reads them.
 from ckptcore_dcp.chunk_index import StorageIndex
 from ckptcore_dcp.embedded_storages import EmbeddedStorages
 from ckptcore_dcp.legacy_files import is_legacy
-from ckptcore_dcp.numpy_arrays import numpy_dtype
+from ckptcore_dcp.numpy_arrays import Fields, arrays_of, numpy_dtype
 from ckptcore_dcp.pickled_trees import Leaf, Unreadable, leaf_record, tree_of
 from ckptcore_dcp.pickles import Call, DenseFileError, Global, OutOfLine, Places, Value, Window, read_pickle
 from ckptcore_dcp.storages import LocationColumns, StoredBytes, pickled_storages
 from ckptcore_dcp.stored_tensors import StoredTensor, c_strides
 from ckptcore_dcp.streams import inflated_blocks
-from ckptcore_dcp.structures import Fields, arrays_of
 from ckptcore_dcp.zip_directories import DEFLATED, STORED, Fetch
 from ckptcore_dcp.zips import ZipMember, read_member, read_zip
 

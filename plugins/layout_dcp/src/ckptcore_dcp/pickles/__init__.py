@@ -16,10 +16,10 @@ records the function and its arguments; the caller decides what it means.
 
 from ckptcore_dcp.pickles.encoder import write_pickle
 from ckptcore_dcp.pickles.known_calls import builtin_value
+from ckptcore_dcp.pickles.literals import DenseFileError, Window
 from ckptcore_dcp.pickles.machine import read_pickle
 from ckptcore_dcp.pickles.state import UNSET, ObjectReader
 from ckptcore_dcp.pickles.values import Call, CompactObject, Global, OutOfLine, Persistent, Place, Places, Value, brief
-from ckptcore_dcp.pickles.windows import DenseFileError, Window
 
 __all__ = [
     "UNSET",

@@ -101,11 +101,11 @@ def _is_flat(value: tuple[Value, ...]) -> bool:
 
 def _sorted_items(items: Iterable[Value]) -> list[Value]:
     """Return the items of a set, sorted if all are texts, bytes or numbers, so that processes use the same order."""
-    found: list[Any] = list(items)
-    kinds = set(map(type, found))
+    ordered: list[Any] = list(items)
+    kinds = set(map(type, ordered))
     if (len(kinds) == 1 and kinds <= {str, bytes, int, float, bool}) or kinds <= {int, float, bool}:
-        found.sort()
-    return found
+        ordered.sort()
+    return ordered
 
 
 _BATCH: Final = 1000

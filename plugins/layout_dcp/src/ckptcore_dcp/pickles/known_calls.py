@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore_dcp.pickles.keys import KeyCheck
-from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value
+from ckptcore_dcp.pickles.values import Call, Global, KeyCheck, OutOfLine, Value
 
 _ENCODE: Final = Global("_codecs", "encode")
 """Protocols 0 to 2 store bytes as text with the same code points."""
@@ -47,10 +46,10 @@ def builtin_value(call: Call) -> Value:
     match function.name, arguments:
         case "bytes" | "bytearray", ():
             return b""
-        case "bytes" | "bytearray", (bytes() as found,):
-            return found
-        case "bytes" | "bytearray", (OutOfLine() as found,):
-            return found
+        case "bytes" | "bytearray", (bytes() as content,):
+            return content
+        case "bytes" | "bytearray", (OutOfLine() as content,):
+            return content
         case "bytearray", (Call() as inner,) if inner.function == _ENCODE:  # protocol 2
             encoded = _latin1_bytes(inner)
             return encoded if isinstance(encoded, bytes) else call

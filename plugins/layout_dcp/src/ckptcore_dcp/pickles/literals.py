@@ -9,12 +9,103 @@ decimal text takes quadratic time.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Mapping
 from struct import Struct
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.pickles.values import Call, Global, Value, malformed, truncated
-from ckptcore_dcp.pickles.windows import DenseFileError
+from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value, malformed, truncated
+
+_FIRST_WINDOW_BYTES: Final = 1 << 11
+"""Bytes that are read after a long literal: the next one often follows soon."""
+_WINDOW_BYTES: Final = 1 << 16
+_OUT_OF_LINE_BYTES: Final = 1 << 14
+"""Shortest literal that is not read."""
+
+
+class DenseFileError(Exception):
+    """A pickle that is better read as a whole: it has few long literals, or a long line."""
+
+
+class Window:
+    """Bytes of a file, with the methods of `bytes` that the machine calls. Not thread-safe.
+
+    A long slice is an `OutOfLine` instead of bytes: only literals are long.
+
+    Attributes:
+        fetched: the number of bytes read so far.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, most_bytes: int | None) -> None:
+        """Read nothing yet.
+
+        Args:
+            fetch: reads bytes of the file.
+            size: length of the file.
+            most_bytes: limit of the bytes that are read in all. Beyond it, `DenseFileError` is raised. None: no limit.
+        """
+        self._fetch = fetch
+        self._size = size
+        self._most_bytes = most_bytes
+        self._data = b""
+        self._start = 0
+        self._nbytes = _WINDOW_BYTES
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        """Return the length of the file."""
+        return self._size
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a byte, or several."""
+        if index.__class__ is int and 0 <= (position := index - self._start) < len(self._data):
+            return self._data[position]
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self._size)
+            if stop - start >= _OUT_OF_LINE_BYTES:
+                return OutOfLine(start, stop, False, self._fetch)
+            self._move_to(start, stop)
+            return self._data[start - self._start : max(start, stop) - self._start]
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        self._move_to(index, index + 1)
+        return self._data[index - self._start]
+
+    def startswith(self, prefix: bytes, start: int) -> bool:
+        """Return True if the bytes at an offset are `prefix`."""
+        head: bytes = self[start : start + len(prefix)]
+        return head == prefix
+
+    def find(self, found: bytes, start: int, stop: int | None = None) -> int:
+        """Return the offset of a byte from `start` on, or -1."""
+        stop = self._size if stop is None else min(stop, self._size)
+        while start < stop:
+            self._move_to(start, start + 1)
+            end = min(self._start + len(self._data), stop)
+            position = self._data.find(found, start - self._start, end - self._start)
+            if position >= 0:
+                return self._start + position
+            start = end
+        return -1
+
+    def unpacker(self, numbers: struct.Struct) -> Callable[[Any, int], tuple[Any, ...]]:
+        """Return `numbers.unpack_from` for this file."""
+        return lambda _, start: numbers.unpack(self[start : start + numbers.size])
+
+    def _move_to(self, start: int, stop: int) -> None:
+        if self._start <= start and stop <= self._start + len(self._data):
+            return
+        follows = self._start <= start <= self._start + len(self._data)
+        self._nbytes = min(4 * self._nbytes, _WINDOW_BYTES) if follows else _FIRST_WINDOW_BYTES
+        stop = min(max(stop, start + self._nbytes), self._size)
+        self.fetched += stop - start
+        if self._most_bytes is not None and self.fetched > self._most_bytes:
+            raise DenseFileError
+        self._data = self._fetch(start, stop)
+        self._start = start
+        if len(self._data) != stop - start:
+            raise IndexError(stop)
+
 
 Literal: TypeAlias = Callable[[bytes, int, str], tuple[Value, int]]
 
@@ -41,10 +132,10 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     end = data.find(b"\n", position)
     if end < 0:
         raise truncated(key, position, len(data) + 1)
-    found = data[position:end]
-    if not isinstance(found, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
+    text = data[position:end]
+    if not isinstance(text, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
         raise DenseFileError
-    return found, end + 1
+    return text, end + 1
 
 
 def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], tuple[bytes, int]]:
@@ -72,50 +163,50 @@ def _text(size: int) -> Literal:
     counted = _counted(size)
 
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
-        found, end = counted(data, position, key)
-        return _unicode(found, position, key), end
+        counted_bytes, end = counted(data, position, key)
+        return _unicode(counted_bytes, position, key), end
 
     return read
 
 
-def _unicode(found: bytes, position: int, key: str) -> str:
+def _unicode(text: bytes, position: int, key: str) -> str:
     try:
-        return found.decode("utf-8", "surrogatepass")  # like `pickle`: file names can have lone surrogates
+        return text.decode("utf-8", "surrogatepass")  # like `pickle`: file names can have lone surrogates
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
 
 
-def _python2_text(found: bytes) -> str | bytes:
+def _python2_text(text: bytes) -> str | bytes:
     """Decode a ``str`` of Python 2: text if possible, as torch does, else bytes."""
     try:
-        return found.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError:
-        return found
+        return text
 
 
 def _python2_string(size: int) -> Literal:
     counted = _counted(size, signed=size == 4)
 
     def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
-        found, end = counted(data, position, key)
-        return _python2_text(found), end
+        text, end = counted(data, position, key)
+        return _python2_text(text), end
 
     return read
 
 
 def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = line(data, position, key)
-    return _python2_text(unquoted(found, position, key)), end
+    text, end = line(data, position, key)
+    return _python2_text(unquoted(text, position, key)), end
 
 
-def unquoted(found: bytes, position: int, key: str) -> bytes:
+def unquoted(text: bytes, position: int, key: str) -> bytes:
     """Return the bytes of a quoted string of Python 2 with escapes.
 
     Raises:
         CorruptCheckpointError: it has no quotes, or an invalid escape.
     """
-    found = found.rstrip(b"\r")
-    if len(found) < 2 or found[0] != found[-1] or found[0] not in b"'\"":
+    text = text.rstrip(b"\r")
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in b"'\"":
         raise malformed(key, position, "a string without quotes")
 
     def plain(match: re.Match[bytes]) -> bytes:
@@ -126,21 +217,21 @@ def unquoted(found: bytes, position: int, key: str) -> bytes:
             raise malformed(key, position, "a string with an invalid escape")
         return bytes([int(code[1:], 16) if code[0] == ord("x") else int(code, 8) & 0xFF])
 
-    return _ESCAPE.sub(plain, found[1:-1])
+    return _ESCAPE.sub(plain, text[1:-1])
 
 
 def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = line(data, position, key)
+    text, end = line(data, position, key)
     try:
-        return found.decode("raw-unicode-escape"), end
+        return text.decode("raw-unicode-escape"), end
     except UnicodeDecodeError as error:
         raise malformed(key, position, f"a text with an invalid escape ({error.reason})") from error
 
 
 def _byte_array(data: bytes, position: int, key: str) -> tuple[Value, int]:
     # A call, as in protocols before 5.
-    found, end = _counted(8)(data, position, key)
-    return Call(Global("builtins", "bytearray"), (found,)), end
+    content, end = _counted(8)(data, position, key)
+    return Call(Global("builtins", "bytearray"), (content,)), end
 
 
 def _integer(size: int, *, signed: bool = False) -> Literal:
@@ -178,30 +269,30 @@ def _number_line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
 
 
 def _decimal(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    if found == b"00":  # a bool of protocols 0 and 1
+    digits, end = _number_line(data, position, key)
+    if digits == b"00":  # a bool of protocols 0 and 1
         return False, end
-    if found == b"01":
+    if digits == b"01":
         return True, end
-    return _decimal_value(found, position, key), end
+    return _decimal_value(digits, position, key), end
 
 
 def _decimal_long(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    return _decimal_value(found.removesuffix(b"L"), position, key), end
+    digits, end = _number_line(data, position, key)
+    return _decimal_value(digits.removesuffix(b"L"), position, key), end
 
 
-def _decimal_value(found: bytes, position: int, key: str) -> int:
-    if not _INTEGER.fullmatch(found):
+def _decimal_value(digits: bytes, position: int, key: str) -> int:
+    if not _INTEGER.fullmatch(digits):
         raise malformed(key, position, "an invalid integer")
-    return int(found)
+    return int(digits)
 
 
 def _decimal_float(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    found, end = _number_line(data, position, key)
-    if not _FLOAT.fullmatch(found):
+    digits, end = _number_line(data, position, key)
+    if not _FLOAT.fullmatch(digits):
         raise malformed(key, position, "an invalid number")
-    return float(found), end
+    return float(digits), end
 
 
 def _double(data: bytes, position: int, key: str) -> tuple[Value, int]:

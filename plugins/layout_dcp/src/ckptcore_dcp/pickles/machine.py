@@ -13,10 +13,10 @@ from __future__ import annotations
 import struct
 from typing import Final, cast
 
+from ckptcore_dcp.pickles.literals import Window
 from ckptcore_dcp.pickles.opcodes import OPCODES, Opcode
 from ckptcore_dcp.pickles.state import ObjectReader, RawReader, State
 from ckptcore_dcp.pickles.values import Places, Value, malformed, truncated
-from ckptcore_dcp.pickles.windows import Window
 
 _REFUSED: Final = {
     ord("i"): "INST",
@@ -105,7 +105,7 @@ def _run(state: State) -> tuple[Value, int]:
 
 def _result(state: State, position: int) -> Value:
     if len(state.stack) != 1 or state.outer:
-        found = f"it stops with {len(state.stack)} values and {len(state.outer)} marks left"
-        raise malformed(state.key, position, found)
+        problem = f"it stops with {len(state.stack)} values and {len(state.outer)} marks left"
+        raise malformed(state.key, position, problem)
     value: Value = state.stack[0]
     return value

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.pickles.keys import PLAIN_KEYS
 from ckptcore_dcp.pickles.literals import LITERALS, Literal
 from ckptcore_dcp.pickles.state import UNSET, State
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, malformed, truncated
+from ckptcore_dcp.pickles.values import PLAIN_KEYS, Call, Global, Persistent, Value, brief, malformed, truncated
 
 Opcode: TypeAlias = Callable[[State, int], int]
 """Receives the offset after the opcode; returns the offset after its argument."""

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.pickles.keys import KeyCheck
-from ckptcore_dcp.pickles.literals import line
-from ckptcore_dcp.pickles.values import Call, Global, Places, Value
-from ckptcore_dcp.pickles.windows import Window
+from ckptcore_dcp.pickles.literals import Window, line
+from ckptcore_dcp.pickles.values import Call, Global, KeyCheck, Places, Value
 
 
 class _Unset:

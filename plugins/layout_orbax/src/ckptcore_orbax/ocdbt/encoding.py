@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
+from ckptcore_orbax.ocdbt.cursor import encode_varint, encode_varints
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
 from ckptcore_orbax.ocdbt.node import (
@@ -23,7 +24,6 @@ from ckptcore_orbax.ocdbt.node import (
     ValueLocation,
 )
 from ckptcore_orbax.ocdbt.paths import DataFile, encode_files
-from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 
 _ENTRY_BYTES: Final = 16
 """Approximate size of an entry in a node, without its key and an inline value."""

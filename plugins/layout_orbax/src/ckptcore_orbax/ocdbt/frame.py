@@ -63,11 +63,11 @@ def decode_frame(data: bytes, magic: bytes, byte_range: ByteRange) -> bytes:
         raise byte_range.damage_error(f"it states a length of {stated} bytes and has {len(data)}")
     view = memoryview(data)
     stored = int.from_bytes(data[-_FOOT_BYTES:], "little")
-    found = crc32c_of(view[:-_FOOT_BYTES])
-    if found != stored:
+    checksum = crc32c_of(view[:-_FOOT_BYTES])
+    if checksum != stored:
         raise ChecksumError(
             f"{byte_range} has the checksum "
-            f"{found:08x}, expected {stored:08x}; restore the checkpoint from a copy, or load another one",
+            f"{checksum:08x}, expected {stored:08x}; restore the checkpoint from a copy, or load another one",
             key=byte_range.key,
             start=byte_range.start,
             stop=byte_range.stop,

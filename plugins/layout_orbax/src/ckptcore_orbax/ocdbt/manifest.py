@@ -15,11 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore_orbax.ocdbt.cursor import ByteRange, Cursor
+from ckptcore_orbax.ocdbt.cursor import ByteRange, Cursor, encode_varint
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, decode_frame, encode_frame
 from ckptcore_orbax.ocdbt.node import MAX_BYTES, MAX_HEIGHT, NodeReference, Statistics
 from ckptcore_orbax.ocdbt.paths import decode_files, encode_files
-from ckptcore_orbax.ocdbt.varints import encode_varint
 
 _MISSING: Final = 2**64 - 1
 """Offset and length of the root of an empty tree."""

@@ -176,13 +176,13 @@ def decode_node(data: bytes, reference: NodeReference, byte_range: ByteRange) ->
     node: Node
     if height:
         node = _decode_interior(cursor, files, count, height, len(body))
-        found = sum(child.statistics.num_keys for child in node.children)
+        total = sum(child.statistics.num_keys for child in node.children)
     else:
         node = _decode_leaf(cursor, files, count, len(body))
-        found = count
+        total = count
     cursor.finish()
-    if found != reference.statistics.num_keys:
-        raise byte_range.damage_error(f"it has {found} keys, expected {reference.statistics.num_keys}")
+    if total != reference.statistics.num_keys:
+        raise byte_range.damage_error(f"it has {total} keys, expected {reference.statistics.num_keys}")
     return node
 
 

@@ -17,8 +17,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import InvalidLocationError
-from ckptcore_orbax.ocdbt.cursor import Cursor
-from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
+from ckptcore_orbax.ocdbt.cursor import Cursor, encode_varint, encode_varints
 
 NODES: Final = "ocdbt_meta"
 """Directory of nodes, if values are in another one."""

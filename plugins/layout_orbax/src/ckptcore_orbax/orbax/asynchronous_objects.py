@@ -59,19 +59,14 @@ class AwaitableDirectory:
     """An existing directory, with the interface of Orbax's directories, which are created in the background."""
 
     def __init__(self, path: Any) -> None:
-        self._path = path
-
-    @property
-    def path(self) -> Any:
-        """The path."""
-        return self._path
+        self.path = path
 
     def __truediv__(self, name: Any) -> AwaitableDirectory:
-        return AwaitableDirectory(self._path / name)
+        return AwaitableDirectory(self.path / name)
 
     async def await_creation(self) -> Any:
         """Return the path immediately."""
-        return self._path
+        return self.path
 
 
 class DeferredAwait:

@@ -69,19 +69,19 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
     root: dict[str, object] = {}
     unreadable: dict[str, JSON] = {}
     for path, value in entries:
-        found: object
+        leaf: object
         if path == "step" and type(value) is int and has_step:
             continue  # the state has its own leaf "step", which is loaded instead
         if isinstance(value, dict) and {"dtype", "shape"} <= value.keys():
-            found = _array(path, value)
+            leaf = _array(path, value)
         elif not _is_iterator(value):
-            found = value
+            leaf = value
         elif path in states:
-            found = _state(store, states[path])
+            leaf = _state(store, states[path])
         else:
             unreadable[path] = value
             continue
-        _insert(root, path, found)
+        _insert(root, path, leaf)
     writer = "AXLearn"
     if unreadable:
         writer += f" (not read, only TensorFlow can: {', '.join(sorted(unreadable))[:200]})"
@@ -89,7 +89,7 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
 
 
 def _index_entries(data: bytes) -> list[tuple[str, JSON]]:
-    found: list[tuple[str, JSON]] = []
+    entries: list[tuple[str, JSON]] = []
     for entry in expect_type(parse_json(data, _INDEX), list, _INDEX, "the index"):
         pair = expect_type(entry, list, _INDEX, "an entry of the index")
         if len(pair) != 2:
@@ -98,8 +98,8 @@ def _index_entries(data: bytes) -> list[tuple[str, JSON]]:
         parts = path.split("/")
         if len(parts) >= MAX_DEPTH or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
             raise unexpected(_INDEX, "a relative path", path)
-        found.append((path, pair[1]))
-    return found
+        entries.append((path, pair[1]))
+    return entries
 
 
 def _is_iterator(value: JSON) -> bool:

@@ -29,16 +29,20 @@ from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_orbax.ocdbt.paths import NODES, VALUES
 from ckptcore_orbax.orbax.item_files import item_files
-from ckptcore_orbax.orbax.values import value_array
+from ckptcore_orbax.orbax.trees import value_array
+from ckptcore_orbax.zarr.array_files import zarr2_array, zarr3_array
 from ckptcore_orbax.zarr.chunking import unflatten_index
 from ckptcore_orbax.zarr.documents import enclosing_groups, encode_group
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 from ckptcore_orbax.zarr.formats import encode_metadata
-from ckptcore_orbax.zarr.options import LayoutOptions
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, ZarrArray
-from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, dimension_names, stored_format
-from ckptcore_orbax.zarr.version2 import zarr2_array
-from ckptcore_orbax.zarr.version3 import zarr3_array
+from ckptcore_orbax.zarr.stored_arrays import (
+    SESSION_WRITERS,
+    LayoutOptions,
+    array_names,
+    dimension_names,
+    stored_format,
+)
 
 _INLINE_BYTES: Final = 1 << 14
 """Longest value in a node of the database. Longer ones, which are lists of numbers, are in a file of their own."""

@@ -27,14 +27,11 @@ from ckptcore_orbax.orbax.axlearn import find_axlearn
 from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, arrays_directory, find_file, find_item
 from ckptcore_orbax.orbax.markers import METADATA_FILE
-from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, tree_of_names
-from ckptcore_orbax.orbax.values import scalar_record
-from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, open_database
+from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, scalar_record, tree_of_names
+from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3, zarr2_array
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
-from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
@@ -67,13 +64,15 @@ class _UninspectedTree:
 
 def inspect_composite(store: ReadStore) -> InspectedComposite | None:
     """Recognise an Orbax checkpoint of several items, or of one named item."""
-    found = find_composite(store)
-    if found is None:
+    composite = find_composite(store)
+    if composite is None:
         return None
     kinds: dict[str, MemberKind] = {
-        name: "files" if kind == "other" else "tree" for name, kind in found.members.items()
+        name: "files" if kind == "other" else "tree" for name, kind in composite.members.items()
     }
-    return InspectedComposite(kinds, found.writer, found.custom, found.metrics, found.created, found.default_tree)
+    return InspectedComposite(
+        kinds, composite.writer, composite.custom, composite.metrics, composite.created, composite.default_tree
+    )
 
 
 def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Inspection | None:
@@ -103,10 +102,10 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
         )
     if (_MANIFEST in store.list_names(arrays_directory(store, directory))) != (layout == "ocdbt"):
         return None
-    found = _find(store, directory, composite, databases)
-    if found is None or _layout_of(found) != layout:
+    tree = _find(store, directory, composite, databases)
+    if tree is None or _layout_of(tree) != layout:
         return None
-    return _inspection(found, store, databases)
+    return _inspection(tree, store, databases)
 
 
 def inspect_file(store: ReadStore, name: str, databases: DatabaseCache) -> Inspection | None:
@@ -147,10 +146,10 @@ def _array_names(database: Database) -> Iterator[str]:
             yield name
 
 
-def _layout_of(found: _UninspectedTree) -> str:
-    if found.item.database:
+def _layout_of(tree: _UninspectedTree) -> str:
+    if tree.item.database:
         return "ocdbt"
-    return "zarr3" if found.item.zarr_format == 3 else "zarr"
+    return "zarr3" if tree.item.zarr_format == 3 else "zarr"
 
 
 def _inspection(found: _UninspectedTree, store: ReadStore, databases: DatabaseCache) -> Inspection:
@@ -224,12 +223,12 @@ def _array_record(item: Item, leaf: TreeLeaf, format: ArrayFormat) -> ArrayRecor
 
 
 def _stored_arrays(
-    found: _UninspectedTree, store: ReadStore, databases: DatabaseCache
+    tree: _UninspectedTree, store: ReadStore, databases: DatabaseCache
 ) -> Mapping[int, ZarrArray | _Problem]:
     """Return the name and the format of each leaf that is a stored array, or why it cannot be read."""
-    item = found.item
-    numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and not leaf.is_embedded]
-    names = [found.tree.leaves[number].name for number in numbers]
+    item = tree.item
+    numbers = [number for number, leaf in enumerate(tree.tree.leaves) if leaf.value is None and not leaf.is_embedded]
+    names = [tree.tree.leaves[number].name for number in numbers]
     documents = [
         name for name in _PARSERS if item.zarr_format is None or (name == "zarr.json") == (item.zarr_format == 3)
     ]
@@ -241,7 +240,7 @@ def _stored_arrays(
         formats = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
     made: dict[int, ZarrArray | _Problem] = {}
     for number, name, format in zip(numbers, names, formats, strict=True):
-        spec = found.tree.leaves[number].spec
+        spec = tree.tree.leaves[number].spec
         if format is None:
             made[number] = CorruptCheckpointError(
                 f"it is in the tree, but its array {name!r} is missing; the checkpoint is incomplete: restore it from "
@@ -271,19 +270,19 @@ def _in_database(
     names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
 ) -> Sequence[ArrayFormat | _Problem | None]:
     """Return the array formats in a database, from the first document found per array, in one batch."""
-    found: list[tuple[str, ValueLocation] | None] = []
+    locations: list[tuple[str, ValueLocation] | None] = []
     for name in names:
         keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]
         values = ((document, database.get(key)) for document, key in keys)
-        found.append(next(((document, value) for document, value in values if value is not None), None))
+        locations.append(next(((document, value) for document, value in values if value is not None), None))
     apart = [
         (value.file, value.offset, value.offset + value.length)
-        for _, value in filter(None, found)
+        for _, value in filter(None, locations)
         if value.inline is None
     ]
     read = iter(store.get_many(apart))
     formats: list[ArrayFormat | _Problem | None] = []
-    for name, entry in zip(names, found, strict=True):
+    for name, entry in zip(names, locations, strict=True):
         if entry is None:
             formats.append(None)
             continue

@@ -20,7 +20,7 @@ from ckptcore_orbax.orbax.json_files import (
 )
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, encode_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, encode_tree, orbax_name
-from ckptcore_orbax.orbax.values import value_text, value_type
+from ckptcore_orbax.orbax.trees import value_text, value_type
 
 ARRAY_METADATA: Final = "array_metadatas"
 """Directory of array metadata files."""
@@ -50,7 +50,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
         CorruptCheckpointError: the file is invalid.
     """
     document = expect_object(parse_json(data, key), key, "the file")
-    found: list[ArrayMetadata] = []
+    arrays: list[ArrayMetadata] = []
     for entry in expect_type(document.get("array_metadatas", []), list, key, "array_metadatas"):
         members = expect_object(expect_object(entry, key, "an entry").get("array_metadata"), key, "array_metadata")
         extra = members.get("ext_metadata")
@@ -59,7 +59,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
         chunk_shape = expect_shape(members.get("chunk_shape"), key, "chunk_shape")
         if len(write_shape) != len(chunk_shape):
             raise unexpected(key, f"a chunk_shape of {len(write_shape)} axes", list(chunk_shape))
-        found.append(
+        arrays.append(
             ArrayMetadata(
                 expect_text(members.get("param_name"), key, "param_name"),
                 write_shape,
@@ -67,7 +67,7 @@ def parse_array_metadata(data: bytes, key: str) -> list[ArrayMetadata]:
                 None if impl is None else expect_text(impl, key, "random_key_impl"),
             )
         )
-    return found
+    return arrays
 
 
 def encode_array_metadata(arrays: Iterable[ArrayMetadata]) -> bytes:
@@ -107,12 +107,12 @@ class Strings:
 
     def text(self, name: str) -> str:
         """Return the string of a leaf."""
-        found: JSON = self._document
+        value: JSON = self._document
         for token in _tokens(name) or ():
-            found = found.get(token) if isinstance(found, dict) else None
-        if not isinstance(found, str):
-            raise unexpected(self._key, f"the string {name[:80]!r}", found)
-        return expect_type(found, str, self._key, "a string")
+            value = value.get(token) if isinstance(value, dict) else None
+        if not isinstance(value, str):
+            raise unexpected(self._key, f"the string {name[:80]!r}", value)
+        return expect_type(value, str, self._key, "a string")
 
 
 def encode_strings(strings: Mapping[str, str]) -> bytes:

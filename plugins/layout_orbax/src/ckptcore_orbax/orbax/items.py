@@ -24,8 +24,7 @@ from ckptcore_orbax.orbax.json_files import expect_object, parse_json
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
-from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, plain_tree, tree_of_names
-from ckptcore_orbax.orbax.values import NONE, value_record
+from ckptcore_orbax.orbax.trees import NONE, OrbaxTree, TreeLeaf, plain_tree, tree_of_names, value_record
 from ckptcore_orbax.zarr.documents import is_group
 
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]
@@ -201,9 +200,9 @@ def _only_file(names: frozenset[str]) -> str | None:
 
 def _key_name(names: frozenset[str]) -> str | None:
     """Return the directory of a random key: there is another one with its form. None if the names are different."""
-    found = sorted(names - {COMMIT_FILE, METADATA_FILE})
-    name = found[0].removesuffix("/") if found else ""
-    return name if found == [f"{name}/", f"{name}{_OF_KEY}/"] else None
+    names_of_keys = sorted(names - {COMMIT_FILE, METADATA_FILE})
+    name = names_of_keys[0].removesuffix("/") if names_of_keys else ""
+    return name if names_of_keys == [f"{name}/", f"{name}{_OF_KEY}/"] else None
 
 
 def arrays_directory(store: ReadStore, directory: str) -> str:
@@ -377,7 +376,7 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
     arrays are missing.
     """
     missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     below = key_in(directory, ARRAY_METADATA)
     files = [name for name in store.list_names(below) if name.startswith("process_") and not name.endswith("/")]
     for name in sorted(files, key=lambda name: (len(name), name)):
@@ -387,15 +386,15 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
                 missing.discard(array.name)
             if array.random_key_impl is None:
                 continue
-            if found.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
+            if keys.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
                 raise CorruptCheckpointError(
                     f"{key}: {array.name!r} contains random keys of {array.random_key_impl!r}, but another "
-                    f"process states {found[array.name]!r}: restore the checkpoint from a copy, or load another one",
+                    f"process states {keys[array.name]!r}: restore the checkpoint from a copy, or load another one",
                     key=key,
                 )
         if missing is not None and not missing:
             break
-    return found
+    return keys
 
 
 def random_key_form(store: ReadStore, directory: str, names: frozenset[str]) -> tuple[str, Mapping[str, JSON]] | None:
@@ -408,12 +407,12 @@ def random_key_form(store: ReadStore, directory: str, names: frozenset[str]) -> 
         return None
     key = key_in(directory, f"{name}{_OF_KEY}/metadata")
     try:
-        found = parse_json(store.get(key), key)
+        form = parse_json(store.get(key), key)
     except ObjectNotFoundError:
-        found = {}
+        form = {}
     if name in _RANDOM_KEYS:
-        return name, expect_object(found, key, "the file")
-    return (name, found) if isinstance(found, dict) and found.keys() <= {"typed", "legacy"} and found else None
+        return name, expect_object(form, key, "the file")
+    return (name, form) if isinstance(form, dict) and form.keys() <= {"typed", "legacy"} and form else None
 
 
 def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:

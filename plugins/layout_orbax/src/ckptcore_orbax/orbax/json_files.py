@@ -36,68 +36,68 @@ def encode_json(document: JSON) -> bytes:
     return json.dumps(document).encode("ascii")
 
 
-def expect_type(found: JSON, kind: type[T], key: str, what: str) -> T:
-    """Return `found` if it has the type `kind`. A bool does not count as an int.
+def expect_type(value: JSON, kind: type[T], key: str, what: str) -> T:
+    """Return `value` if it has the type `kind`. A bool does not count as an int.
 
     Raises:
         CorruptCheckpointError: it has another type.
     """
-    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise unexpected(key, f"a {kind.__name__} as {what}", found)
-    return found
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise unexpected(key, f"a {kind.__name__} as {what}", value)
+    return value
 
 
-def expect_object(found: JSON, key: str, what: str) -> dict[str, JSON]:
-    """Return `found` if it is a JSON object.
-
-    Raises:
-        CorruptCheckpointError: it is not.
-    """
-    if not isinstance(found, dict):
-        raise unexpected(key, f"an object as {what}", found)
-    return found
-
-
-def expect_text(found: JSON, key: str, what: str) -> str:
-    """Return `found` if it is text without lone surrogates, which names cannot contain.
+def expect_object(value: JSON, key: str, what: str) -> dict[str, JSON]:
+    """Return `value` if it is a JSON object.
 
     Raises:
         CorruptCheckpointError: it is not.
     """
-    text = expect_type(found, str, key, what)
+    if not isinstance(value, dict):
+        raise unexpected(key, f"an object as {what}", value)
+    return value
+
+
+def expect_text(value: JSON, key: str, what: str) -> str:
+    """Return `value` if it is text without lone surrogates, which names cannot contain.
+
+    Raises:
+        CorruptCheckpointError: it is not.
+    """
+    text = expect_type(value, str, key, what)
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise unexpected(key, f"text of Unicode characters as {what}", found)
+        raise unexpected(key, f"text of Unicode characters as {what}", value)
     return text
 
 
-def expect_shape(found: JSON, key: str, what: str) -> tuple[int, ...]:
-    """Return `found` if it is the shape of an array, with at most 64 axes.
+def expect_shape(value: JSON, key: str, what: str) -> tuple[int, ...]:
+    """Return `value` if it is the shape of an array, with at most 64 axes.
 
     Raises:
         CorruptCheckpointError: it is not.
     """
-    shape = expect_counts(found, key, what)
+    shape = expect_counts(value, key, what)
     if len(shape) > 64:
         raise unexpected(key, f"at most 64 extents as {what}", len(shape))
     return shape
 
 
-def expect_counts(found: JSON, key: str, what: str) -> tuple[int, ...]:
-    """Return `found` if it is a list of non-negative integers below 2**63.
+def expect_counts(value: JSON, key: str, what: str) -> tuple[int, ...]:
+    """Return `value` if it is a list of non-negative integers below 2**63.
 
     Raises:
         CorruptCheckpointError: it is not.
     """
-    numbers = expect_type(found, list, key, what)
+    numbers = expect_type(value, list, key, what)
     for number in numbers:
         if type(number) is not int or not 0 <= number < 1 << 63:
             raise unexpected(key, f"whole numbers as {what}", number)
     return tuple(numbers)
 
 
-def unexpected(key: str, expected: str, found: object) -> CorruptCheckpointError:
+def unexpected(key: str, expected: str, value: object) -> CorruptCheckpointError:
     """Return an error for a file whose content is not as expected."""
     return CorruptCheckpointError(
-        f"{key}: expected {expected}, found {str(found)[:80]!r}. The file is damaged, or something else wrote it",
+        f"{key}: expected {expected}, found {str(value)[:80]!r}. The file is damaged, or something else wrote it",
         key=key,
     )

@@ -23,12 +23,18 @@ from ckptcore.protocols import (
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_file, inspect_tree
 from ckptcore_orbax.orbax.markers import write_marker_files
-from ckptcore_orbax.zarr.chunk_index import ZarrIndex
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
-from ckptcore_orbax.zarr.names import orbax_files
-from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, LayoutOptions, check_chunk_bytes, parse_compression
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex
 from ckptcore_orbax.zarr.state import ArraysState
-from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import (
+    ArrayOptions,
+    ArrayRule,
+    LayoutOptions,
+    array_names,
+    check_chunk_bytes,
+    orbax_files,
+    parse_compression,
+    stored_format,
+)
 from ckptcore_orbax.zarr.writing import Forecast, forecast_arrays, write_arrays
 
 _CHUNK_BYTES: Final = 64 << 20
@@ -190,10 +196,7 @@ class ZarrLayout(_OrbaxLayout):
     once per name.
     """
 
-    @property
-    def name(self) -> str:
-        """The name "zarr"."""
-        return "zarr"
+    name = "zarr"
 
     def _layout_options(self) -> LayoutOptions:
         return self._make_options(2, "objects", False)
@@ -217,10 +220,7 @@ class Zarr3Layout(_OrbaxLayout):
 
     checksum: bool = True
 
-    @property
-    def name(self) -> str:
-        """The name "zarr3"."""
-        return "zarr3"
+    name = "zarr3"
 
     def _layout_options(self) -> LayoutOptions:
         return self._make_options(3, "objects", self.checksum)
@@ -256,10 +256,7 @@ class OcdbtLayout(_OrbaxLayout):
         if type(self.data_file_bytes) is not int or self.data_file_bytes < 1:
             raise ValueError(f"data_file_bytes={self.data_file_bytes!r}: expected a number of bytes")
 
-    @property
-    def name(self) -> str:
-        """The name "ocdbt"."""
-        return "ocdbt"
+    name = "ocdbt"
 
     def _layout_options(self) -> LayoutOptions:
         options = self._make_options(self.zarr_format, "ocdbt", self.checksum)

@@ -12,7 +12,7 @@ from ckptcore.model import JSON
 from ckptcore.protocols import CheckpointInfo, WriteStore
 from ckptcore_orbax.orbax.json_files import encode_json, expect_object, expect_text, expect_type, parse_json, unexpected
 from ckptcore_orbax.zarr.documents import encode_group
-from ckptcore_orbax.zarr.options import LayoutOptions
+from ckptcore_orbax.zarr.stored_arrays import LayoutOptions
 
 INDICATOR_FILE: Final = "orbax.checkpoint"
 """Empty file that marks a checkpoint of Orbax version 1."""

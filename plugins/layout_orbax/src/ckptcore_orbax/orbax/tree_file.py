@@ -17,8 +17,7 @@ from ckptcore_orbax.orbax.json_files import (
     parse_json,
     unexpected,
 )
-from ckptcore_orbax.orbax.trees import MAX_DEPTH, ContainerType, OrbaxTree, TreeLeaf, build_tree
-from ckptcore_orbax.orbax.values import NONE, value_type
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, NONE, ContainerType, OrbaxTree, TreeLeaf, build_tree, value_type
 
 _ENTRY: Final = "ValueMetadataEntry"
 
@@ -34,7 +33,7 @@ def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], ContainerTyp
     Raises:
         CorruptCheckpointError: the text is invalid.
     """
-    found: dict[tuple[str, ...], ContainerType] = {}
+    containers: dict[tuple[str, ...], ContainerType] = {}
     pending: list[tuple[tuple[str, ...], JSON]] = [((), parse_json(text.encode("utf-8", "surrogatepass"), key))]
     while pending:
         path, part = pending.pop()
@@ -48,18 +47,20 @@ def _parse_containers(text: str, key: str) -> dict[tuple[str, ...], ContainerTyp
         if category == "custom" and name == _ENTRY:
             continue
         if category == "custom" and name == "tuple":
-            found[path] = ContainerType("tuple")
+            containers[path] = ContainerType("tuple")
             entries = expect_type(members.get("entries"), list, key, "the entries of a tuple")
             pending.extend([((*path, str(number)), child) for number, child in enumerate(entries)])
         elif category == "namedtuple":
             module = expect_text(members.get("module"), key, "the module of a named tuple")
-            found[path] = ContainerType("object", f"{module}.{expect_text(name, key, 'the name of a named tuple')}")
+            containers[path] = ContainerType(
+                "object", f"{module}.{expect_text(name, key, 'the name of a named tuple')}"
+            )
             for entry in expect_type(members.get("entries"), list, key, "the entries of a named tuple"):
                 field = expect_object(entry, key, "a field of a named tuple")
                 pending.append(((*path, expect_text(field.get("key"), key, "the name of a field")), field.get("value")))
         else:
             pending.extend([((*path, child_key), child) for child_key, child in members.items()])
-    return found
+    return containers
 
 
 TREE_FILE: Final = "_METADATA"
@@ -126,8 +127,8 @@ def parse_tree(data: bytes, key: str) -> TreeFile:
 def _parse_entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], TreeLeaf | Node]:
     steps: list[int | str] = []
     names: list[str] = []
-    for found in expect_type(entry.get("key_metadata"), list, key, "key_metadata"):
-        step = expect_object(found, key, "a key")
+    for part in expect_type(entry.get("key_metadata"), list, key, "key_metadata"):
+        step = expect_object(part, key, "a key")
         name = expect_text(step.get("key"), key, "a key")
         names.append(name)
         match step.get("key_type"):

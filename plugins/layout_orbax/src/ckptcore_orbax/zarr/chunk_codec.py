@@ -21,10 +21,10 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Box, HostArray
+from ckptcore_orbax.zarr.array_files import inner_array
 from ckptcore_orbax.zarr.codecs import expect_blosc_size, is_blosc
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
-from ckptcore_orbax.zarr.version3 import inner_array
 
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     "UNAUTHENTICATED": StorageCredentialsError,

@@ -11,7 +11,7 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified, expect_reasonable
 from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, expect_chunks, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray
@@ -130,11 +130,11 @@ def read_natively(
 
 def _verify(stored: ZarrArray, chunk: Chunk, elements: HostArray, digests: bytes) -> None:
     expected = digests[chunk.number * DIGEST_BYTES : (chunk.number + 1) * DIGEST_BYTES]
-    found = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
-    if found != expected:
+    digest = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+    if digest != expected:
         raise ChecksumError(
             f"the read chunk at {list(chunk.box.start)} of {stored.name!r} was not decoded to what was saved: expected "
-            f"xxh3_64:{expected.hex()}, found {found.hex()}; restore the checkpoint from a copy, or load another one"
+            f"xxh3_64:{expected.hex()}, found {digest.hex()}; restore the checkpoint from a copy, or load another one"
         )
 
 

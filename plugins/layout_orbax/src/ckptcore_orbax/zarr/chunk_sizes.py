@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError
+from ckptcore_orbax.zarr.array_files import inner_array
 from ckptcore_orbax.zarr.codecs import codec_names
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ZarrArray
-from ckptcore_orbax.zarr.version3 import inner_array
 
 _MAX_CHUNK_BYTES: Final = 1 << 30
 """Larger read chunks, in bytes, must be at most 4 times the array: hostile metadata may state any size."""

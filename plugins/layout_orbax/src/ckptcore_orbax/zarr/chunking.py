@@ -159,10 +159,10 @@ def _divisors(extent: int) -> list[int]:
         factor += 1
     if rest > 1:
         factors.append(rest)
-    found = {1}
+    divisors = {1}
     for factor in factors:
-        found |= {divisor * factor for divisor in found}
-    return sorted(found)
+        divisors |= {divisor * factor for divisor in divisors}
+    return sorted(divisors)
 
 
 def iter_chunks(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:

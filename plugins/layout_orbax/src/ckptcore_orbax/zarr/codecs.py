@@ -46,9 +46,9 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
     """
     chain = _without_identities(_chain(value), len(chunk))
     if len(chain) == 1 and chain[0][0] == "sharding_indexed" and chain[0][1] is not None:
-        found = _sharding(chain[0][1], chunk, itemsize)
-        if found is not None:
-            return found
+        sharding = _sharding(chain[0][1], chunk, itemsize)
+        if sharding is not None:
+            return sharding
     raw = _raw(chain, itemsize)
     return ChunkCodecs(chunk, False, "end", False, raw is not None, raw == "checksum", value)
 
@@ -210,9 +210,9 @@ def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
     Raises:
         CorruptCheckpointError
     """
-    found = int.from_bytes(data[_SIZE], "little")
-    if found > inner.inner_bytes:
+    nbytes = int.from_bytes(data[_SIZE], "little")
+    if nbytes > inner.inner_bytes:
         raise CorruptCheckpointError(
-            f"{name!r} cannot be decoded: a chunk states {found} bytes; expected at most {inner.inner_bytes}; "
+            f"{name!r} cannot be decoded: a chunk states {nbytes} bytes; expected at most {inner.inner_bytes}; "
             "restore the checkpoint from a copy, or load another one"
         )

@@ -138,10 +138,10 @@ def enclosing_groups(names: Iterable[str]) -> Sequence[str]:
     Args:
         names: the paths of the arrays; none is inside another.
     """
-    found = {""}
+    groups = {""}
     for name in names:
         if not name:
             return ()
         parts = name.split("/")
-        found.update(["/".join(parts[:count]) for count in range(1, len(parts))])
-    return sorted(found)
+        groups.update(["/".join(parts[:count]) for count in range(1, len(parts))])
+    return sorted(groups)

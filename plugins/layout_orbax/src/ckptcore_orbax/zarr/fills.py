@@ -26,10 +26,10 @@ def parse_fill_version3(value: JSON, dtype: str) -> bytes:
     Raises:
         CorruptCheckpointError: it is not valid for this dtype.
     """
-    found = _encode_fill(value, dtype)
-    if found is None:
+    fill = _encode_fill(value, dtype)
+    if fill is None:
         raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
-    return found
+    return fill
 
 
 def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
@@ -43,12 +43,12 @@ def parse_fill_version2(value: JSON, dtype: str) -> bytes | None:
     """
     if value is None:
         return None
-    found = _encode_fill(value, dtype)
-    if found is None and isinstance(value, str):
-        found = _encode_text_fill(value, dtype)
-    if found is None:
+    fill = _encode_fill(value, dtype)
+    if fill is None and isinstance(value, str):
+        fill = _encode_text_fill(value, dtype)
+    if fill is None:
         raise CorruptCheckpointError(f"its fill_value {str(value)[:80]!r} is not a valid {dtype}")
-    return found
+    return fill
 
 
 def zero_of_version3(dtype: str) -> JSON:

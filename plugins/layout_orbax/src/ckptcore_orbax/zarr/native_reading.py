@@ -20,7 +20,7 @@ from ckptcore.model import JSON, Box, HostArray
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
-from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
+from ckptcore_orbax.zarr.chunk_index import DatabaseCache, locate_chunks
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray
@@ -48,12 +48,12 @@ def native_spec(address: StorageAddress) -> Mapping[str, Any] | None:
     if _QUOTED.search(address.url) and not _quotes():
         return None
     options = _OPTIONS.get(address.url.partition("://")[0])
-    found = options(address.options) if options is not None else None
-    if found is None:
+    driver_options = options(address.options) if options is not None else None
+    if driver_options is None:
         return None
     try:
         # The URL is escaped: otherwise a directory called %2e%2e would refer to its parent.
-        return {**tensorstore.KvStore.Spec(address.url).to_json(), **found}
+        return {**tensorstore.KvStore.Spec(address.url).to_json(), **driver_options}
     except ValueError:
         return None
 
@@ -70,14 +70,14 @@ def _s3_options(options: Mapping[str, JSON]) -> Mapping[str, Any] | None:
     pays = remaining.pop("requester_pays", False)
     if remaining or credentials not in _AWS_CREDENTIALS:
         return None
-    found: dict[str, Any] = {"aws_credentials": {"type": credentials}}
+    driver: dict[str, Any] = {"aws_credentials": {"type": credentials}}
     if region is not None:
-        found["aws_region"] = region
+        driver["aws_region"] = region
     if endpoint is not None and not _is_usual(str(endpoint), str(region)):
-        found["endpoint"] = endpoint
+        driver["endpoint"] = endpoint
     if pays:
-        found["requester_pays"] = True
-    return found
+        driver["requester_pays"] = True
+    return driver
 
 
 _AWS_CREDENTIALS: Final = ("anonymous", "environment")

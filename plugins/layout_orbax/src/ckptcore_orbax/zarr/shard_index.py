@@ -75,10 +75,11 @@ def decode_index(format: ArrayFormat, data: bytes, chunk_bytes: int, key: str) -
         )
     view = memoryview(data)
     if format.index_checksum:
-        found, expected = crc32c_of(view[:-4]), int.from_bytes(view[-4:], "little")
-        if found != expected:
+        checksum, expected = crc32c_of(view[:-4]), int.from_bytes(view[-4:], "little")
+        if checksum != expected:
             raise ChecksumError(
-                f"the index of the chunk {key} is damaged: its crc32c is {found:08x}, and {expected:08x} was recorded",
+                f"the index of the chunk {key} is damaged: its crc32c is {checksum:08x}, and {expected:08x} was "
+                "recorded",
                 key=key,
                 start=start,
                 stop=stop,

@@ -11,10 +11,9 @@ from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, TreeMetadata, format_path
+from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.version2 import parse_zarr2
-from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 DIGEST_BYTES: Final = 8
 """Length of the xxh3_64 of a read chunk's elements, in bytes."""
@@ -218,14 +217,14 @@ def _parse_format(described: Any) -> ArrayFormat:
     return parse(json.dumps(document).encode(), "the state of the layout")
 
 
-def _expect_text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"{str(found)[:80]!r} is not text")
-    found.encode()  # a name must be valid UTF-8
-    return found
+def _expect_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:80]!r} is not text")
+    value.encode()  # a name must be valid UTF-8
+    return value
 
 
-def _natural(found: Any) -> int:
-    if type(found) is not int or found < 0:
-        raise ValueError(f"{str(found)[:80]!r} is not a valid count")
-    return found
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is not a valid count")
+    return value

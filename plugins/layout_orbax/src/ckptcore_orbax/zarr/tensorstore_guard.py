@@ -102,10 +102,10 @@ def clear_frames(error: BaseException) -> None:
     """Clear the frames of an error and its causes: they refer to tensorstore objects, which must
     not outlive the use.
     """
-    found: BaseException | None = error
-    while found is not None:
-        traceback.clear_frames(found.__traceback__)
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
 
 
 @contextmanager

@@ -21,17 +21,16 @@ from ckptcore_orbax.ocdbt.paths import VALUES
 from ckptcore_orbax.zarr.chunk_encoding import (
     ENCODED_FILE_BYTES,
     BoundedChunk,
+    ChunkSource,
     EncodedChunk,
     bound_chunks,
     encode_buffer_bytes,
     encode_chunks,
 )
-from ckptcore_orbax.zarr.chunk_sources import ChunkSource
 from ckptcore_orbax.zarr.chunking import flatten_index
-from ckptcore_orbax.zarr.options import LayoutOptions
 from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
 from ckptcore_orbax.zarr.state import array_prefix
-from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, array_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, LayoutOptions, array_names, stored_format
 
 Forecast: TypeAlias = tuple[JSON, frozenset[str], int]
 """The state of a receipt, the keys of objects that may be smaller, and the size of the largest buffer in bytes."""

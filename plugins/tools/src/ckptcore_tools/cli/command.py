@@ -144,8 +144,8 @@ _SHELL_REMEDIES: Final = (
 def command_context() -> Context:
     """Return the Context of the command that runs on this thread. Default: `default_context`."""
     click_context = click.get_current_context(silent=True)
-    found = None if click_context is None else click_context.meta.get(_CONTEXT_KEY)
-    return found if isinstance(found, Context) else default_context()
+    context = None if click_context is None else click_context.meta.get(_CONTEXT_KEY)
+    return context if isinstance(context, Context) else default_context()
 
 
 def begin_context(options: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from ckptcore_tools.cli.command import (
 from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable, to_json
 from ckptcore_tools.formatting import format_count, format_size
 from ckptcore_tools.locations import names_in
-from ckptcore_tools.optimizer_parts import find_optimizers
+from ckptcore_tools.subtrees import find_optimizers
 
 if TYPE_CHECKING:
     from ckptcore.commit.locks import IfInUse
@@ -321,10 +321,10 @@ def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -
     Raises:
         click.BadParameter: if the text is not a size.
     """
-    found = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip())
     nbytes = 0
-    if found is not None:
-        nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
+    if match is not None:
+        nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
     if nbytes < 1:
         raise click.BadParameter(f"{text!r}: expected a size of at least one byte, such as 5GB, 500MB or 2GiB")
     return nbytes
@@ -446,8 +446,8 @@ def _everything(source: str, destination: str, context: Context) -> str:
     Raises:
         TreeMismatchError: there is an optimizer, whose state Hugging Face tools would take for weights.
     """
-    found = describe_checkpoint(source, context)
-    parts = None if found.is_composite else find_optimizers(found.tree)
+    checkpoint = describe_checkpoint(source, context)
+    parts = None if checkpoint.is_composite else find_optimizers(checkpoint.tree)
     if parts is None:
         return ""
     command = shlex.join(["ckptcore", "consolidate", source, destination, "--subtree"])

@@ -93,15 +93,15 @@ def command(
         choose = leaf_filter(pattern or "")
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--filter") from error
-    found, files = describe_and_check(location, command_context())
-    directories = first_directories(location, command_context()) if found.is_composite else {}
-    trees = {name: one.tree for name, one in _parts(found).items() if not one.is_files}
+    checkpoint, files = describe_and_check(location, command_context())
+    directories = first_directories(location, command_context()) if checkpoint.is_composite else {}
+    trees = {name: one.tree for name, one in _parts(checkpoint).items() if not one.is_files}
     locations = {name: child_location(location, directories.get(name, name)) if name else location for name in trees}
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
         statistics = _read_statistics(locations, trees, chosen) if show_statistics else {}
         left_out, others = in_directory_of(location, command_context())
-        _print_document(location, found, files.problems, left_out, others, chosen, statistics)
+        _print_document(location, checkpoint, files.problems, left_out, others, chosen, statistics)
         return ExitCode.OK
     drawings: dict[str, _Drawing] = {}
     if not show_timeline:
@@ -114,7 +114,7 @@ def command(
             name: _Drawing(outline if pattern is None or chosen[name] else None, depth, statistics.get(name, {}))
             for name, outline in outlines.items()
         }
-    _print_summary(location, found)
+    _print_summary(location, checkpoint)
     left_out, others = in_directory_of(location, command_context())
     for name in left_out:
         print_line((f"  {'left out':<11}", "yellow"), printable(name), ": no part of the checkpoint")
@@ -126,24 +126,24 @@ def command(
         print_line((f"  {'damaged':<11}", "bold red"), printable(text))
     print_line()
     if show_timeline:
-        _print_timeline(found.timeline)
-    elif not found.is_composite:
-        _print_content(found, drawings.get(""), show_objects)
+        _print_timeline(checkpoint.timeline)
+    elif not checkpoint.is_composite:
+        _print_content(checkpoint, drawings.get(""), show_objects)
     else:
-        for number, (name, one) in enumerate(found.checkpointables.items()):
+        for number, (name, one) in enumerate(checkpoint.checkpointables.items()):
             if number:
                 print_line()
-            text = _checkpointable_text(found, name, directories.get(name, name))
+            text = _checkpointable_text(checkpoint, name, directories.get(name, name))
             print_line((printable(name), "bold"), "  ", (text, "dim"))
             _print_content(one, drawings.get(name), show_objects)
-        for name, reason in found.checkpointables.unreadable.items():
+        for name, reason in checkpoint.checkpointables.unreadable.items():
             print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
     return ExitCode.OK
 
 
-def _parts(found: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
+def _parts(checkpoint: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
     """Return each checkpointable by name. A checkpoint that is one tree has the name ""."""
-    return found.checkpointables if found.is_composite else {"": found}
+    return checkpoint.checkpointables if checkpoint.is_composite else {"": checkpoint}
 
 
 def _read_statistics(
@@ -182,7 +182,7 @@ def _has_numbers(record: LeafRecord) -> bool:
 
 def _print_document(
     location: str,
-    found: CheckpointMetadata,
+    checkpoint: CheckpointMetadata,
     problems: Sequence[Problem],
     left_out: Sequence[str],
     other_weights: Sequence[str],
@@ -191,65 +191,65 @@ def _print_document(
 ) -> None:
     members: dict[str, object] = {
         "location": location,
-        "writer": found.writer,
-        "created": found.created,
-        "save_id": found.save_id,
-        "custom": found.custom,
-        "metrics": found.metrics,
-        "timeline": [{name: getattr(event, name) for name in _EVENT_FIELDS} for event in found.timeline],
+        "writer": checkpoint.writer,
+        "created": checkpoint.created,
+        "save_id": checkpoint.save_id,
+        "custom": checkpoint.custom,
+        "metrics": checkpoint.metrics,
+        "timeline": [{name: getattr(event, name) for name in _EVENT_FIELDS} for event in checkpoint.timeline],
         "problems": problem_documents(problems),
         "left_out": left_out or UNSET,
         "other_weights": other_weights or UNSET,
     }
     contents = {
         name: _content_document(one, chosen.get(name, ()), statistics.get(name, {}))
-        for name, one in _parts(found).items()
+        for name, one in _parts(checkpoint).items()
     }
-    if not found.is_composite:
-        print_document("inspect", **members, **contents[""], bases=found.bases)
+    if not checkpoint.is_composite:
+        print_document("inspect", **members, **contents[""], bases=checkpoint.bases)
         return
     checkpointables = [
         {
             "name": name,
             "kind": "files" if one.is_files else "tree",
-            "processes": found.checkpointables.processes.get(name),
+            "processes": checkpoint.checkpointables.processes.get(name),
             **contents[name],
         }
-        for name, one in found.checkpointables.items()
+        for name, one in checkpoint.checkpointables.items()
     ]
     print_document(
         "inspect_checkpointables",
         **members,
         checkpointables=checkpointables,
-        deleted=found.checkpointables.deleted,
-        unreadable=found.checkpointables.unreadable or UNSET,
+        deleted=checkpoint.checkpointables.deleted,
+        unreadable=checkpoint.checkpointables.unreadable or UNSET,
     )
 
 
 def _content_document(
-    found: CheckpointMetadata, leaves: Sequence[int], statistics: Mapping[int, ArrayStatistics | None]
+    checkpoint: CheckpointMetadata, leaves: Sequence[int], statistics: Mapping[int, ArrayStatistics | None]
 ) -> dict[str, object]:
     """Return one tree, or the files of one object, as JSON. Files have no containers and no leaves."""
     return {
-        "layout": found.layout,
-        "containers": list(_container_documents(found.tree.skeleton, ())),
-        "leaves": [_leaf_document(found.tree, leaf, statistics) for leaf in leaves],
+        "layout": checkpoint.layout,
+        "containers": list(_container_documents(checkpoint.tree.skeleton, ())),
+        "leaves": [_leaf_document(checkpoint.tree, leaf, statistics) for leaf in leaves],
         "objects": [
             {"key": record.key, "size": record.size, "checksummed": bool(record.checksums)}
-            for record in found.objects.values()
+            for record in checkpoint.objects.values()
         ],
-        "unused": found.unused or UNSET,
-        "totals": _totals(found),
+        "unused": checkpoint.unused or UNSET,
+        "totals": _totals(checkpoint),
     }
 
 
-def _totals(found: CheckpointMetadata) -> dict[str, int]:
+def _totals(checkpoint: CheckpointMetadata) -> dict[str, int]:
     return {
-        "arrays": count_arrays(found.tree),
-        "values": sum(not isinstance(record, ArrayRecord) for record in found.tree.leaves),
-        "nbytes": found.tree.nbytes,
-        "objects": len(found.objects),
-        "object_bytes": sum(record.size for record in found.objects.values()),
+        "arrays": count_arrays(checkpoint.tree),
+        "values": sum(not isinstance(record, ArrayRecord) for record in checkpoint.tree.leaves),
+        "nbytes": checkpoint.tree.nbytes,
+        "objects": len(checkpoint.objects),
+        "object_bytes": sum(record.size for record in checkpoint.objects.values()),
     }
 
 
@@ -285,9 +285,9 @@ def _leaf_document(
     if not isinstance(record, ArrayRecord):
         is_column = column_summary(record) is not None
         document["value"] = _finite(column_value(record)) if is_column else record.value
-    found = statistics.get(leaf)
-    if found is not None:
-        document["statistics"] = {name: getattr(found, name) for name in _STATISTICS}
+    numbers = statistics.get(leaf)
+    if numbers is not None:
+        document["statistics"] = {name: getattr(numbers, name) for name in _STATISTICS}
     return document
 
 
@@ -300,34 +300,36 @@ def _finite(value: object) -> object:
     return float_to_json(value) if isinstance(value, float) else value
 
 
-def _print_summary(location: str, found: CheckpointMetadata) -> None:
+def _print_summary(location: str, checkpoint: CheckpointMetadata) -> None:
     layout, deleted, bases = None, None, None
-    if not found.is_composite:
-        layout, content = _layout_text(found), _content_text(found)
-        layout = None if layout == found.writer else layout  # the next line has it
-        bases = ", ".join(found.bases)
+    if not checkpoint.is_composite:
+        layout, content = _layout_text(checkpoint), _content_text(checkpoint)
+        layout = None if layout == checkpoint.writer else layout  # the next line has it
+        bases = ", ".join(checkpoint.bases)
     else:
-        content = f"{format_count(len(found.checkpointables), 'checkpointable')} of {format_size(found.nbytes)}"
-        deleted = ", ".join(found.checkpointables.deleted)
+        content = (
+            f"{format_count(len(checkpoint.checkpointables), 'checkpointable')} of {format_size(checkpoint.nbytes)}"
+        )
+        deleted = ", ".join(checkpoint.checkpointables.deleted)
     print_line((printable(location), "bold"))
     for title, text in (
         ("layout", layout),
-        ("written by", found.writer),
-        ("created", found.created),
-        ("save id", found.save_id),
+        ("written by", checkpoint.writer),
+        ("created", checkpoint.created),
+        ("save id", checkpoint.save_id),
         ("content", content),
         ("bases", bases),
         ("deleted", deleted),
-        ("metrics", format_metrics(found.metrics)),
-        ("custom", json.dumps(dict(found.custom), ensure_ascii=False) if found.custom else None),
+        ("metrics", format_metrics(checkpoint.metrics)),
+        ("custom", json.dumps(dict(checkpoint.custom), ensure_ascii=False) if checkpoint.custom else None),
     ):
         if text:
             print_line((f"  {title:<11}", "dim"), printable(text))
 
 
-def _content_text(found: CheckpointMetadata) -> str:
-    totals = _totals(found)
-    if found.is_files:
+def _content_text(checkpoint: CheckpointMetadata) -> str:
+    totals = _totals(checkpoint)
+    if checkpoint.is_files:
         return f"{format_count(totals['objects'], 'file')} of {format_size(totals['object_bytes'])}"
     parts = []
     if totals["arrays"] or not totals["values"]:
@@ -339,15 +341,15 @@ def _content_text(found: CheckpointMetadata) -> str:
     return ", ".join(parts)
 
 
-def _layout_text(found: CheckpointMetadata) -> str:
-    return format_layout(found.layout, found.tree, found.writer if found.save_id is None else None)
+def _layout_text(checkpoint: CheckpointMetadata) -> str:
+    return format_layout(checkpoint.layout, checkpoint.tree, checkpoint.writer if checkpoint.save_id is None else None)
 
 
-def _checkpointable_text(found: CheckpointMetadata, name: str, directory: str) -> str:
+def _checkpointable_text(checkpoint: CheckpointMetadata, name: str, directory: str) -> str:
     """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
-    one = found.checkpointables[name]
+    one = checkpoint.checkpointables[name]
     text = _content_text(one) if one.is_files else f"{printable(_layout_text(one))}, {_content_text(one)}"
-    processes = found.checkpointables.processes.get(name)
+    processes = checkpoint.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return text
     return f"{text}; saved by {processes:,} processes separately, showing {printable(directory)}"
@@ -378,17 +380,17 @@ class _Drawing(NamedTuple):
     statistics: Mapping[int, ArrayStatistics | None]
 
 
-def _print_content(found: CheckpointMetadata, drawing: _Drawing | None, show_objects: bool) -> None:
+def _print_content(checkpoint: CheckpointMetadata, drawing: _Drawing | None, show_objects: bool) -> None:
     """Print the tree, or the files of a checkpoint without a tree."""
     if drawing is not None:
         outline, depth, statistics = drawing
         if outline is None:
             print_line("no leaf matches the filter")
         else:
-            print_lines(format_lines(tree_lines(found.tree, outline, depth, statistics.get), terminal_width()))
-        print_unused(found.unused)
+            print_lines(format_lines(tree_lines(checkpoint.tree, outline, depth, statistics.get), terminal_width()))
+        print_unused(checkpoint.unused)
         if show_objects:
             print_line()
     if show_objects or drawing is None:
-        for record in found.objects.values():
+        for record in checkpoint.objects.values():
             print_line(f"{format_size(record.size):>9}  ", printable(record.key))

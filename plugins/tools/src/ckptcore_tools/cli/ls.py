@@ -132,7 +132,7 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
     )
 
     try:
-        found, files = describe_and_check(location, context)
+        checkpoint, files = describe_and_check(location, context)
     except UncommittedCheckpointError:
         return Entry(name, "uncommitted")
     except CheckpointNotFoundError:
@@ -148,22 +148,24 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
         return Entry(name, "unreadable", error=str(error))
     checkpointables: Sequence[str] | Unset = UNSET
     layout = "composite"
-    if not found.is_composite:
-        trees = [found.tree]
-        layout = format_layout(found.layout, found.tree, found.writer if found.save_id is None else None)
+    if not checkpoint.is_composite:
+        trees = [checkpoint.tree]
+        layout = format_layout(
+            checkpoint.layout, checkpoint.tree, checkpoint.writer if checkpoint.save_id is None else None
+        )
     else:
-        trees = [one.tree for one in found.checkpointables.values()]
-        checkpointables = list(found.checkpointables)
-    state: State = "foreign" if found.save_id is None else "committed"
+        trees = [one.tree for one in checkpoint.checkpointables.values()]
+        checkpointables = list(checkpoint.checkpointables)
+    state: State = "foreign" if checkpoint.save_id is None else "committed"
     return Entry(
         name,
         "incomplete" if files.problems else state,
         layout=layout,
-        created=found.created,
+        created=checkpoint.created,
         arrays=sum(map(count_arrays, trees)),
-        nbytes=found.nbytes,
+        nbytes=checkpoint.nbytes,
         error=format_problems(files.problems) if files.problems else None,
-        writer=found.writer,
+        writer=checkpoint.writer,
         checkpointables=checkpointables,
         problems=problem_documents(files.problems) or UNSET,
     )

@@ -156,8 +156,8 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
     # The order is only for programs that compare the steps of a run.
-    found = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
-    return found if check is None else {**found, **to_json(check), "error": status.error}
+    document = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
+    return document if check is None else {**document, **to_json(check), "error": status.error}
 
 
 def _print(

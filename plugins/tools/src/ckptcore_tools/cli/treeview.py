@@ -137,12 +137,22 @@ class _LeafLines:
             size, detail = format_size(record.spec.nbytes), _sharding_text(record, self.one_device)
         else:
             size, detail = "", f"= {printable(format_path(self._tree.paths[target]))}"
-        found = self._statistics_of(leaf)
-        if found is None or not found.elements:
+        numbers_of_leaf = self._statistics_of(leaf)
+        if numbers_of_leaf is None or not numbers_of_leaf.elements:
             return TreeLine(guide, name, type_text, size, detail)
-        counts = ((found.nan, "NaN"), (found.infinite, "inf"), (found.zeros, "zero" if found.zeros == 1 else "zeros"))
+        counts = (
+            (numbers_of_leaf.nan, "NaN"),
+            (numbers_of_leaf.infinite, "inf"),
+            (numbers_of_leaf.zeros, "zero" if numbers_of_leaf.zeros == 1 else "zeros"),
+        )
         details = [f"{number:,} {element}" for number, element in counts if number] + ([detail] if detail else [])
-        numbers = (found.minimum, found.maximum, found.mean, found.deviation, found.norm)
+        numbers = (
+            numbers_of_leaf.minimum,
+            numbers_of_leaf.maximum,
+            numbers_of_leaf.mean,
+            numbers_of_leaf.deviation,
+            numbers_of_leaf.norm,
+        )
         return TreeLine(guide, name, type_text, size, ", ".join(details), numbers)
 
 

@@ -48,9 +48,8 @@ from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save, SavePart, save_created
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
-from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.foreign_files import check_left_out
-from ckptcore_tools.copies.manifests import refuse_lost
+from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore_tools.subtrees import Subtree, SubtreePath, find_subtree, path_keys, unknown_checkpointable
 
@@ -169,27 +168,27 @@ def _consolidate(
         location = resolve_location(destination, runtime_of(context).storages, to_write=True)
         read_from = resolve_location(source, runtime_of(context).storages)
         refuse_destination(read_from, location)
-        found = _open(source, path, leave_out, context)
-        refuse_further(found.opened, location)
-        tree = found.subtree.tree
+        opening = _open(source, path, leave_out, context)
+        refuse_further(opening.opened, location)
+        tree = opening.subtree.tree
         aliases = tree.aliases if tied == "each" else {}
         if aliases:
             tree = replace(tree, aliases={})
         layout.check(tree, agreement.size)
-        with _detecting_replacement(found.opened):
-            check_sizes(found.opened, set(found.subtree.sources))
-            objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
+        with _detecting_replacement(opening.opened):
+            check_sizes(opening.opened, set(opening.subtree.sources))
+            objects = items_by_object(layout, tree, opening.opened, opening.subtree.sources, sizes)
         added_files: Mapping[str, FilePath] = {}
         if agreement.rank == 0:
             refuse_to_replace(location, overwrite, foreign_checkpoints(context))
             added_files = _files_by_name(files)
             if not path_keys(path):  # a part that is named does not promise the rest
-                check_left_out(found.opened, source, [*leave_out, *added_files], context)
+                check_left_out(opening.opened, source, [*leave_out, *added_files], context)
         if agreement.size > 1:
-            stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
+            stage.payload = _digest(opening, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
     target = CommitTarget(location, overwrite)
-    root = found.opened.root
+    root = opening.opened.root
     order = SaveOrder() if root is None else root.order
     decision = agreement.lead("save", lambda: _decide(payloads, str(source), target, order))
     layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
@@ -197,15 +196,15 @@ def _consolidate(
     items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
     nbytes = sum(item.nbytes for item in items)
-    snapshot = StreamedSnapshot(plan, found.opened, found.subtree.sources, sizes)
-    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(found, snapshot, added_files, recording))
+    snapshot = StreamedSnapshot(plan, opening.opened, opening.subtree.sources, sizes)
+    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(opening, snapshot, added_files, recording))
     save = Save(
         target=target,
         info=CommitInfo(
             save_id=decision["save_id"],
             created=decision["created"],
-            custom=found.opened.origin.custom,
-            metrics=found.opened.origin.metrics,
+            custom=opening.opened.origin.custom,
+            metrics=opening.opened.origin.metrics,
             progress=root.progress if root is not None else {},
             order=SaveOrder(*decision["order"]),
         ),
@@ -227,22 +226,22 @@ def _open(source: LocationLike, path: SubtreePath, leave_out: Collection[str], c
     reading = reading_context(context)
     keys = path_keys(path)
 
-    def open_below(found: Checkpoint, below: SubtreePath) -> _Source:
-        return _Source(found, find_subtree(found.tree, below))
+    def open_below(checkpoint: Checkpoint, below: SubtreePath) -> _Source:
+        return _Source(checkpoint, find_subtree(checkpoint.tree, below))
 
-    def open_found(found: Checkpoint | CompositeCheckpoint) -> _Source:
-        if isinstance(found, Checkpoint):
-            return open_below(found, keys)
-        members = present_members(found)
-        if (absent := found.members.keys() - members.keys()) and (not keys or keys[0] in absent):
-            refuse_lost(found, sorted(absent), leave_out)
+    def open_found(checkpoint: Checkpoint | CompositeCheckpoint) -> _Source:
+        if isinstance(checkpoint, Checkpoint):
+            return open_below(checkpoint, keys)
+        members = present_members(checkpoint)
+        if (absent := checkpoint.members.keys() - members.keys()) and (not keys or keys[0] in absent):
+            refuse_lost(checkpoint, sorted(absent), leave_out)
         if not keys and len(members) == 1:
             return tree_attempts(source, reading).retry_if_replaced(functools.partial(open_below, below=keys))
         if not keys:
-            first, display = next(iter(members), "NAME"), found.location.display
+            first, display = next(iter(members), "NAME"), checkpoint.location.display
             raise CompositeCheckpointError(
                 f"{display} has several checkpointables ({', '.join(members)}), and the files have one tree: name one "
-                f"of them, such as subtree={found.default or first!r}, or give one by its own location, such as "
+                f"of them, such as subtree={checkpoint.default or first!r}, or give one by its own location, such as "
                 f"{display.rstrip('/')}/{first}",
                 list(members),
             )

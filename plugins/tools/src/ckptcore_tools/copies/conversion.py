@@ -38,11 +38,10 @@ from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import CommitInfo, CommitTarget, Save, SavePart, TreeCaptured, save_created
 from ckptcore.saving.writing import PlainSave, write_save
-from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.foreign_files import check_left_out
-from ckptcore_tools.copies.manifests import refuse_lost
+from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost
 from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
-from ckptcore_tools.optimizer_parts import find_optimizers
+from ckptcore_tools.subtrees import find_optimizers
 
 logger = logger_named("ckptcore.copying")
 
@@ -124,24 +123,25 @@ class _Conversion:
         self._written: str | None = None
         """The save id of the previous attempt, which is invalid because the source was replaced."""
 
-    def convert(self, source: AnyLocation, found: Checkpoint | CompositeCheckpoint) -> None:
+    def convert(self, source: AnyLocation, checkpoint: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
-        if self._expected_root is not None and found.version.root != self._expected_root:
+        if self._expected_root is not None and checkpoint.version.root != self._expected_root:
             self._remove_previous_attempt()
             raise SourceReplacedError
-        if isinstance(found, Checkpoint):
-            self._convert_single(source, found)
+        if isinstance(checkpoint, Checkpoint):
+            self._convert_single(source, checkpoint)
         elif self._transforms:
             raise TransformError(
-                f"{found.location.display} contains several checkpointables, and transforms apply to one tree. Convert "
-                f"each by its own location, such as {source}/{next(iter(found.members), 'NAME')}. Nothing was converted"
+                f"{checkpoint.location.display} contains several checkpointables, and transforms apply to one tree. "
+                f"Convert each by its own location, such as {source}/{next(iter(checkpoint.members), 'NAME')}. Nothing "
+                "was converted"
             )
         else:
-            self._convert_composite(source, found)
+            self._convert_composite(source, checkpoint)
 
-    def _convert_single(self, source: AnyLocation, found: Checkpoint) -> None:
+    def _convert_single(self, source: AnyLocation, source_checkpoint: Checkpoint) -> None:
         """Write a checkpoint of one tree, or of files."""
-        opened = found
+        opened = source_checkpoint
         if self._transforms:
             opened = self._transformed(opened)
         self._warn_of_optimizers(opened)
@@ -151,7 +151,7 @@ class _Conversion:
         if CommitTarget(self._destination, self._overwrite).keeps_others:
             self._layout = self._layout.with_own_names(save_id) or self._layout
         part = self._part("", "", opened, save_id, own=False)
-        self._check_left_out(source, found)
+        self._check_left_out(source, source_checkpoint)
         self._write(save_id, [part], None, opened)
 
     def _warn_of_optimizers(self, opened: Checkpoint) -> None:
@@ -201,9 +201,9 @@ class _Conversion:
         self._check_left_out(source, composite)
         self._write(save_id, parts, members, composite)
 
-    def _check_left_out(self, source: AnyLocation, found: Checkpoint | CompositeCheckpoint) -> None:
+    def _check_left_out(self, source: AnyLocation, checkpoint: Checkpoint | CompositeCheckpoint) -> None:
         """Check that no state is lost. With transforms, the caller chooses among the tensors."""
-        check_left_out(found, source, self._leave_out, self.reading_context, tensors=not self._transforms)
+        check_left_out(checkpoint, source, self._leave_out, self.reading_context, tensors=not self._transforms)
 
     def _open(self, composite: CompositeCheckpoint, name: str, directory: str, source: AnyLocation) -> Checkpoint:
         try:

@@ -47,8 +47,7 @@ from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.requests import save_created
 from ckptcore_tools.copies.conversion import SourceReplacedError, convert_checkpoint
-from ckptcore_tools.copies.destinations import refuse_destination
-from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest
+from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest, refuse_destination
 from ckptcore_tools.copies.transfers import Transfer
 
 logger = logger_named("ckptcore.copying")
@@ -154,11 +153,11 @@ def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
 
     In a run with two directories, the copy would otherwise be replaced by the step that it was to replace.
     """
-    found = root_bytes(destination.store)
-    if manifest.root is None or found is None:
+    root = root_bytes(destination.store)
+    if manifest.root is None or root is None:
         return manifest
     try:
-        replaced = summarize_root(found)
+        replaced = summarize_root(root)
     except (CorruptCheckpointError, UnsupportedVersionError):
         return manifest
     own = summarize_root(manifest.root.data)
@@ -253,8 +252,8 @@ class _CopyAttempt:
 
     def is_there(self) -> bool:
         """Return True if the destination is this save already."""
-        root, found = self._manifest.root, root_version(self._destination.store)
-        return root is not None and isinstance(found, bytes) and _is_same_save(found, root.data)
+        root, stored = self._manifest.root, root_version(self._destination.store)
+        return root is not None and isinstance(stored, bytes) and _is_same_save(stored, root.data)
 
     def is_known_to_be_there(self) -> bool:
         """Return `is_there`, or False if the destination cannot be read."""
@@ -375,10 +374,12 @@ class _CopyAttempt:
         The object may also belong to another save of equal shapes, if listings are outdated or if a save that lost its
         claim still runs.
         """
-        found = [key for key in store.list() if key != ROOT_KEY]
+        stored_keys = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
         add_size = partial(_add_size, store, sizes)
-        for_each(runtime_of(self._context).io_threads, found, add_size, parallelism=requests_of(store).concurrency)
+        for_each(
+            runtime_of(self._context).io_threads, stored_keys, add_size, parallelism=requests_of(store).concurrency
+        )
         candidates = [record for record in self._records if sizes.get(record.key) == record.size]
         wrong = self._transfer.read_back(candidates)
         kept = [record for record in candidates if record.key not in wrong]
@@ -387,7 +388,7 @@ class _CopyAttempt:
         roots = {f"{member.directory}/{key}" for member in self._manifest.members for key in (*member.parts, ROOT_KEY)}
         if self._manifest.root is not None:
             roots.update(self._manifest.root.parts)
-        if useless := [key for key in found if key not in keys and key not in roots]:
+        if useless := [key for key in stored_keys if key not in keys and key not in roots]:
             store.delete(useless)
         if kept:
             store.sync([record.key for record in kept])  # the earlier copy may have failed before it synced them
@@ -464,13 +465,13 @@ def copy_whole(
         location = resolve_location(destination, runtime_of(context).storages)
         kept = not overwrite and _committed_save_id(location.store) == _copy_id(summarize_root(root.data).save_id)
         if not kept:
-            found = decode_root(root.data, lambda key, size: root.parts[key])
-            assert isinstance(found, Root)  # only checkpoints of one tree have bases
+            stored = decode_root(root.data, lambda key, size: root.parts[key])
+            assert isinstance(stored, Root)  # only checkpoints of one tree have bases
             try:
                 convert_checkpoint(
                     source,
                     destination,
-                    found.layout,
+                    stored.layout,
                     overwrite,
                     report_progress,
                     context,

@@ -1,4 +1,4 @@
-"""Manifests: every object that a copy of a checkpoint needs."""
+"""Manifests: every object that a copy of a checkpoint needs, and checks that it does not delete the source."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import xxhash
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.names import is_hidden_name
-from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.commit.root_json import decode_root
-from ckptcore.commit.stored_root import LocationVersion, deletion_mark
+from ckptcore.commit.stored_root import LocationVersion, deletion_mark, read_root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointNotFoundError,
@@ -34,6 +34,53 @@ from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.protocols import StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore_tools.copies.foreign_files import expect_files, matches_any
+
+
+def refuse_destination(source: Location, destination: Location) -> None:
+    """Refuse a destination that is the source, contains it, or is one of its checkpointables.
+
+    A new directory inside the source is allowed.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if destination.identity == source.identity:
+        raise InvalidLocationError(
+            f"{source.display} is both source and destination. Give another destination. Nothing was written"
+        )
+    if source.is_within(destination):
+        raise InvalidLocationError(
+            f"{destination.display} contains the source, {source.display}, which would be deleted. Give another "
+            "destination. Nothing was written"
+        )
+    if destination.is_within(source):
+        existing = read_root(destination.store)
+        if isinstance(existing, Root) and existing.role == "member":
+            raise InvalidLocationError(
+                f"{destination.display} is one of the checkpointables of the source, {source.display}, which would "
+                "lose it. Give another destination. Nothing was written"
+            )
+
+
+def refuse_further(opened: Checkpoint, destination: Location) -> None:
+    """Refuse a destination that is, or contains, another checkpoint that is read: a base, or a source of a transform.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if opened.derived is None:
+        return
+    first, *further = opened.derived.sources
+    refuse_further(first, destination)
+    for other in further:
+        refuse_further(other, destination)
+        if other.location.is_within(destination):
+            raise InvalidLocationError(
+                f"{destination.display} {'is' if other.location.identity == destination.identity else 'contains'} "
+                f"{other.location.display}, which {first.location.display} reads arrays from. Give another "
+                "destination. Nothing was written"
+            )
+
 
 logger = logger_named("ckptcore.copying")
 
@@ -184,11 +231,11 @@ class _ManifestReader:
         self._context = context
         self._without = without
 
-    def read(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+    def read(self, checkpoint: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint."""
-        if found.root is None:
-            return self._read_foreign(found)
-        return self._read_single(found) if isinstance(found, Checkpoint) else self._read_composite(found)
+        if checkpoint.root is None:
+            return self._read_foreign(checkpoint)
+        return self._read_single(checkpoint) if isinstance(checkpoint, Checkpoint) else self._read_composite(checkpoint)
 
     def _read_single(self, opened: Checkpoint) -> Manifest:
         """Return the manifest of a checkpoint of one tree, or of files."""
@@ -223,29 +270,29 @@ class _ManifestReader:
         marks = self._with_sizes(location.store, _marks_of_deletions(composite))
         return Manifest.of(location, composite.version, root, members, [*named, *others, *marks])
 
-    def _read_foreign(self, found: Checkpoint | CompositeCheckpoint) -> Manifest:
+    def _read_foreign(self, checkpoint: Checkpoint | CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of other software: every file of the directory."""
-        location = found.location
-        if found.version.is_object:
+        location = checkpoint.location
+        if checkpoint.version.is_object:
             raise InvalidLocationError(
                 f"{location.display} is a file, and only directories can be copied. Give the directory that contains "
                 "it, or copy the file with another program"
             )
-        open_one = member_opener(found, self._source, self._context)
-        files = FileCheck(self._context).check(found, self._source, open_one)
-        if isinstance(found, CompositeCheckpoint):
-            refuse_lost(found, files.deleted)
-            for name, directories in present_members(found).items():
+        open_one = member_opener(checkpoint, self._source, self._context)
+        files = FileCheck(self._context).check(checkpoint, self._source, open_one)
+        if isinstance(checkpoint, CompositeCheckpoint):
+            refuse_lost(checkpoint, files.deleted)
+            for name, directories in present_members(checkpoint).items():
                 with suppress(CheckpointNotFoundError):  # no installed layout reads it, so its files are unknown
                     for directory in directories:
                         expect_files(open_one(name, directory), directory)
         else:
-            expect_files(found, "")
+            expect_files(checkpoint, "")
         for problem in files.problems:
             raise CorruptCheckpointError(
                 f"{problem.message}. Copy another checkpoint, or restore this one. Nothing was written", key=problem.key
             )
-        return Manifest.of(location, found.version, None, (), self._other_objects(location, (), ()))
+        return Manifest.of(location, checkpoint.version, None, (), self._other_objects(location, (), ()))
 
     def _other_objects(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
@@ -295,12 +342,12 @@ class _ManifestReader:
         sizes: dict[str, int] = {}
         add_size = partial(_add_size, store, sizes)
         for_each(runtime_of(self._context).io_threads, records, add_size, parallelism=requests_of(store).concurrency)
-        found = []
+        sized = []
         for record in records:
             size = sizes.get(record.key)
             if record.size < 0:
                 if size is not None:  # None: deleted since it was listed
-                    found.append(record._replace(size=size))
+                    sized.append(record._replace(size=size))
                 continue
             if size != record.size:
                 problem = "is missing" if size is None else f"has {size} bytes"
@@ -311,8 +358,8 @@ class _ManifestReader:
                     start=min(size or 0, record.size),
                     stop=max(size or 0, record.size),
                 )
-            found.append(record)
-        return found
+            sized.append(record)
+        return sized
 
 
 def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
@@ -335,14 +382,14 @@ def _add_size(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord
         return  # the caller finds that the size is missing
 
 
-def _stored_root(found: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
+def _stored_root(checkpoint: Checkpoint | CompositeCheckpoint, directory: str) -> StoredRoot:
     """Read the root of a checkpoint of ckptcore as bytes, with its parts, and check that they can be decoded.
 
     Args:
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         directory: its directory within the checkpoint that is copied.
     """
-    store, data = found.location.store, found.version.root
+    store, data = checkpoint.location.store, checkpoint.version.root
     assert isinstance(data, bytes)  # ckptcore wrote this checkpoint, so it has a root
     parts: dict[str, bytes] = {}
 

@@ -106,11 +106,11 @@ def _choose_steps(
         StorageError: if the storage fails, or no step can be read.
     """
     asked = source.candidates() if steps is None else sorted(set(steps))
-    found = dict(zip(asked, source.map_ordered(asked, source.is_committed_or_why), strict=True))
-    unread = {step: error for step, error in found.items() if isinstance(error, StorageError)}
-    chosen = [step for step in asked if found[step] is True]
+    states = dict(zip(asked, source.map_ordered(asked, source.is_committed_or_why), strict=True))
+    unread = {step: error for step, error in states.items() if isinstance(error, StorageError)}
+    chosen = [step for step in asked if states[step] is True]
     for step in asked if steps is not None else ():
-        if found[step] is False:
+        if states[step] is False:
             newest = ", ".join(map(str, source.steps()[-_SHOWN:]))
             raise CheckpointNotFoundError(
                 f"{source.display} has no committed step {step}; the newest: {newest}" if newest else _no_steps(source)

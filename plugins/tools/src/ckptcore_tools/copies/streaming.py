@@ -396,7 +396,7 @@ def _tied_items(plan: WritePlan, sources: Sequence[int], sizes: StreamSizes) -> 
     """Return, for each item whose elements are those of an earlier one and can be kept, the number of that item."""
     budget = sizes.tied if sizes.tied is not None else max([item.spec.nbytes for item in plan.items], default=0)
     first: dict[tuple[int, Sequence[Box]], int] = {}
-    found: dict[int, int] = {}
+    tied: dict[int, int] = {}
     kept: set[int] = set()
     for number, item in enumerate(plan.items):
         earlier = first.setdefault((sources[item.leaf], item.boxes), number)
@@ -404,5 +404,5 @@ def _tied_items(plan: WritePlan, sources: Sequence[int], sizes: StreamSizes) -> 
             continue
         budget -= 0 if earlier in kept else item.nbytes
         kept.add(earlier)
-        found[number] = earlier
-    return found
+        tied[number] = earlier
+    return tied

@@ -26,8 +26,12 @@ from ckptcore.model import JSON
 from ckptcore.redaction import redacted_location
 from ckptcore_view.documents.array import array_document
 from ckptcore_view.documents.checkpoint import checkpoint_document, tree_document
-from ckptcore_view.documents.differences import difference_document, differences_document
-from ckptcore_view.documents.elements import elements_document, statistics_document
+from ckptcore_view.documents.elements import (
+    difference_document,
+    differences_document,
+    elements_document,
+    statistics_document,
+)
 from ckptcore_view.documents.request import BadRequestError, CancelledError, Request
 from ckptcore_view.documents.run import run_document, runs_document
 from ckptcore_view.viewed import Viewed

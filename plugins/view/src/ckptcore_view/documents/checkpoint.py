@@ -1,9 +1,11 @@
-"""Documents about a checkpoint: its origin, files, timeline and checkpointables; and its tree."""
+"""Documents about a checkpoint: its origin, files, timeline and checkpointables; its tree, and a summary of it."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,16 +15,116 @@ from ckptcore_tools.locations import describe_and_check
 from ckptcore.context import Context
 from ckptcore.events import Event, readable_events
 from ckptcore.inspection.completeness import FileCheck, Problem
-from ckptcore.model import JSON, ArrayRecord, column_summary, format_path, unreadable_error
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    Attribute,
+    TreeMetadata,
+    TreePath,
+    column_summary,
+    format_path,
+    unreadable_error,
+)
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, Origin
 from ckptcore.opening.members import member_opener, present_members
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.results import CheckpointMetadata
-from ckptcore_view.documents.numbers import number_to_json
-from ckptcore_view.documents.request import Request
-from ckptcore_view.documents.summary import merged_summary, summary_of
+from ckptcore_view.documents.request import Request, number_to_json
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
+
+_LARGEST: Final = 8
+_OPTIMIZER: Final = frozenset(
+    {
+        "optimizer", "optimizers", "optim", "opt_state", "optimizer_state", "optimizer_states", "exp_avg",
+        "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "mu", "nu", "master_params",
+    }
+)  # fmt: skip
+"""Names of optimizer states in PyTorch, Optax, DeepSpeed and Lightning, in lower case."""
+
+
+def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = "") -> dict[str, Any]:
+    """Return the arrays, parameters and bytes of each dtype and role, and the largest arrays. Ties are counted once.
+
+    Args:
+        name: the name of the checkpointable; empty for a checkpoint of one tree.
+        tree: its tree.
+        place: its place in the checkpoint.
+        inside: the name of the directory, for a checkpointable that is opened alone: ``optimizer``.
+    """
+    counts: dict[tuple[int, bool], int] = {}
+    records: dict[int, ArrayRecord] = {}  # equal arrays share a record, so most are found by identity
+    sizes: dict[int, int] = {}
+    above: dict[TreePath, bool] = {}
+    is_inside = _is_of_optimizer((name, inside))
+    aliases, paths = tree.aliases, tree.paths
+    found: list[tuple[int, int]] = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in aliases:
+            continue
+        path, number = paths[leaf], id(record)
+        is_state = above.get(path[:-1])
+        if is_state is None:
+            is_state = above[path[:-1]] = is_inside or _is_of_optimizer(path[:-1])
+        is_state = is_state or _is_of_optimizer(path[-1:])
+        if number not in records:
+            records[number], sizes[number] = record, record.spec.nbytes
+        counts[number, is_state] = counts.get((number, is_state), 0) + 1
+        found.append((sizes[number], -leaf))
+    dtypes: dict[str, list[int]] = {}
+    roles: dict[str, list[int]] = {}
+    for (number, is_state), count in counts.items():
+        spec = records[number].spec
+        totals = (count, count * spec.size, count * spec.nbytes)
+        _add(dtypes, spec.dtype, totals)
+        _add(roles, "optimizer" if is_state else _role(spec.dtype), totals)
+    largest = [-number for _, number in heapq.nlargest(_LARGEST, found)]
+    return {
+        "dtypes": dtypes,
+        "roles": roles,
+        "largest": [
+            {
+                "part": name,
+                "place": place,
+                "leaf": leaf,
+                "path": format_path(tree.paths[leaf]),
+                "type": str(tree.leaves[leaf].spec),  # type: ignore[union-attr]  # it is an array
+                "nbytes": tree.leaves[leaf].spec.nbytes,  # type: ignore[union-attr]  # it is an array
+            }
+            for leaf in largest
+        ],
+    }
+
+
+def merged_summary(summaries: Sequence[Mapping[str, Any]]) -> JSON:
+    """Return the summary of several trees together."""
+    merged: dict[str, Any] = {"dtypes": {}, "roles": {}}
+    for kind, totals in merged.items():
+        for one in summaries:
+            for key, counts in one[kind].items():
+                _add(totals, key, counts)
+    arrays = [array for one in summaries for array in one["largest"]]
+    merged["largest"] = sorted(arrays, key=operator.itemgetter("nbytes"), reverse=True)[:_LARGEST]
+    return merged
+
+
+def _add(totals: dict[str, list[int]], key: str, counts: Sequence[int]) -> None:
+    before = totals.get(key, (0, 0, 0))
+    totals[key] = [old + new for old, new in zip(before, counts, strict=True)]
+
+
+def _role(dtype: str) -> str:
+    """Return the role of an array that is not part of an optimizer: only floating point numbers are trained."""
+    return "parameters" if "float" in dtype or dtype.startswith("complex") else "other"
+
+
+def _is_of_optimizer(path: TreePath) -> bool:
+    for key in path:
+        text = key.name if isinstance(key, Attribute) else key
+        if isinstance(text, str) and not _OPTIMIZER.isdisjoint(text.lower().split(".")):
+            return True
+    return False
+
 
 _MAX_FILES: Final = 2_000
 _MAX_EVENTS: Final = 500
@@ -39,8 +141,8 @@ def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     composite = viewed.members(place)
     if composite is None:
         return viewed.read_current(place, lambda opened: _tree_checkpoint(opened, viewed.context))
-    found, files = describe_and_check(viewed.locate(place), viewed.context)
-    return {**_composite_checkpoint(composite, found), **_problems(files.problems)}
+    checkpoint, files = describe_and_check(viewed.locate(place), viewed.context)
+    return {**_composite_checkpoint(composite, checkpoint), **_problems(files.problems)}
 
 
 def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
@@ -125,45 +227,47 @@ def _timeline(events: Sequence[Event]) -> JSON:
     ]
 
 
-def _composite_checkpoint(composite: CompositeCheckpoint, found: CheckpointMetadata) -> Mapping[str, JSON]:
+def _composite_checkpoint(composite: CompositeCheckpoint, metadata: CheckpointMetadata) -> Mapping[str, JSON]:
     directories = present_members(composite)
     return {
-        **_origin(found, composite.location.display),
-        "save_id": found.save_id,
-        "digest": found.digest,
+        **_origin(metadata, composite.location.display),
+        "save_id": metadata.save_id,
+        "digest": metadata.digest,
         "kind": "checkpointables",
         "checkpointables": [
-            _checkpointable(name, one, found.checkpointables.processes.get(name), directories.get(name, ()))
-            for name, one in found.checkpointables.items()
+            _checkpointable(name, one, metadata.checkpointables.processes.get(name), directories.get(name, ()))
+            for name, one in metadata.checkpointables.items()
         ],
         "summary": merged_summary(
             [
                 summary_of(name, one.tree, next(iter(directories.get(name, ())), ""))
-                for name, one in found.checkpointables.items()
+                for name, one in metadata.checkpointables.items()
             ]
         ),
-        "deleted": list(found.checkpointables.deleted),
-        "unreadable": {name: redacted(reason) for name, reason in found.checkpointables.unreadable.items()},
-        "timeline": _timeline(found.timeline),
+        "deleted": list(metadata.checkpointables.deleted),
+        "unreadable": {name: redacted(reason) for name, reason in metadata.checkpointables.unreadable.items()},
+        "timeline": _timeline(metadata.timeline),
     }
 
 
 def _checkpointable(
-    name: str, found: CheckpointMetadata, processes: int | None, directories: Sequence[str]
+    name: str, metadata: CheckpointMetadata, processes: int | None, directories: Sequence[str]
 ) -> Mapping[str, JSON]:
-    tied = found.tree.aliases
+    tied = metadata.tree.aliases
     arrays = [
-        record for leaf, record in enumerate(found.tree.leaves) if isinstance(record, ArrayRecord) and leaf not in tied
+        record
+        for leaf, record in enumerate(metadata.tree.leaves)
+        if isinstance(record, ArrayRecord) and leaf not in tied
     ]
     return {
         "name": name,
         "places": list(directories[:_MAX_PLACES]),
         "processes": processes,
-        "kind": "files" if found.is_files else "tree",
-        "layout": format_layout(found.layout, found.tree, found.writer if found.save_id is None else None),
+        "kind": "files" if metadata.is_files else "tree",
+        "layout": format_layout(metadata.layout, metadata.tree, metadata.writer if metadata.save_id is None else None),
         "arrays": len(arrays),
         "parameters": sum(record.spec.size for record in arrays),
-        "nbytes": found.nbytes,
+        "nbytes": metadata.nbytes,
     }
 
 

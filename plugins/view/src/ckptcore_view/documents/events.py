@@ -1,28 +1,105 @@
-"""Events of a run: restarts, changes of the framework, unfinished saves and repeated steps; and the best step."""
+"""Events of a run: restarts, other frameworks, unfinished saves, repeated steps, the best step; trainer logs."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from ckptcore_tools.run_steps import RunOwner, StepStatus
 
 from ckptcore.commit.leases import Holder, read_lease
 from ckptcore.commit.locks import OWNER_LEASE, read_owner
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.model import JSON, ArrayRecord
 from ckptcore.opening.members import present_members
 from ckptcore.policies import AnyPreservation, BestN, PreservationPolicy
 from ckptcore.training.steps import StepDirectory
-from ckptcore_view.documents.logs import TrainerLog
-from ckptcore_view.documents.numbers import number_to_json
+from ckptcore_view.documents.request import number_to_json
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.shardings import framework_of
 from ckptcore_view.viewed import Viewed
+
+_FILE: Final = "trainer_state.json"
+_MAX_BYTES: Final = 1 << 26
+_MAX_POINTS: Final = 20_000
+"""Limit of the points of one metric. Of more, every second one is left out, until they are few enough."""
+
+_MAX_METRICS: Final = 64
+_NEWEST: Final = 3
+"""Steps that are asked for a log. The newest one may be damaged, or still be copied."""
+
+_COUNTS: Final = frozenset({"step", "epoch", "total_flos", "train_runtime"})
+"""Numbers of a row that are not metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLog:
+    """The logged metrics of a run.
+
+    Attributes:
+        values: the value at each step, by the name of the metric.
+        metric: the metric by which the Trainer chooses the best step; empty if it is not known.
+        best_step: the step that the Trainer chose; None without one.
+        best_value: its metric.
+    """
+
+    values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    metric: str = ""
+    best_step: int | None = None
+    best_value: float | None = None
+
+    def metrics_at(self, step: int) -> Mapping[str, float]:
+        """Return the metrics that were logged at a step."""
+        return {name: points[step] for name, points in self.values.items() if step in points}
+
+    @property
+    def series(self) -> JSON:
+        """The steps and values of each metric, thinned. A summary of the whole training is one point: left out."""
+        return {name: _thinned(points) for name, points in self.values.items() if len(points) > 1}
+
+
+def _thinned(points: Mapping[int, float]) -> JSON:
+    stride = -(-len(points) // _MAX_POINTS)
+    return [[step, value] for step, value in itertools.islice(points.items(), 0, None, stride)]
+
+
+def read_trainer_log(steps: StepDirectory) -> TrainerLog:
+    """Return the log in the newest steps; an empty one if there is none, or if it cannot be read."""
+    for step in steps.candidates()[: -_NEWEST - 1 : -1]:
+        try:
+            data = subdirectory(steps.store, steps.name(step)).get(_FILE, 0, _MAX_BYTES)
+            document = json.loads(data)
+        except (CheckpointError, OSError, ValueError, RecursionError):
+            continue
+        if isinstance(document, dict) and isinstance(document.get("log_history"), list):
+            return _log_of(document)
+    return TrainerLog()
+
+
+def _log_of(document: Mapping[str, Any]) -> TrainerLog:
+    series: dict[str, dict[int, float]] = {}
+    for row in document["log_history"]:
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is not int or not 0 <= step < 1 << 53:
+            continue
+        for name, value in row.items():
+            if name in _COUNTS or name.endswith(("_per_second", "_runtime")) or type(value) not in (int, float):
+                continue
+            if math.isfinite(value) and (name in series or len(series) < _MAX_METRICS):
+                series.setdefault(name, {})[step] = float(value)
+    best_step, best_value = document.get("best_global_step"), document.get("best_metric")
+    if type(best_step) is not int or type(best_value) is not float or not math.isfinite(best_value):
+        return TrainerLog(series)
+    metric = next((name for name, points in series.items() if points.get(best_step) == best_value), "")
+    return TrainerLog(series, metric, best_step, best_value)
+
 
 _MAX_RESTARTS: Final = 64
 """Limit of the restarts that are shown, the newest ones. For each, one tree is opened to find its framework."""
@@ -53,7 +130,7 @@ def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log:
     }
     if chosen is not None:
         return _best_step(metrics, chosen.metric, chosen.mode, "the policy")
-    known = list(dict.fromkeys(name for found in metrics.values() for name in found))
+    known = list(dict.fromkeys(name for by_name in metrics.values() for name in by_name))
     for name in sorted(known, key=lambda name: not name.startswith(("eval", "val"))):
         if _LOW_IS_GOOD.search(name):
             return _best_step(metrics, name, "min", "")
@@ -109,8 +186,8 @@ def events_of(
         events.append({"kind": "death", "step": saved[-1].step, "since": last.since})
     again = [status.step for status in saved if status.order.save > 0]
     unfinished = [step for name in steps.leftovers if (step := _unfinished_step(steps, name)) is not None]
-    for kind, found in (("again", again), ("unfinished", unfinished)):
-        events += [{"kind": kind, "step": step} for step in found[-_MAX_RESTARTS:]]
+    for kind, numbers in (("again", again), ("unfinished", unfinished)):
+        events += [{"kind": kind, "step": step} for step in numbers[-_MAX_RESTARTS:]]
     return [*sorted(events, key=lambda event: (event["step"], event["kind"]))]
 
 
@@ -126,25 +203,25 @@ def _last_owner(steps: StepDirectory) -> Holder | None:
 
 def _unfinished_step(steps: StepDirectory, leftover: str) -> int | None:
     """Return the step that a leftover of a save belongs to; None for other leftovers."""
-    found = _UNFINISHED.fullmatch(leftover)
-    return None if found is None else steps.names.parse(found[1])
+    match = _UNFINISHED.fullmatch(leftover)
+    return None if match is None else steps.names.parse(match[1])
 
 
 def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
     """Return the framework of the arrays of a step; None if it is not known. It is remembered for the save."""
     key = ("framework", status.save_id)
-    found: str | None = viewed.recall(key)
-    if found is None:
+    framework: str | None = viewed.recall(key)
+    if framework is None:
         step = f"{place}/{status.name}" if place else status.name
         try:
             composite = viewed.members(step)
             members = {} if composite is None else present_members(composite)
             places = [f"{step}/{names[0]}" for names in members.values() if names] if members else [step]
-            found = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
+            framework = next(filter(None, (viewed.read(one, _framework_of) for one in places)), "")
         except CheckpointError:
-            found = ""
-        viewed.remember(key, found)
-    return found or None
+            framework = ""
+        viewed.remember(key, framework)
+    return framework or None
 
 
 def _framework_of(opened: OpenTree) -> str:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptcore.model import JSON
 from ckptcore.redaction import redacted_location
 from ckptcore_view.open_tree import OpenTree
+
+
+def number_to_json(number: complex | bool | str | None) -> JSON:
+    """Return a number for JSON: as text if JSON or JavaScript cannot represent it."""
+    if isinstance(number, complex):
+        return str(number)
+    if isinstance(number, float):
+        return number if math.isfinite(number) else str(number)
+    if isinstance(number, int) and not isinstance(number, bool) and abs(number) > 1 << 53:
+        return str(number)
+    return number
+
 
 T = TypeVar("T")
 

@@ -16,10 +16,8 @@ from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, PreservationPolicy
 from ckptcore.redaction import redacted, redacted_location
 from ckptcore.training.steps import StepDirectory
-from ckptcore_view.documents.events import best_of, events_of
-from ckptcore_view.documents.logs import TrainerLog, read_trainer_log
-from ckptcore_view.documents.numbers import number_to_json
-from ckptcore_view.documents.request import BadRequestError, Request
+from ckptcore_view.documents.events import TrainerLog, best_of, events_of, read_trainer_log
+from ckptcore_view.documents.request import BadRequestError, Request, number_to_json
 from ckptcore_view.viewed import Viewed
 
 _STEPS: Final = 200
@@ -70,31 +68,31 @@ def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the runs and the checkpoints of a folder. Parameter: ``policy``, as for a run."""
-    found: list[JSON] = []
+    runs: list[JSON] = []
     policy = {"policy": request.text("policy")} if request.text("policy") else {}
     for name, kind in request.each(viewed.find_children().items()):
         if kind == "checkpoint":
-            found.append({"name": name, "kind": kind})
+            runs.append({"name": name, "kind": kind})
             continue
         try:
             inner = Request({"at": name, "last": str(_STEPS_OF_MANY), **policy}, request.is_cancelled)
-            found.append({"name": name, "kind": kind, **run_document(viewed, inner)})
+            runs.append({"name": name, "kind": kind, **run_document(viewed, inner)})
         except CheckpointError as error:
-            found.append({"name": name, "kind": kind, "error": redacted(str(error))})
-    return {"location": redacted_location(viewed.location), "runs": found}
+            runs.append({"name": name, "kind": kind, "error": redacted(str(error))})
+    return {"location": redacted_location(viewed.location), "runs": runs}
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int], request: Request) -> Sequence[StepStatus]:
     """Read the steps. Committed steps in object stores are remembered for a while."""
     known = [viewed.recall((steps.display, steps.name(step))) for step in chosen] if _is_remote(steps) else []
-    found: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
-    missing = [step for step in chosen if step not in found]
+    statuses: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
+    missing = [step for step in chosen if step not in statuses]
     for first in request.each(range(0, len(missing), _AT_ONCE)):
         for status in read_steps(steps, missing[first : first + _AT_ONCE], viewed.context):
-            found[status.step] = status
+            statuses[status.step] = status
             if status.state == "committed":
                 viewed.remember((steps.display, status.name), status)
-    return [found[step] for step in chosen]
+    return [statuses[step] for step in chosen]
 
 
 def _is_remote(steps: StepDirectory) -> bool:

@@ -1,8 +1,9 @@
-"""The file ``zarr.json``: metadata of a zarr 3 array, parsed and encoded."""
+"""The files ``.zarray`` and ``zarr.json``: metadata of an array of zarr 2 or 3, parsed and encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -10,8 +11,8 @@ from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArraySpec
 from ckptcore_orbax.zarr.codecs import chunk_codecs, codecs_to_json
 from ckptcore_orbax.zarr.documents import check_sizes, expect, parse_chunk_shape, parse_document, parse_shape
-from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
-from ckptcore_orbax.zarr.fills import parse_fill_version3, zero_of_version3
+from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, ZarrFormat, dtype_of_version2, version2_of_dtype
+from ckptcore_orbax.zarr.fills import parse_fill_version2, parse_fill_version3, zero_of_version3
 from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
 
 _MEMBERS: Final = frozenset(
@@ -22,6 +23,86 @@ _MEMBERS: Final = frozenset(
 )  # fmt: skip
 _CACHED_BYTES: Final = 2048
 """Maximum size of a file whose parsed content is cached, in bytes."""
+
+
+def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
+    """Parse the ``.zarray`` of an array, which may be hostile.
+
+    Follows the zarr 2 specification and accepts what TensorStore 0.1.86 accepts. Raw chunks (see
+    `ArrayFormat.direct`) may also have NumPy dtypes that TensorStore lacks, such as dates. Results
+    are cached by content.
+
+    Args:
+        data: the whole file.
+        key: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is not the metadata of an array.
+        UnsupportedLeafError: it has a dtype that is not supported.
+    """
+    return _parse(2, data, key)
+
+
+def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compression | None = None) -> ArrayFormat:
+    """Return the format of a new array: C order, little endian, with chunk keys like ``0.1``, as in Orbax.
+
+    Args:
+        spec: a result of `stored_spec`.
+        chunk: shape of a chunk; at least 1 along each axis.
+        compression: compression of each chunk; None: raw elements.
+
+    Raises:
+        UnsupportedLeafError: zarr 2 does not have the dtype.
+        ValueError: the chunk shape is invalid for the array.
+    """
+    if spec.dtype not in STORED_DTYPES[2]:
+        raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; use the result of `stored_spec`")
+    if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
+        raise ValueError(f"chunk shape {chunk} is invalid for array {spec}: expected one size per axis, at least 1")
+    document: dict[str, JSON] = {
+        "chunks": list(chunk),
+        "compressor": None if compression is None else _compressor(compression),
+        "dimension_separator": ".",
+        "dtype": version2_of_dtype(spec.dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(spec.shape),
+        "zarr_format": 2,
+    }
+    return _array_format(spec, chunk, ChunkKeys("v2", "."), document, direct=compression is None, fill=None)
+
+
+def _compressor(compression: Compression) -> JSON:
+    level = compression.level
+    if compression.name == "blosc":
+        return {"id": "blosc", "cname": "lz4", "clevel": 5 if level is None else level, "shuffle": 1, "blocksize": 0}
+    return {"id": compression.name, "level": 1 if level is None else level}
+
+
+def _array_format(
+    spec: ArraySpec,
+    chunk: tuple[int, ...],
+    keys: ChunkKeys,
+    document: dict[str, JSON],
+    *,
+    direct: bool,
+    fill: bytes | None,
+) -> ArrayFormat:
+    return ArrayFormat(
+        zarr_format=2,
+        spec=spec,
+        chunk=chunk,
+        inner=chunk,
+        sharded=False,
+        index_at="end",
+        index_checksum=False,
+        direct=direct,
+        checksum=False,
+        fill=fill,
+        keys=keys,
+        document=document,
+    )
 
 
 def parse_zarr3(data: bytes, key: str) -> ArrayFormat:
@@ -38,12 +119,7 @@ def parse_zarr3(data: bytes, key: str) -> ArrayFormat:
         CorruptCheckpointError: the file is not the metadata of an array.
         UnsupportedLeafError: the array has a dtype or a feature that is not supported.
     """
-    try:
-        return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"the array metadata in {key} cannot be read: {error}", key=key) from error
-    except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"the array of {key} cannot be read: {error}; other arrays can") from error
+    return _parse(3, data, key)
 
 
 def zarr3_array(
@@ -123,27 +199,70 @@ def inner_array(format: ArrayFormat) -> ArrayFormat:
         itemsize = format.spec.numpy_dtype.itemsize
         document["codecs"] = chunk_codecs(document["codecs"], format.chunk, itemsize).inner_codecs
         document.pop("dimension_names", None)
-    return ArrayFormat(
-        zarr_format=format.zarr_format,
+    return replace(
+        format,
         spec=ArraySpec(format.inner, format.spec.dtype),
         chunk=format.inner,
-        inner=format.inner,
         sharded=False,
         index_at="end",
         index_checksum=False,
-        direct=format.direct,
-        checksum=format.checksum,
-        fill=format.fill,
-        keys=format.keys,
         document=document,
     )
 
 
-def _parse(data: bytes) -> ArrayFormat:
+def _parse(version: ZarrFormat, data: bytes, key: str) -> ArrayFormat:
+    parse = _parse_version2 if version == 2 else _parse_version3
+    try:
+        return _parse_again(parse, data) if len(data) <= _CACHED_BYTES else parse(data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"the array metadata in {key} cannot be read: {error}", key=key) from error
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"the array of {key} cannot be read: {error}; other arrays can") from error
+
+
+@lru_cache(maxsize=512)
+def _parse_again(parse: Callable[[bytes], ArrayFormat], data: bytes) -> ArrayFormat:
+    return parse(data)
+
+
+def _parse_version2(data: bytes) -> ArrayFormat:
     document = parse_document(data)
-    found = expect(document.get("zarr_format"), int, "its zarr_format")
-    if found != 3:
-        raise CorruptCheckpointError(f"its zarr_format is {found}; expected 3")
+    _check_version(document, 2)
+    for member in ("compressor", "dtype", "fill_value", "filters"):
+        if member not in document:
+            raise CorruptCheckpointError(f"it has no {member}")
+    shape = parse_shape(document.get("shape"))
+    dtype = document["dtype"]
+    if not isinstance(dtype, str | list):
+        raise CorruptCheckpointError(f"its dtype is {str(dtype)[:80]!r}; expected a name")
+    name, endian = dtype_of_version2(dtype)
+    spec = ArraySpec(shape, name)
+    chunk = parse_chunk_shape(document.get("chunks"), shape, "its chunk")
+    check_sizes(spec, chunk)
+    if document["compressor"] is not None:
+        codec = expect(document["compressor"], dict, "its compressor")
+        expect(codec.get("id"), str, "the id of its compressor")
+    filters = document["filters"]
+    if filters is not None:
+        expect(filters, list, "its list of filters")
+    order = document.get("order")
+    if order not in ("C", "F"):
+        raise CorruptCheckpointError(f"its order is {str(order)[:80]!r}; expected 'C' or 'F'")
+    separator = document.get("dimension_separator", ".")
+    if separator not in ("/", "."):
+        raise CorruptCheckpointError(f"its dimension_separator is {str(separator)[:80]!r}; expected / or .")
+    direct = document["compressor"] is None and not filters and endian == "little" and (order == "C" or len(shape) < 2)
+    if not direct and name not in STORED_DTYPES[2]:
+        raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} is supported only for raw chunks")
+    fill = parse_fill_version2(document["fill_value"], name)
+    return _array_format(
+        spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill
+    )
+
+
+def _parse_version3(data: bytes) -> ArrayFormat:
+    document = parse_document(data)
+    _check_version(document, 3)
     node = expect(document.get("node_type"), str, "its node_type")
     if node != "array":
         raise CorruptCheckpointError(f"it describes a {node[:40]!r}; expected an array")
@@ -176,7 +295,10 @@ def _parse(data: bytes) -> ArrayFormat:
     )
 
 
-_parse_again = lru_cache(maxsize=256)(_parse)
+def _check_version(document: Mapping[str, JSON], expected: ZarrFormat) -> None:
+    version = expect(document.get("zarr_format"), int, "its zarr_format")
+    if version != expected:
+        raise CorruptCheckpointError(f"its zarr_format is {version}; expected {expected}")
 
 
 def _dtype(value: JSON) -> str:
