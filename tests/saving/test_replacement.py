@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
@@ -32,7 +32,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.policies import LatestN
-from ckptcore.protocols import Coordinator
 from ckptcore.results import SaveHandle
 
 _Save = Callable[[str], object]
@@ -376,12 +375,11 @@ def test_processes_save_beside_other_files(tmp_path: Path) -> None:
     state = [np.arange(8).reshape(4, 2), np.arange(4)]
 
     def save(layout: str, version: int) -> list[type[BaseException] | None]:
-        def work(coordinator: Coordinator) -> type[BaseException] | None:
-            first = 2 * coordinator.rank
+        def work(rank: int, context: ckptcore.Context) -> type[BaseException] | None:
+            first = 2 * rank
             box = Box((first, 0), (first + 2, 2))
             shard = ckptcore.ArrayShard(box, (version * state[0])[first : first + 2])
             array = ckptcore.ShardedArray((4, 2), "int64", (shard,))
-            context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
             try:
                 ckptcore.save(
                     tmp_path / "x", {"w": array}, layout=layout, overwrite="keep-other-files", context=context
@@ -390,7 +388,7 @@ def test_processes_save_beside_other_files(tmp_path: Path) -> None:
                 return type(error)
             return None
 
-        return list(ThreadJob(2, timeout_seconds=60).run(work))
+        return list(run_ranks(2, work, timeout_seconds=60))
 
     (tmp_path / "x").mkdir()
     (tmp_path / "x/notes.txt").write_text("mine")
