@@ -31,7 +31,7 @@ OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
 _SHOWN: Final = 5
 
 _DELETE_FILES: Final = "move them elsewhere, or delete them too with ckptcore.delete({!r}, other_files=True)"
-"""How to delete a checkpoint with files that no checkpoint wrote."""
+"""The advice to delete a checkpoint with files that no checkpoint wrote."""
 
 _RESERVED: Final = re.compile(
     rf"{re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{{16}}\..*)",

@@ -34,7 +34,7 @@ def gated(
 
 
 class Copies:
-    """How many states are held copied at a time.
+    """The number of snapshots in memory at a time.
 
     Attributes:
         alive: now.

@@ -40,7 +40,7 @@ class Told(ShelfLayout):
         return super().write(snapshot, store)
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
-        """Mark, and what else was asked for."""
+        """Write the metadata files that the test requests."""
         self.about.append(info)
         for key in self.keys:
             store.put(key, b"mark")

@@ -1,4 +1,4 @@
-"""Roots of composites and of their members that were sealed by somebody else: no crash, and no work without end."""
+"""Forged roots of composites and of their members, with correct checksums: no crash, and no work without end."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         pass
 
     class Again:
-        """Started again: what it says in place of what it said is kept, as a store keeps it."""
+        """A restarted rank replaces its earlier payload, as a store does."""
 
         rank, size = 1, 2
 

@@ -1,4 +1,4 @@
-"""One job owns a directory of steps; another is refused, or takes over what is dead."""
+"""One job owns a directory of steps; another one is refused, or takes over from a failed one."""
 
 from __future__ import annotations
 

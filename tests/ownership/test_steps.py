@@ -1,4 +1,4 @@
-"""Steps that are pinned stay; deletions that are under way are waited for; what the dead left is removed."""
+"""Pinned steps stay; running deletions are waited for; leftovers of failed processes are removed."""
 
 from __future__ import annotations
 

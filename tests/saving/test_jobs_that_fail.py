@@ -53,7 +53,7 @@ def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path:
             def fail() -> None:
                 raise MemoryError("only here")
 
-            runtime_of(context).saves.wait = fail  # type: ignore[method-assign]  # stands for an interrupt
+            runtime_of(context).saves.wait = fail  # type: ignore[method-assign]  # simulates an interrupt
         begin(tmp_path / "c", {"w": np.ones(2)}, context=context)
 
     first, second = _outcomes(job)

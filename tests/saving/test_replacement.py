@@ -122,7 +122,7 @@ def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
 def test_a_step_with_another_checkpoint_or_files_inside_stays_and_stops_nothing(
     other_files: bool, top: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain files that somebody added to a step go with it only where the owner of the run says so."""
+    """Plain files that were added to a step are deleted with it only if the owner of the run allows it."""
     with ckptcore.Checkpointer(top, preservation_policy=LatestN(2), other_files=other_files) as run:
         for step in (1, 2):
             run.save(step, {"n": step})
@@ -428,7 +428,7 @@ def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path:
 
 
 def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top: str) -> None:
-    """The claim of the deletion took the place of the root, which said when the save began."""
+    """The claim of the deletion replaced the root, which had the time of the save."""
     place = f"{top}/c"
     ckptcore.save(
         place, {"a": np.ones(3)}, strategy=ckptcore.WithExports([ckptcore.Export(location=f"{place}/weights")])

@@ -569,7 +569,7 @@ def test_permissions_are_those_of_the_user(storage: LocalStorage, tmp_path: Path
         assert stat.S_IMODE((tmp_path / "directory" / name).stat().st_mode) == 0o640
 
 
-# --- what is said when it fails ---------------------------------------------------------------------------------------
+# --- messages of failures ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -100,7 +100,7 @@ def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] =
 
 
 class InterruptedPlan(FaultPlan):
-    """No faults: at one operation this process stands still, and something else happens before it goes on."""
+    """No faults: at one operation this process pauses, and something else happens before it continues."""
 
     def __init__(self, operation: int, meanwhile: Callable[[], None]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class InterruptedPlan(FaultPlan):
         self.interrupted = False
 
     def begin(self, name: str, keys: tuple[str, ...] | list[str], offset: int = 0, nbytes: int = 0) -> Step:  # type: ignore[override]  # a Sequence is what it is given
-        """Stand still before the operation."""
+        """Pause before the operation."""
         if len(self.operations) == self._operation and not self.interrupted:
             self.interrupted = True
             self._meanwhile()
