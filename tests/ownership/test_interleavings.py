@@ -23,7 +23,7 @@ from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import StorageBackend
 from tests.ownership.interleavings import Actor, Choices, Turns, every_order
-from tests.ownership.places import LEASED, local, memory, simulated
+from tests.ownership.lockable_storages import LEASED, local, memory, simulated
 
 Place = Callable[[Path], StorageBackend]
 ROOT = "1/checkpoint.json"

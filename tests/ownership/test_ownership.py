@@ -25,7 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend
 from tests.ownership.fake_clock import FakeClock
-from tests.ownership.places import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
+from tests.ownership.lockable_storages import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
 
 Place = Callable[[Path], StorageBackend]
 LEASE = ".ckptcore/owner.json"
