@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from ckptcore_orbax import Zarr3Layout
 from ckptcore_testing import FaultPlan, FaultyStorage, run_ranks
+from ckptcore_testing.locations import await_later_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -282,7 +282,7 @@ def test_a_file_that_is_changed_after_it_was_verified_is_verified_again(tmp_path
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
         for index in (slice(300_000, 300_010), slice(300_000, 300_010), slice(0, 10), slice(0, 10)):
             np.testing.assert_array_equal(opened["w"][index], array[index])
-        time.sleep(0.05)  # the clock of file systems is coarse
+        await_later_times(tmp_path)
         with file.open("r+b") as written:
             written.seek(BLOCK_BYTES + 5000)
             written.write(b"x")
@@ -300,7 +300,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_noticed(tmp_path: Path, long
         with ckptcore.open(tmp_path / "c", context=context) as opened:
             for _ in range(3):  # mapped by then
                 np.testing.assert_array_equal(opened["w"][900_000:900_010], array[900_000:900_010])
-            time.sleep(0.05)
+            await_later_times(tmp_path)
             os.truncate(file, BLOCK_BYTES + 100)
             for index in (slice(900_000, 900_010), 900_000, slice(900_000, 900_010, 3)):
                 with pytest.raises(CorruptCheckpointError):

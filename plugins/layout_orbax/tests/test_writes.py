@@ -1,4 +1,4 @@
-"""Writes of the layouts: names, errors of the storage, options of processes, and refusals before anything is written."""
+"""Writes of the layouts: names, storage errors, options of processes, and refusals before anything is written."""
 
 from __future__ import annotations
 

@@ -37,6 +37,16 @@ def store_at(location: str) -> StorageBackend:
     return open_directory(location, runtime_of(ckptcore.Context()).storages)
 
 
+def await_later_times(directory: Path) -> None:
+    """Wait until changed files get later times than before. The clock of a file system advances in steps."""
+    probe = directory / "probe"
+    probe.touch()
+    before = probe.stat().st_mtime_ns
+    while probe.stat().st_mtime_ns == before:
+        probe.touch()
+    probe.unlink()
+
+
 def objects_at(location: str) -> dict[str, bytes]:
     """Return the bytes of each object below a location."""
     store = store_at(location)
