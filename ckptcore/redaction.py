@@ -17,7 +17,7 @@ _WORD: Final = r"[^\s<>\"]+(?: [^\s<>\"?&#:/=＝%]+[=＝%][^\s<>\"]*)*"
 _MARKS: Final = ("//", ":/", "=", "%", "\\")
 _ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\/"
 _ROUNDS: Final = 8
-"""How often a text is decoded. Libraries encode URLs that are encoded already."""
+"""The number of times that a text is decoded. Libraries encode URLs that are encoded already."""
 
 _SCHEME: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+.-"
 _SCHEME_CHARACTERS: Final = 32

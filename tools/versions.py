@@ -128,7 +128,7 @@ _WITH_ORBAX: Final = [
     "plugins/layout_orbax/tests/test_ours_loads_orbax.py",
     "plugins/layout_orbax/tests/test_runs.py",
     "plugins/layout_orbax/tests/test_unreadable_arrays.py",
-    "plugins/layout_orbax/tests/test_weak_spots.py",
+    "plugins/layout_orbax/tests/test_weaknesses_of_orbax.py",
     "tests/policies/test_orbax.py",
 ]
 """Tests that call version 1 of Orbax, which needs newer versions than `ckptcore-orbax`, or NNX of Flax 0.12."""

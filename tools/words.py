@@ -1,7 +1,8 @@
 """Find words and names that the project replaced: ``python -m tools.words [PATH ...]``, part of ``make check``.
 
-In Python files it reads comments, docstrings and other strings, and the names of modules, classes and functions. In
-Markdown it reads the text outside of code. `docs/reference/glossary.md` has the words to use.
+In Python files it reads comments, docstrings and other strings, and the names of modules, classes and functions; in
+tests only comments, docstrings and names of modules, because their strings are data. In Markdown it reads the text
+outside of code. `docs/reference/glossary.md` has the words to use.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _PATHS: Final = (
-    "ckptcore", "plugins", "tools", "benchmarks", "examples", "conftest.py", "docs",
+    "ckptcore", "plugins", "tests", "tools", "benchmarks", "examples", "conftest.py", "docs",
     "README.md", "PACKAGE.md", "CONTRIBUTING.md", "CHANGELOG.md",
 )  # fmt: skip
-"""What is checked by default. Tests are not."""
+"""Files and directories that are checked by default."""
 
-_SKIPPED: Final = {"tests", "build", "_build"}
+_SKIPPED: Final = {"build", "_build"}
 """Directories that are not checked."""
 
 _PHRASES: Final = {
@@ -88,7 +89,7 @@ _NAMES: Final = {
 }
 """Names of modules, classes and functions, without leading underscores, and better ones."""
 
-_OPENINGS: Final = ("What", "Whether", "Where", "Let", "Say")
+_OPENINGS: Final = ("How", "Let", "Say", "That", "What", "Where", "Whether")
 """First words that a docstring must not have."""
 
 EXCEPTIONS: Final[dict[str, str]] = {}
@@ -120,17 +121,21 @@ def check_python(path: Path, source: str) -> Iterator[Finding]:
     """Check the comments, strings and defined names of a Python file."""
     if path.stem in _NAMES:
         yield Finding(path, 1, path.stem, _NAMES[path.stem])
+    is_test = "tests" in path.parts
+    docstrings: set[tuple[int, int]] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not is_test:
             name = node.name.lstrip("_")
             if name in _NAMES:
                 yield Finding(path, node.lineno, node.name, _NAMES[name])
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.add((node.lineno, node.col_offset))
             first = node.value.value.split(maxsplit=1)[:1]
             if first and first[0] in _OPENINGS:
                 yield Finding(path, node.lineno, first[0], "a verb or a noun first")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING) or token.type == _FSTRING_MIDDLE:
+        is_data = is_test and token.start not in docstrings
+        if token.type == tokenize.COMMENT or (token.type in (tokenize.STRING, _FSTRING_MIDDLE) and not is_data):
             yield from _check_text(path, token.start[0], token.string)
 
 

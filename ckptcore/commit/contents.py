@@ -28,7 +28,7 @@ logger = logger_named("ckptcore.commit")
 _SHOWN: Final = 5
 
 _DELETE_FILES: Final = "move them elsewhere, or delete them too with ckptcore.delete({!r}, other_files=True)"
-"""How to delete a checkpoint with files that no checkpoint wrote."""
+"""The advice to delete a checkpoint with files that no checkpoint wrote."""
 
 _RESERVED: Final = (
     rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CommitMethod(ABC):
-    """How checkpoints in one directory are begun, committed, removed and locked. Thread-safe.
+    """The way to begin, commit, remove and lock checkpoints in one directory. Thread-safe.
 
     All locations that are passed to its methods must be in this directory.
 

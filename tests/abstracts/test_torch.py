@@ -375,7 +375,7 @@ def test_a_fully_sharded_model_loads_as_dtensors(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_abstract_dtensor_has_the_device_of_its_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP2 has them that offloads to the CPU. The mesh is of the CPU here, and said to be of a device."""
+    """As FSDP2 has them that offloads to the CPU. The mesh is of the CPU here, and declared to be of a device."""
     monkeypatch.setattr(dtensors, "_mesh_device", lambda leaf: torch.device("cuda", 0))
     mesh = init_device_mesh("cpu", (1,))
     offloaded = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)], run_check=False)

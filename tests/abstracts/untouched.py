@@ -23,7 +23,7 @@ class UntouchedMemory:
         self._pages = pages
 
     def pages_touched(self) -> int:
-        """How many of its pages exist, as mincore(2) counts them."""
+        """Return the number of its pages that exist, as mincore(2) counts them."""
         resident = (ctypes.c_ubyte * self._pages)()
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._pages * _PAGE), resident)

@@ -76,7 +76,7 @@ SHARED = {
 WITH_DIRECTORIES = {
     "ckptcore.builtin.local": "a storage",
     "ckptcore.commit.directory_locks": "locks directories, chosen by the commit method",
-    "ckptcore.commit.overwriting": "commits beside other files, for the commit method",
+    "ckptcore.commit.overwriting": "commits next to other files, for the commit method",
     "ckptcore.commit.rename": "commits by rename, chosen by the commit method",
     "ckptcore.commit.subdirectory": "a storage within another one",
     "ckptcore.commit.support": "tries what a storage supports",

@@ -33,7 +33,7 @@ def tree(step: int) -> dict[str, Any]:
 
 
 def assert_is_step(value: Mapping[str, Any], step: int) -> None:
-    """That a value is the state at a step, whole."""
+    """Fail unless a value is the whole state at a step."""
     assert sorted(value) == ["b", "step", "w"]
     assert value["step"] == step
     assert (value["w"] == step).all() and value["w"].shape == (3, 5)
@@ -100,7 +100,7 @@ class Watch(FaultPlan):
         return super().begin(name, keys, offset, nbytes)
 
     def count(self, name: str) -> int:
-        """How often an operation was asked for."""
+        """Return the number of calls of an operation."""
         return sum(operation.name == name for operation in self.operations)
 
 

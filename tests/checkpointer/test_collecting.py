@@ -305,7 +305,7 @@ def test_leftover_claims_are_removed_by_the_next_owner(memory: str) -> None:
         save_steps(run, [1, 2])
     claim = encode_claim(Claim("0" * 16, "2026-01-01T00:00:00+00:00"))
     store = store_of(memory)
-    store.put(f"2/{ROOT}", claim)  # a deletion that died
+    store.put(f"2/{ROOT}", claim)  # a failed deletion
     store.put(f"5/{ROOT}", claim)  # of a failed save
     store.put("5/model.safetensors", b"half")
     with Checkpointer(memory) as run:

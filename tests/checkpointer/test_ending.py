@@ -1,4 +1,4 @@
-"""How a run ends: closed, in an error, in a forked child, and while another one wants its directory."""
+"""The end of a run: closed, in an error, in a forked child, and while another one wants its directory."""
 
 from __future__ import annotations
 

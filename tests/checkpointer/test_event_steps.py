@@ -7,14 +7,13 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
 from ckptcore import Checkpointer
 from ckptcore.events import Event, Phase
 from ckptcore.policies import LatestN
-from ckptcore.protocols import Coordinator
 from tests.checkpointer.runs import array_key, flip, save_steps, tree
 
 
@@ -75,14 +74,8 @@ def test_the_documented_table_matches_the_events(tmp_path: Path) -> None:
         run.wait()
         run.load_checkpointables(into={"model": model})
 
-    def together(coordinator: Coordinator) -> None:
-        ckptcore.save(
-            tmp_path / "job",
-            tree(1),
-            context=ckptcore.Context(
-                observers=(events.append,), job=ckptcore.context.JobOptions(coordinator=coordinator)
-            ),
-        )
+    def together(rank: int, context: ckptcore.Context) -> None:
+        ckptcore.save(tmp_path / "job", tree(1), context=context)
 
-    ThreadJob(2).run(together)
+    run_ranks(2, together, observers=(events.append,))
     assert {event.phase for event in events} == set(get_args(Phase))

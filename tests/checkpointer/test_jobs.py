@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -372,21 +372,19 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(directory: str) -> None:
 def test_readers_wait_together(directory: str) -> None:
     """Their clocks and their listings differ; they see the same steps, and give up at the same time."""
 
-    def read(coordinator: Coordinator) -> list[Any]:
-        reader = CheckpointReader(
-            directory, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
-        )
+    def read(rank: int, context: ckptcore.Context) -> list[Any]:
+        reader = CheckpointReader(directory, context=context)
         seen: list[Any] = []
-        for step in reader.new_steps(timeout=0.2 + coordinator.rank, poll_seconds=0.005):
+        for step in reader.new_steps(timeout=0.2 + rank, poll_seconds=0.005):
             with reader.pin(step):
                 seen.append(reader.load(step)["step"])
-        seen.append(reader.wait_for_new_step(timeout=0.05 * (3 - coordinator.rank), poll_seconds=0.01))
+        seen.append(reader.wait_for_new_step(timeout=0.05 * (3 - rank), poll_seconds=0.01))
         return seen
 
     with Checkpointer(directory, preservation_policy=LatestN(30)) as run:
         save_steps(run, [0])
         saving = threading.Thread(target=lambda: save_steps(run, range(1, 20)))
         saving.start()
-        found = ThreadJob(SIZE, timeout_seconds=30).run(read)
+        found = run_ranks(SIZE, read, timeout_seconds=30)
         saving.join()
     assert found[0] == found[1] == found[2] == [*range(20), None]

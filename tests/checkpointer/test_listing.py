@@ -1,4 +1,4 @@
-"""How often a run looks at its directory, and what it takes for a step there."""
+"""The number of times that a run lists its directory, and which entries are steps."""
 
 from __future__ import annotations
 

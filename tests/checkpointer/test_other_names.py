@@ -246,6 +246,6 @@ def test_steps_of_a_layout_that_is_not_installed_are_named(
 ) -> None:
     store_of(directory).put(key, b"x")
     assert CheckpointReader(directory).latest is None
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
+    monkeypatch.setattr("ckptcore.distributions.find_spec", lambda package: None)
     with pytest.raises(InvalidLocationError, match=rf"{re.escape(key)}.*pip install 'ckptcore\[dcp\]'"):
         CheckpointReader(directory)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -24,7 +24,6 @@ from ckptcore.errors import (
     StepPinnedError,
 )
 from ckptcore.policies import CustomSave, EpochInterval, FixedInterval, LatestN, SaveContext
-from ckptcore.protocols import Coordinator
 from tests.checkpointer.runs import (
     ROOT,
     Gate,
@@ -165,8 +164,7 @@ def test_saving_below_a_newer_step_warns(directory: str, caplog: pytest.LogCaptu
 
 
 def test_a_job_can_go_back_as_documented(directory: str) -> None:
-    def work(coordinator: Coordinator) -> tuple[int, ...]:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+    def work(rank: int, context: ckptcore.Context) -> tuple[int, ...]:
         with Checkpointer(directory, preservation_policy=LatestN(4), context=context) as run:
             save_steps(run, range(1, 8))
             run.wait()
@@ -179,7 +177,7 @@ def test_a_job_can_go_back_as_documented(directory: str) -> None:
             run.reload()
             return run.steps
 
-    assert ThreadJob(2, timeout_seconds=30).run(work) == [(4, 5), (4, 5)]
+    assert run_ranks(2, work, timeout_seconds=30) == [(4, 5), (4, 5)]
 
 
 # --- steps that were damaged ------------------------------------------------------------------------------------------
@@ -257,14 +255,12 @@ class Position:
 
 
 def test_processes_agree_on_the_named_step(directory: str) -> None:
-    def work(coordinator: Coordinator) -> tuple[str, int | None, int | None]:
-        with Checkpointer(
-            directory, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
-        ) as run:
+    def work(rank: int, context: ckptcore.Context) -> tuple[str, int | None, int | None]:
+        with Checkpointer(directory, context=context) as run:
             for step in (1, 2):
                 run.save_checkpointables(step, {"model": tree(step), "data": Position()})
             run.wait()
-            if coordinator.rank == 0:
+            if rank == 0:
                 for key in keys_of(directory, "2/data.rank_1/"):
                     store_of(directory).put(key, b"x")
             run.reload()  # not before the leader has come here
@@ -275,7 +271,7 @@ def test_processes_agree_on_the_named_step(directory: str) -> None:
             assert_is_step(run.load_checkpointables(abstract=["model"], into={"data": data})["model"], 1)
             return type(caught.value).__name__, after, run.restored_step
 
-    outcomes = ThreadJob(2, timeout_seconds=30).run(work)
+    outcomes = run_ranks(2, work, timeout_seconds=30)
     assert [outcome[1:] for outcome in outcomes] == [(None, 1), (None, 1)], outcomes
 
 

@@ -53,7 +53,7 @@ def _bounded(location: str, objects: dict[str, object], context: ckptcore.Contex
 
 
 def test_the_caller_can_change_the_state_before_the_files_are_written(tmp_path: Path) -> None:
-    """The save returned, and its writer stands still in the middle."""
+    """The save returned, and its writer pauses in the middle."""
     go_on = threading.Event()
     files = Files({"a": b"1"})
     files.then = lambda directory: None if go_on.wait(60) else pytest.fail("the main thread did not continue")

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.context import JobOptions
 from ckptcore.errors import (
     CheckpointNotFoundError,
     RankFailedError,
@@ -26,7 +25,6 @@ from ckptcore.errors import (
     TargetUndefinedError,
     TreeMismatchError,
 )
-from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear, staged
 
 
@@ -227,20 +225,17 @@ class _Position:
 
 
 def test_a_rank_whose_objects_were_restored_puts_them_back_if_another_one_refuses(tmp_path: Path) -> None:
-    def save(coordinator: Coordinator) -> None:
-        context = Context(job=JobOptions(coordinator=coordinator))
+    def save(rank: int, context: Context) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", {"a": _Position(5), "b": _Position(6)}, context=context)
 
-    def load(coordinator: Coordinator) -> tuple[int, int]:
-        objects = {"a": _Position(1), "b": _Position(1, refuses=coordinator.rank == 0)}
+    def load(rank: int, context: Context) -> tuple[int, int]:
+        objects = {"a": _Position(1), "b": _Position(1, refuses=rank == 0)}
         with pytest.raises((TreeMismatchError, RankFailedError), match="not mine"):
-            ckptcore.load_checkpointables(
-                tmp_path / "c", into=objects, context=Context(job=JobOptions(coordinator=coordinator))
-            )
+            ckptcore.load_checkpointables(tmp_path / "c", into=objects, context=context)
         return objects["a"].number, objects["b"].number
 
-    ThreadJob(2).run(save)
-    assert list(ThreadJob(2).run(load)) == [(1, 1), (1, 1)]
+    run_ranks(2, save)
+    assert list(run_ranks(2, load)) == [(1, 1), (1, 1)]
 
 
 def test_damaged_files_leave_objects_as_they_were(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.model import JSON, HostArray, ReadItem, TreeMetadata
 from ckptcore.protocols import ChunkIndex, LayoutFactory, ReadStore
+from tests.composites.foreign_format import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
 from tests.composites.objects import Files, Linear
-from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
 
 CREATED = "2026-01-02T03:04:05+00:00"
 PARAMS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
@@ -177,7 +177,7 @@ def test_a_plain_load_of_several_members_is_refused(shelf: Path, context: ckptco
 def test_a_plain_load_is_refused_if_the_layout_selects_no_member(
     shelf: Path, context: ckptcore.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.composites.shelf.ShelfLayout.inspect", lambda *_: None)
+    monkeypatch.setattr("tests.composites.foreign_format.ShelfLayout.inspect", lambda *_: None)
     with pytest.raises(CompositeCheckpointError, match="use load_checkpointables, or load one by its own location"):
         ckptcore.load(shelf, context=context)
     assert ckptcore.load_checkpointables(shelf, ["data"], context=context) == FILES

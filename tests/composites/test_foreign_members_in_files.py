@@ -13,7 +13,7 @@ import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, CompositeCheckpointError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import InspectedComposite, LayoutFactory, MemberKind, ReadStore
-from tests.composites.shelf import ShelfLayout
+from tests.composites.foreign_format import ShelfLayout
 
 LIST = "LIST"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.locations import store_at
 
 import ckptcore
@@ -21,18 +21,13 @@ from ckptcore.errors import (
     RankFailedError,
     TreeMismatchError,
 )
-from ckptcore.protocols import Coordinator
 from tests.composites.objects import Counter, Files, Linear
-from tests.saving.test_failures import job_context
 
 SIZE = 3
 
 
 def _run(job: Callable[[int, ckptcore.Context], Any], size: int = SIZE) -> list[Any]:
-    def of_rank(coordinator: Coordinator) -> Any:
-        return job(coordinator.rank, job_context(coordinator))
-
-    return list(ThreadJob(size, timeout_seconds=30).run(of_rank))
+    return list(run_ranks(size, job, timeout_seconds=30))
 
 
 def _objects(rank: int) -> dict[str, object]:

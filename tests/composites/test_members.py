@@ -101,7 +101,7 @@ def test_a_member_of_a_claim_is_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rooted", [False, True])
 def test_a_member_of_a_hidden_directory_is_ignored(rooted: bool, tmp_path: Path) -> None:
-    """A save under way, or dead right before its rename, or a checkpoint that was replaced and is being deleted."""
+    """A running save, one that failed right before its rename, or a checkpoint that is being deleted."""
     save_all(str(tmp_path / "c"))
     hidden = tmp_path / ".c.0123456789abcdef.ckptcore"
     (tmp_path / "c").rename(hidden)

@@ -161,7 +161,7 @@ class LoadsNothing(OfOurOwn):
 
 
 class ReadsLater(OfOurOwn):
-    """The directory is gone when somebody looks."""
+    """The directory no longer exists when it is read."""
 
     class Lazy(Diary):
         directory: Path
@@ -181,7 +181,7 @@ class ReadsLater(OfOurOwn):
 
 
 class NeedsItsOwnLoop(SavesToDirectoryAsyncHandler):
-    """Stands for `asyncio.run`, which refuses where a loop runs."""
+    """Like `asyncio.run`, which refuses where a loop runs."""
 
     def save(self, value: AwaitedDiary, directory: Path) -> Continuation | None:
         import asyncio

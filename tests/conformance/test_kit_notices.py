@@ -58,7 +58,7 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
-from tests.composites.shelf import ShelfLayout
+from tests.composites.foreign_format import ShelfLayout
 
 T = TypeVar("T")
 SPEC = ArraySpec((5, 3), "float32")

@@ -7,7 +7,7 @@ from ckptcore_testing import LayoutCrashTests, LayoutForecastTests, LayoutPieces
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from tests.composites.shelf import ShelfLayout
+from tests.composites.foreign_format import ShelfLayout
 
 
 class TestSafetensors(LayoutTests):

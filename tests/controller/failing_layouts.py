@@ -35,7 +35,7 @@ class RaisingLayout(SafetensorsLayout):
 
 @dataclass(frozen=True)
 class EndingLayout(RaisingLayout):
-    """Safetensors, whose writer dies on one rank."""
+    """Safetensors, whose writer ends the process on one rank."""
 
     def fail(self) -> None:
         """Die at once."""
@@ -55,7 +55,7 @@ class SlowRaisingLayout(RaisingLayout):
 
 @dataclass(frozen=True)
 class OneNameLayout(SafetensorsLayout):
-    """Safetensors, beside which every rank writes an object of one name."""
+    """Safetensors, in addition to which every rank writes an object of one name."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write as the only rank."""

@@ -20,7 +20,7 @@ class RemoteArray:
     Attributes:
         spec: the whole array.
         boxes: by worker, what it holds.
-        number: under which the workers hold it; None where it only says what is asked for.
+        number: under which the workers hold it; None for an abstract array.
     """
 
     spec: ArraySpec

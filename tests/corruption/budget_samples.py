@@ -18,12 +18,12 @@ from typing import Any, Final
 import msgpack  # type: ignore[import-untyped]  # it has no types
 import numpy as np
 import torch
-import xxhash
 from ckptcore_orbax.ocdbt.cursor import encode_varint, encode_varints
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
 from ckptcore_orbax.ocdbt.node import NodeReference, Statistics
 from ckptcore_orbax.ocdbt.paths import DataFile
+from ckptcore_testing.hostile_json import sealed
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -51,10 +51,8 @@ def _sample(name: str, most: int | None = None) -> Callable[[Sample], Sample]:
 
 
 def _seal(directory: Path, root: Mapping[str, Any], name: str = "checkpoint.json") -> None:
-    body = json.dumps(root, separators=(",", ":")).encode()[:-1]
-    checksum = xxhash.xxh3_64_hexdigest(body)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / name).write_bytes(body + f',"checksum":"xxh3_64:{checksum}"}}\n'.encode())
+    (directory / name).write_bytes(sealed(root))
 
 
 def _head(state: str = "committed", role: str = "checkpoint") -> dict[str, Any]:

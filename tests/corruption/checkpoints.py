@@ -65,14 +65,14 @@ class Original:
             else:
                 assert same_value(loaded, self.state), f"{damaged} are damaged, and something else came back"
             with contextlib.suppress(CheckpointError):
-                # It may give wrong elements: that is what was asked for. It may not crash.
+                # It may return wrong elements, because the caller disabled verification. It must not crash.
                 ckptcore.load(self.location, context=_RELAXED)
             with contextlib.suppress(CheckpointError):
                 ckptcore.metadata(self.location)
         report = ckptcore.verify(self.location)
         found = {problem.key for problem in report.problems}
         assert report.ok == (not damaged)
-        # Where the root is damaged, what is said of the other files is not known.
+        # A damaged root does not describe the other files.
         of_root = {name for name in damaged if name.startswith("checkpoint.")}
         if of_root:
             assert found and found <= of_root, f"{damaged} are damaged, and verify names {found}"

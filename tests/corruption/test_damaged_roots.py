@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import sealed
 
 import ckptcore
 from ckptcore.commit.root import Claim
-from ckptcore.commit.root_json import _encode_root, encode_claim, is_claim, is_partial, summarize_root
+from ckptcore.commit.root_json import encode_claim, is_claim, is_partial, summarize_root
 from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.model import JSON
 
@@ -94,13 +95,12 @@ def test_only_its_kind_says_that_a_root_is_of_files(
 ) -> None:
     root = _save_tree(tmp_path / "c")
     document = json.loads(root.read_bytes())
-    del document["checksum"]
     if has_files:
         document["tables"]["files"] = None
-    root.write_bytes(_encode_root({**document, **fields}))
+    root.write_bytes(sealed({**document, **fields}))
     with pytest.raises(error, match=message):
         ckptcore.load(tmp_path / "c")
-    root.write_bytes(_encode_root({**document, "kind": "tree"}))
+    root.write_bytes(sealed({**document, "kind": "tree"}))
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [1, 1, 1]
 
 

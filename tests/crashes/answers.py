@@ -21,7 +21,7 @@ Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
 before the next change of the same object; not executed."""
 
 Kept: TypeAlias = Literal["kept", "kept if it exists", "ignored", "unknown"]
-"""How the storage treats conditions: it checks them, checks tags only of what exists, ignores them, or refuses."""
+"""Handling of conditions by the storage: it checks them, checks tags only of what exists, ignores them, or refuses."""
 
 
 class Storages:
@@ -189,7 +189,7 @@ class _Writer:
         self._answers.do("finish", [self._key], self._inner.finish, self._again)
 
     def _again(self) -> None:
-        """A client that asks once more for what was done hears that there is no such upload."""
+        """Refuse a repeated request: the upload no longer exists."""
         raise StorageError(f"there is no upload of {self._key} any more")
 
     def abort(self) -> None:

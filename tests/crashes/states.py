@@ -54,7 +54,7 @@ class _Files:
         return go_on
 
     def load(self, directory: Path) -> None:
-        """Not asked for here."""
+        """Not called by these tests."""
         raise NotImplementedError
 
 

@@ -140,7 +140,7 @@ class _BrokenLeaves(HostArrayHandler):
 
 
 class _FailingLeaves(HostArrayHandler):
-    """A device that dies in the middle of a transfer."""
+    """A device that fails in the middle of a transfer."""
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         raise RuntimeError("the device is gone")

@@ -71,7 +71,7 @@ def _nothing_but_the_checkpoint(storages: Storages) -> None:
 
 
 def _changes(**options: Any) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """The changes that a save makes of what a dead one left."""
+    """The changes that a save makes to the objects of a failed one."""
     storages = Storages()
     _leave_dead_save(storages)
     return _save(storages, 2, **options).changes
@@ -421,7 +421,7 @@ def test_a_failed_save_with_markers_leaves_no_or_a_complete_checkpoint(kept: Kep
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
 def test_a_lost_save_with_markers_is_reported(kept: Kept) -> None:
-    """A look and a put are two steps; only who stands still between them does harm."""
+    """A read and a put are two steps; only a process that pauses between them does harm."""
     storages = Storages()
     number = [name for name, _ in _changes()].index("finish")
     save_other = functools.partial(_save, storages, 3, Answers(kept=kept), without_conditions="marker")

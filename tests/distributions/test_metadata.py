@@ -156,7 +156,7 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
 
 
 def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None:
-    """Where two extras differ, the highest of their lowest versions is tested."""
+    """If two extras differ, the highest of their lowest versions is tested."""
     tested = pinned(OLDEST_ADAPTERS)
     tables = [metadata(project) for project in PROJECTS if metadata(project)["name"] in APART]
     accepted = lowest_of(

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from ckptcore_testing.plugins import hide_distributions
 from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no type stubs
 from torch.distributed.checkpoint import state_dict_saver
 
 import ckptcore
-from ckptcore import plugins
-from ckptcore.builtin import BuiltinPlugin
 from ckptcore.distributions import DISTRIBUTIONS, install_hint
 from ckptcore.errors import CheckpointNotFoundError, UnknownPluginError, UnsupportedLeafError
 
@@ -25,10 +24,7 @@ from ckptcore.errors import CheckpointNotFoundError, UnknownPluginError, Unsuppo
 @pytest.fixture
 def core_alone(monkeypatch: pytest.MonkeyPatch) -> ckptcore.Context:
     """A Context of a program that has installed no other distribution of this project."""
-    manager = plugins._new_manager()
-    manager.register(BuiltinPlugin(), "builtin")
-    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
+    hide_distributions(monkeypatch, {})
     return ckptcore.Context()
 
 
@@ -125,11 +121,7 @@ def test_files_of_other_software_name_the_distribution_that_reads_them(
 def test_deepspeed_names_its_distribution_beside_the_one_that_reads_each_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    manager = plugins._new_manager()
-    manager.register(BuiltinPlugin(), "builtin")
-    manager.register(ckptcore_dcp.plugin, "dcp")
-    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: package != "ckptcore_formats")
+    hide_distributions(monkeypatch, {"dcp": ckptcore_dcp.plugin}, {"ckptcore_dcp"})
     with pytest.raises(CheckpointNotFoundError, match=r"with `pip install 'ckptcore\[formats\]'`"):
         ckptcore.load(_deepspeed(tmp_path), context=ckptcore.Context())
 

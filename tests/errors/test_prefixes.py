@@ -191,7 +191,7 @@ def arrays(value: float, **sizes: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["module", "arrays", "at the root", "deeper", "nested names"])
 def test_a_renamed_part_beside_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
-    """That leaves may be missing is no wish to load nothing of a model. PLACEHOLDER in its place is that wish."""
+    """An option that allows missing leaves allows no load of nothing of a model. PLACEHOLDER does."""
     one, other = (arrays(value, w=3, b=2) for value in (1, 0))
     module = nn.Linear(2, 2)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

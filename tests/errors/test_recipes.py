@@ -1,4 +1,4 @@
-"""What an error advises for values that are not stored: each recipe is followed, and keeps the whole value."""
+"""Recipes in errors about values that are not stored: each is followed, and keeps the whole value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Config:
 
 
 class Image:
-    """Stands for an image of PIL, which may not be installed: it has the same interface to NumPy."""
+    """Replaces an image of PIL, which may not be installed: it has the same interface to NumPy."""
 
     def __init__(self, elements: Any) -> None:
         self.__array_interface__ = np.ascontiguousarray(elements).__array_interface__

@@ -22,7 +22,7 @@ STATE = {"name": np.arange(16.0)}
 
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
-    """Return what the names in the code stand for."""
+    """Return the objects that the names in the code refer to."""
     context = ckptcore.Context(durability="none")
     ckptcore.save(tmp_path / "stored", STATE, context=context)
     with ckptcore.Checkpointer(tmp_path / "run", context=context) as checkpointer:

@@ -122,7 +122,7 @@ def test_groups_of_ranks(groups: Any, tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_options(create: Any, option: str, value: Any, right: list[Any], tmp_path: Path) -> None:
-    """Where None is advised, it is accepted."""
+    """None is accepted if an error advises it."""
     text = refused(lambda: create(**{option: value}), f"({option}={value!r}): ", error=ValueError)
     assert ("or None" in text) == (None in right)
     for number, accepted in enumerate(right):

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.plugins import hide_distributions
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Context, hookimpl, plugins
-from ckptcore.builtin import BuiltinPlugin
 from ckptcore.context import IOOptions, JobOptions, PluginOptions, SingleProcess
 from ckptcore.distributions import DISTRIBUTIONS
 from ckptcore.errors import (
@@ -35,11 +35,8 @@ from tests.loading.incomplete_layout import Incomplete
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Hide the other distributions. Return a function that registers the plugin of one, as installing it does."""
-    manager = plugins._new_manager()
-    manager.register(BuiltinPlugin(), "builtin")
     installed: set[str] = set()
-    monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: plugins.Plugins(manager))
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: package in installed)
+    manager = hide_distributions(monkeypatch, {}, installed)
 
     def install(text: str) -> None:
         extra = text.partition("pip install 'ckptcore[")[2].partition("]'")[0]

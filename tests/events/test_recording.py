@@ -43,7 +43,7 @@ def test_bytes_can_be_given_before() -> None:
 def test_a_phase_inside_another_lies_within_it() -> None:
     recording = Recording("load", "x")
     with recording.phase("read"), recording.phase("restore"):
-        time.sleep(0.001)
+        pass
     recording.finish(7)
     inner, read, whole = recording.events
     assert [inner.phase, read.phase, whole.phase, whole.nbytes] == ["restore", "read", "load", 7]

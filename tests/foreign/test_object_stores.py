@@ -37,7 +37,7 @@ def directory(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.chdir(tmp_path)  # Orbax makes files below a directory that it calls s3:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()  # it keeps what an earlier environment said
+    s3fs.S3FileSystem.clear_instance_cache()  # it keeps the settings of an earlier environment
     yield f"s3://{server.create_bucket()}/run"
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -1,4 +1,4 @@
-"""Directories with weights in several formats: what is read, what else is said to be there, and how to choose."""
+"""Directories with weights in several formats: which one is read, which others are listed, and how to choose."""
 
 from __future__ import annotations
 

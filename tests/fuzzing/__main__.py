@@ -30,7 +30,7 @@ _PACKAGES: Final = [
     "ckptcore", "ckptcore_dcp", "ckptcore_formats", "ckptcore_incremental", "ckptcore_integrations", "ckptcore_orbax",
     "ckptcore_tools", "ckptcore_view",
 ]  # fmt: skip
-"""What is measured. Tests and the conformance kit are not."""
+"""The measured packages. Tests and the conformance kit are not."""
 
 _INSTRUMENTED: Final = atheris.instrument_imports(include=_PACKAGES)
 _INSTRUMENTED.__enter__()  # for the whole life of the process: modules are also imported at first use
@@ -45,7 +45,7 @@ _PART: Final = "--part"
 """The argument of a process that libFuzzer starts; followed by the target and arguments of libFuzzer."""
 
 _ADDRESS_BYTES: Final = 4 << 30
-"""What a process may map beyond what it has mapped after the samples were read."""
+"""Address space that a process may map in addition to that after the samples were read."""
 
 _MAX_INPUT_BYTES: Final = 1 << 16
 _FRESH: Final = 0.2
@@ -57,11 +57,11 @@ _STRUCTURED: Final = 0.75
 _HANG_SECONDS: Final = 60
 _KEPT_BYTES: Final = 24 << 10
 _KEPT_FILES: Final = 40
-"""What `--minimize` keeps of a target, besides inputs that once did harm."""
+"""Inputs of a target that `--minimize` keeps, in addition to those that once did harm."""
 
 
 class _Row(NamedTuple):
-    """What came of fuzzing a target."""
+    """The result of fuzzing a target."""
 
     executions: int
     coverage: int

@@ -27,7 +27,7 @@ _MEMORY_FACTOR: Final = 4
 """A call may allocate this many times the size of all files, and `_MEMORY_BYTES` more."""
 
 _NATIVE_BYTES: Final = 256 << 20
-"""What the whole process may grow by in one call, including memory of libraries, which load during the first calls."""
+"""Bytes by which the whole process may grow in one call, including libraries, which load during the first calls."""
 
 _PATHS: Final[Mapping[str, int]] = {
     "open": 1, "os.listdir": 1, "os.scandir": 1, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2,

@@ -1,4 +1,4 @@
-"""Mutations of inputs by their structure, beside the mutations of bytes that a fuzzer makes by itself."""
+"""Mutations of inputs by their structure, in addition to the mutations of bytes of the fuzzer."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def look(location: Path) -> object:
 
 
 READS: Final[Sequence[Read]] = (look, load, load_unverified, load_members, verify)
-"""What a user calls for a checkpoint from elsewhere."""
+"""The functions that a user calls with a checkpoint from elsewhere."""
 
 
 def with_own_temporary_files(read: Read) -> Read:

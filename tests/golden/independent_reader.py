@@ -38,7 +38,7 @@ class Leaf:
     """A leaf as it is stored.
 
     Attributes:
-        kind: ``array`` where nothing else is said.
+        kind: ``array`` by default.
         content: an array, or the value of a leaf that is none.
     """
 

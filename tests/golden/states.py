@@ -75,7 +75,7 @@ def golden_update() -> dict[str, Any]:
 
 
 GOLDEN_PROCESSES = 2
-"""How many processes saved the golden composite."""
+"""The number of processes that saved the golden composite."""
 
 
 class GoldenFiles:

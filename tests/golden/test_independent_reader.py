@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore.protocols import Coordinator
@@ -188,13 +188,13 @@ def assert_golden_composite(path: Path) -> None:
 
 
 def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
-    def save(coordinator: Coordinator) -> None:
+    def save(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save_checkpointables(
-            tmp_path / "c", golden_composite(coordinator.rank), metadata={"made for": "tests/golden"},
-            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
+            tmp_path / "c", golden_composite(rank), metadata={"made for": "tests/golden"},
+            context=context,
         )  # fmt: skip
 
-    ThreadJob(GOLDEN_PROCESSES).run(save)
+    run_ranks(GOLDEN_PROCESSES, save)
     assert_golden_composite(tmp_path / "c")
     for rank in range(GOLDEN_PROCESSES):
         ckptcore.delete(tmp_path / "c" / f"files.rank_{rank}")

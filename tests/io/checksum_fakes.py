@@ -46,7 +46,7 @@ class Crc32:
 
 
 class Length:
-    """How many bytes there are, and their sum, in 11 bytes: a checksum as long as no other."""
+    """The number of bytes, and their sum, in 11 bytes: a checksum as long as no other."""
 
     name = "length"
     nbytes = 11

@@ -1,4 +1,4 @@
-"""Sizes of objects: those that are asked for, and those that a root may state."""
+"""Sizes of objects: requested from the storage, and stated by a root."""
 
 from __future__ import annotations
 

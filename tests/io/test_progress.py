@@ -100,7 +100,7 @@ def test_expected_bytes_belong_to_the_total() -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Let imports of packages fail."""
+    """Make imports of packages fail."""
     for package in packages:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""How objects are read: which bytes are asked for, what is refused, and that nothing writes after the end."""
+"""Reads of objects: the requested bytes, refusals, and no write to memory after the end."""
 
 from __future__ import annotations
 

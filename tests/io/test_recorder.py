@@ -1,4 +1,4 @@
-"""How objects are written: in order, once, with bounded memory, and given up whole."""
+"""Writes of objects: in order, once, with bounded memory, and given up whole."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ManyAtOnce(WatchedStorage):
 
 
 class Immodest(WatchedStorage):
-    """A storage that asks for more than anybody has."""
+    """A storage that requests more memory than there is."""
 
     concurrency = 100_000
     part_bytes = 5 << 40

@@ -41,7 +41,7 @@ class _JaxJob:
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
-    """Be that process, and end without waiting for anybody. JAX's service always runs in that of rank 0."""
+    """Be that process, and end without waiting for other processes. JAX's service always runs in that of rank 0."""
     assert leader_serves
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)

@@ -15,10 +15,10 @@ from ckptcore.protocols import Coordinator
 from tests.jobs.traps import SCHEME, Action, Trap, TrappedLayout, trapped_context
 
 DEADLINE_SECONDS: Final = 6.0
-"""How long a rank waits for another where one is to be missing."""
+"""Seconds that a rank waits for another one if one is missing on purpose."""
 
 PATIENCE_SECONDS: Final = 120.0
-"""How long a rank waits for another where all will come."""
+"""Seconds that a rank waits for another one if all take part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Job(Protocol):
         ...
 
     def expect(self, found: Mapping[str, Any], number: int) -> None:
-        """That a state has the number everywhere."""
+        """Fail unless each leaf of a state has the number."""
         ...
 
 
@@ -106,7 +106,7 @@ class _Run:
         with ckptcore.Checkpointer(f"{self._directory}", context=self._patient) as run:
             for step in (1, 2, 3):
                 run.save(step, self._job.state(step))
-        # Made now: to shard a tensor takes collectives of the framework, which wait for the dead in their own way.
+        # Made now: to shard a tensor takes collectives of the framework, which wait in their own way.
         self._states = {step: self._job.state(step) for step in (0, 4, 5)}
         if self._cell.operation != "open":
             self._run = self._open()

@@ -58,7 +58,7 @@ class _Processes:
             process.start()
 
     def end_of(self, rank: int) -> int | None:
-        """How a process ended; None where it has not."""
+        """Return the result of a process; None if it has not ended."""
         self._processes[rank].join(PATIENCE_SECONDS)
         return self._processes[rank].exitcode
 
@@ -69,7 +69,7 @@ class _Processes:
         os.kill(pid, signal.SIGCONT)
 
     def told(self, rank: int) -> dict[str, Any]:
-        """How it was for a process."""
+        """Return the outcome of a process."""
         file = told_file(self._place, rank)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not file.exists() and self._processes[rank].is_alive() and time.monotonic() < deadline:

@@ -167,7 +167,7 @@ class Placements:
 
 
 def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_host")) -> Any:
-    """Arrays in memory of the host are saved from there, and loaded to there, and no device is asked for memory."""
+    """Arrays in memory of the host are saved from there, and loaded to there, and no device memory is used."""
     mesh, other = over_all(2, 2), over_all(1, 4)
 
     def state(over: Mesh, kind: str) -> dict[str, Any]:

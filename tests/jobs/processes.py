@@ -85,7 +85,7 @@ def _process(program: str, task: str, place: Place, found: str) -> None:
     try:
         module: Any = importlib.import_module(program)
         answer = module.run(module.TASKS[task], place)
-    except BaseException:  # noqa: BLE001  # said by the parent
+    except BaseException:  # noqa: BLE001  # the parent reports it
         traceback.print_exc()
         os._exit(1)  # a framework may wait for the others before it ends
     Path(f"{found}.json").write_text(json.dumps(answer))

@@ -10,32 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Ready, Shard
-from ckptcore.protocols import Coordinator
 
 _LAYOUTS = ["safetensors", "ocdbt", "zarr3", "dcp"]
 
 
-def _context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
-    return ckptcore.Context(
-        job=ckptcore.context.JobOptions(coordinator=coordinator),
-        io=ckptcore.context.IOOptions(threads=1),
-        durability="none",
-        **options,
-    )
-
-
 def _run(job: Callable[[int, ckptcore.Context], Any], size: int = 4, **options: Any) -> Sequence[Any]:
-    def of_rank(coordinator: Coordinator) -> Any:
-        return job(coordinator.rank, _context(coordinator, **options))
-
-    return ThreadJob(size, timeout_seconds=30).run(of_rank)
+    return run_ranks(size, job, io=ckptcore.context.IOOptions(threads=1), durability="none", **options)
 
 
 def _stage(rank: int, value: float = 1) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
@@ -113,15 +113,10 @@ def test_every_job_and_every_name_has_its_own_count() -> None:
 
 
 def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> None:
-    def of_rank(coordinator: Coordinator) -> list[str]:
-        context = ckptcore.Context(
-            job=ckptcore.context.JobOptions(coordinator=coordinator),
-            io=ckptcore.context.IOOptions(threads=1),
-            durability="none",
-        )
+    def of_rank(rank: int, context: ckptcore.Context) -> list[str]:
         told = []
         for step in range(3):
-            if step == 1 and coordinator.rank == 1:
+            if step == 1 and rank == 1:
                 assert gave_up.wait(20)
                 continue  # its program failed before
             try:
@@ -134,7 +129,9 @@ def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> N
         return told
 
     gave_up = threading.Event()
-    leader, missing, came = ThreadJob(3, timeout_seconds=1).run(of_rank)
+    leader, missing, came = run_ranks(
+        3, of_rank, timeout_seconds=1, io=ckptcore.context.IOOptions(threads=1), durability="none"
+    )
     assert leader == ["saved", "CoordinationTimeoutError", "saved"] and missing == ["saved", "saved"]
     assert came[0] == came[2] == "saved" and came[1] in ("RankFailedError", "CoordinationTimeoutError")
 
@@ -165,7 +162,7 @@ def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
         pass
 
     class Again:
-        """Started again: what it says in place of what it said is kept, as a store keeps it."""
+        """A restarted rank replaces its earlier payload, as a store does."""
 
         rank, size = 1, 2
 

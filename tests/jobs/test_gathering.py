@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
@@ -263,22 +263,17 @@ def test_a_large_job_saves_and_loads(tmp_path: Path) -> None:
     """72 ranks, more than a block has: rows of one array, and one that all hold."""
     size, rows = 72, 144
 
-    def of_rank(coordinator: Coordinator) -> None:
-        first = 2 * coordinator.rank
+    def of_rank(rank: int, context: ckptcore.Context) -> None:
+        first = 2 * rank
         elements: HostArray = np.arange(first * 3, first * 3 + 6, dtype=np.int32).reshape(2, 3)
         state: dict[str, object] = {
             "rows": ckptcore.ShardedArray.part(elements, (first, 0), (rows, 3), cuts=(range(2, rows, 2), ())),
             "same": np.arange(7),
             "name": "large",
         }
-        context = ckptcore.Context(
-            job=ckptcore.context.JobOptions(coordinator=coordinator),
-            io=ckptcore.context.IOOptions(threads=1),
-            durability="none",
-        )
         ckptcore.save(tmp_path / "saved", state, context=context)
 
-    ThreadJob(size, timeout_seconds=_LONG_SECONDS).run(of_rank)
+    run_ranks(size, of_rank, timeout_seconds=_LONG_SECONDS, io=ckptcore.context.IOOptions(threads=1), durability="none")
     loaded = ckptcore.load(tmp_path / "saved")
     np.testing.assert_array_equal(loaded["rows"], np.arange(rows * 3).reshape(rows, 3))
     np.testing.assert_array_equal(loaded["same"], np.arange(7))

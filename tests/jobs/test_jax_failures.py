@@ -1,6 +1,6 @@
-"""A process of a jax.distributed job that fails, dies or stands still in a save: real processes.
+"""A process of a jax.distributed job that fails, is killed or hangs in a save: real processes.
 
-JAX ends every process where that of rank 0 dies, which has its service: see the tests of `ckptcore_jax` for that.
+JAX ends every process if that of rank 0 fails, which has its service: see the tests of `ckptcore_jax` for that.
 """
 
 from __future__ import annotations

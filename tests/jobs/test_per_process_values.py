@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import Checkpointer, Context, PerProcess
-from ckptcore.context import IOOptions, JobOptions
+from ckptcore.context import IOOptions
 from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.protocols import Coordinator
 
 LAYOUTS = ["safetensors", "ocdbt", "zarr3", "dcp"]
 
@@ -24,11 +23,7 @@ LAYOUTS = ["safetensors", "ocdbt", "zarr3", "dcp"]
 def run(job: Callable[[int, Context], Any], size: int = 2) -> Sequence[Any]:
     """Call a function on each rank of a job."""
 
-    def of_rank(coordinator: Coordinator) -> Any:
-        context = Context(job=JobOptions(coordinator=coordinator), io=IOOptions(threads=1), durability="none")
-        return job(coordinator.rank, context)
-
-    return ThreadJob(size, timeout_seconds=30).run(of_rank)
+    return run_ranks(size, job, timeout_seconds=30, io=IOOptions(threads=1), durability="none")
 
 
 def tree_of(rank: int) -> dict[str, Any]:

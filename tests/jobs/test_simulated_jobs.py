@@ -28,7 +28,7 @@ def test_256_processes_save(layout: str) -> None:
 
 
 def test_processes_beyond_the_leader_do_no_more_in_a_larger_job() -> None:
-    """Twice the replicas: each process writes half of what it wrote, and hears as much."""
+    """Twice the replicas: each process writes half as much, and receives the same number of bytes."""
     small, large = (_measured(size, "dcp", sharded=16) for size in (256, 512))
     assert large.chunks == small.chunks
     assert large.sent["process"] <= small.sent["process"] and large.sent["relay"] <= small.sent["relay"]

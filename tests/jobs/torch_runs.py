@@ -103,14 +103,14 @@ class Rank:
         }
 
     def expect(self, found: Mapping[str, Any], step: int) -> None:
-        """That a state is that of a step."""
+        """Fail unless a state is that of a step."""
         rows = found["rows"]
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
         assert bool((rows.to_local() == step).all()) and bool((found["copied"] == step).all()), step
         assert found["step"] == step
 
     def expect_parts(self, found: Mapping[str, Any], step: int) -> None:
-        """That parts are those of a step, and of this process."""
+        """Fail unless parts are those of a step, and of this process."""
         self.expect(found["model"], step)
         assert (found["mine"]["step"] == step).all() and found["mine"]["rank"] == self.number
 

@@ -129,7 +129,7 @@ def test_an_array_in_a_file_is_an_array_like_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("within", [lambda value: {"v": value}, lambda value: {"a": [value]}])
 def test_an_empty_container_comes_back_as_what_it_was(stored: Any, asked: Any, within: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", within(stored), context=QUICK)
-    if isinstance(stored, type(asked)) or isinstance(asked, type(stored)):  # either sort of dict may be asked for
+    if isinstance(stored, type(asked)) or isinstance(asked, type(stored)):  # either type of dict can be requested
         assert ckptcore.load(tmp_path / "c", within(asked)) == within(asked)
         return
     with pytest.raises(TreeMismatchError):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import sealed
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Matching, ShardedArray
@@ -24,7 +25,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
     UnsupportedVersionError,
 )
-from ckptcore.model import JSON, Box
+from ckptcore.model import Box
 from ckptcore.runtime import runtime_of
 
 
@@ -372,11 +373,9 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    from ckptcore.commit.root_json import FORMAT_VERSION, _encode_root
-
     ckptcore.save(tmp_path / "c", {})
-    document: dict[str, JSON] = {"format": "ckptcore", "version": FORMAT_VERSION + 1, "state": "committed"}
-    (tmp_path / "c" / "checkpoint.json").write_bytes(_encode_root(document))
+    document = {"format": "ckptcore", "version": 2, "state": "committed"}
+    (tmp_path / "c" / "checkpoint.json").write_bytes(sealed(document))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load(tmp_path / "c")
 

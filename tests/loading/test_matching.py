@@ -81,7 +81,7 @@ def test_keys_that_are_the_same_come_first() -> None:
 
 def test_of_two_that_have_one_text_none_is_guessed() -> None:
     assert differences({1: ONE, "1": ONE}, {"1": ONE}) == ["missing: [1] is not stored"]
-    # Neither of those asked for is the one with the dot.
+    # Neither requested key is the one with the dot.
     assert differences({"a": {1: ONE, "1": ONE}}, {"a.1": ONE}) == [
         "missing: a['1'] is not stored; did you mean ['a.1']?",
         "missing: a[1] is not stored",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import xxhash
+from ckptcore_testing.hostile_json import sealed
 
 import ckptcore
 from ckptcore.commit.leases import decode_holder, new_holder
@@ -26,8 +27,7 @@ def _make_newer(root: Path) -> None:
     """Give a root the version 2, a field of it, and the writer 9.1.0, with a correct checksum."""
     body = root.read_bytes()[:-_CHECKSUM_BYTES].replace(b'"version":1', b'"version":2', 1)
     body = body.replace(f'{{"ckptcore":"{version_of("ckptcore")}"}}'.encode(), b'{"ckptcore":"9.1.0"}')
-    body += b',"new":{"kind":"unknown"}'
-    root.write_bytes(body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+    root.write_bytes(sealed(body + b',"new":{"kind":"unknown"}}'))
 
 
 def _one(place: Path) -> None:
@@ -57,10 +57,9 @@ def _session(place: Path) -> None:
     data = table.read_bytes().replace(b'"version":1', b'"version":2', 1)
     table.write_bytes(data)
     listed = hidden / "checkpoint.partial.json"
-    document = json.loads(listed.read_bytes()[:-_CHECKSUM_BYTES] + b"}")
+    document = json.loads(listed.read_bytes())
     document["sessions"][0][7] = f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
-    body = json.dumps(document, separators=(",", ":")).encode()[:-1]
-    listed.write_bytes(body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+    listed.write_bytes(sealed(document))
 
 
 def _base(place: Path) -> None:
@@ -162,15 +161,13 @@ def test_fields_that_a_newer_release_adds_are_ignored(layout: str, tmp_path: Pat
     """A release may add a field to a root without a new version, if older releases read the rest correctly."""
     ckptcore.save(tmp_path / "c", _STATE, layout=layout)
     root = tmp_path / "c/checkpoint.json"
-    body = root.read_bytes()[:-_CHECKSUM_BYTES] + b',"new":{"kind":"unknown"}'
-    root.write_bytes(body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+    root.write_bytes(sealed({**json.loads(root.read_bytes()), "new": {"kind": "unknown"}}))
     assert ckptcore.load(tmp_path / "c")["n"] == 1 and ckptcore.verify(tmp_path / "c").state == "sound"
 
 
 def test_a_layout_of_a_newer_release_is_named(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", _STATE)
     root = tmp_path / "c/checkpoint.json"
-    body = root.read_bytes()[:-_CHECKSUM_BYTES].replace(b'"layout":"safetensors"', b'"layout":"safetensors9"')
-    root.write_bytes(body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n')
+    root.write_bytes(sealed({**json.loads(root.read_bytes()), "layout": "safetensors9"}))
     with pytest.raises(CheckpointError, match="safetensors9"):
         ckptcore.load(tmp_path / "c")

@@ -22,7 +22,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 
 def saved(data: st.DataObject) -> tuple[Any, LoadReport]:
-    """A random tree as it is loaded with nothing said, and what the load did."""
+    """A random tree as it is loaded without options, and the report of the load."""
     try:
         ckptcore.save(LOCATION, data.draw(trees()), overwrite="non-atomic")
     except CheckpointError:  # keys that a layout has no names for

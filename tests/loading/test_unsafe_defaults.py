@@ -92,7 +92,7 @@ OTHER_SHAPE = {"w": np.zeros((4, 2), np.float32)}
 LIST = {"t": [np.zeros(2), np.zeros(2)]}
 
 UNASKED: list[tuple[Peer, dict[str, Any], Callable[[Any], bool], str, str]] = [
-    # Who does it, what it is asked for, how one sees that it did so, the difference that is listed, and the option that
+    # The library, the request, how one sees that it did so, the difference that is listed, and the option that
     # allows it.
     (_orbax_1, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is requested, float32[2, 3] is stored", "cast"),
     (_orbax_0, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is requested, float32[2, 3] is stored", "cast"),
@@ -169,7 +169,7 @@ def test_a_chunk_that_is_not_there_is_not_zeros(tmp_path: Path) -> None:
 
 
 DIFFERENCES: dict[str, dict[str, Any]] = {
-    # By option and choice, what is asked for other than it is stored.
+    # By option and choice: a request that differs from the stored tree.
     "unexpected=ignore": {"b": None},
     "missing=keep": {"new": np.full(2, 7.0)},
     "missing=placeholder": {"new": AbstractArray((2,), "float32")},

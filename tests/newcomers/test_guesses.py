@@ -1,4 +1,4 @@
-"""What newcomers type first. The guesses were written from README.md alone, before any code or other page was read."""
+"""The first calls that newcomers try. The guesses were written from README.md alone, before reading any other page."""
 
 from __future__ import annotations
 

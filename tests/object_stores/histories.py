@@ -13,7 +13,7 @@ _FOREIGN = ("hyper::", "reqwest::", "object_store::", "Os {", "Kind:", "Tracebac
 
 
 class History:
-    """One place: which states may be there. None stands for no checkpoint."""
+    """One place: which states may be there. None is no checkpoint."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -66,7 +66,7 @@ class History:
         self._expect(version in self.possible, f"a load gave {version}")
 
     def not_loaded(self, error: CheckpointError) -> None:
-        """A load failed. That nothing is there may only be said where that may be so."""
+        """A load failed. It may only report that there is no checkpoint if that is possible."""
         self.told.append(f"did not load: {type(error).__name__}: {error}")
         self._expect_clear(error)
         if isinstance(error, CheckpointNotFoundError):

@@ -47,7 +47,7 @@ class ObjectStore:
     list_uploads: Callable[[str], Sequence[str]]
 
     def new_place(self, name: str) -> str:
-        """A directory at which nothing stands."""
+        """Return a directory that does not exist."""
         return f"{self.bucket}/{name}-{uuid.uuid4().hex[:8]}"
 
     def options(self, url: str) -> Mapping[str, Mapping[str, JSON]]:
@@ -65,7 +65,7 @@ Headers: TypeAlias = Callable[[str, str], Mapping[str, str]]
 
 
 class _Uploads:
-    """The uploads in parts of a bucket, asked for by the protocol of S3, which GCS speaks too."""
+    """List the uploads in parts of a bucket with the protocol of S3, which GCS has too."""
 
     def __init__(self, bucket_url: str, place: str, headers: Headers) -> None:
         self._bucket_url = bucket_url

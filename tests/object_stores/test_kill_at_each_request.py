@@ -1,6 +1,6 @@
 """``kill -9`` of the client at each request of a save: the old checkpoint or the new one, and the next save succeeds.
 
-Replacing a checkpoint is not atomic on an object store, and has to be asked for as that by name. There what counts is
+Replacing a checkpoint is not atomic on an object store, and must be requested by this name. There what counts is
 that nothing wrong is ever loaded.
 """
 
@@ -91,7 +91,7 @@ def _task(store: ObjectStore, scenario: Scenario, layout: str, place: str, url: 
 
 
 def _requests(store: ObjectStore, scenario: Scenario, layout: str, warm: Client) -> int:
-    """How many requests it takes."""
+    """Return the number of requests."""
     place = store.new_place("counted")
     scenario.prepare(store, place)
     with FaultProxy(store.upstream, dialect=store.dialect) as proxy:
@@ -138,7 +138,7 @@ def _found(store: ObjectStore, scenario: Scenario, place: str) -> int | None:
 
 
 def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) -> None:
-    """The next save succeeds, and leaves nothing of the dead."""
+    """The next save succeeds, and leaves nothing of the failed one."""
     state = make_state(_NEXT)
     if scenario.program == "step":
         release_directory(store, place)

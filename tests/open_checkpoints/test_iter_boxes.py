@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_transforms import Cast, Stack
 
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray, select
-from ckptcore.context import JobOptions, MemoryOptions
+from ckptcore.context import MemoryOptions
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import BLOCK_BYTES, Box
-from ckptcore.protocols import Coordinator
 from ckptcore.results import LoadedBox, LoadReport
 
 FAST = Context(durability="none")
@@ -207,12 +206,11 @@ def _sharded(rank: int, layers: int, rows: int) -> dict[str, Any]:
 def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout: str) -> None:
     layers = 6
 
-    def save(coordinator: Coordinator) -> None:
-        context = Context(durability="none", job=JobOptions(coordinator=coordinator))
-        ckptcore.save(tmp_path / "warm", _sharded(coordinator.rank, 2, RANKS * 4), layout=layout, context=context)
-        ckptcore.save(tmp_path / "c", _sharded(coordinator.rank, layers, ROWS), layout=layout, context=context)
+    def save(rank: int, context: Context) -> None:
+        ckptcore.save(tmp_path / "warm", _sharded(rank, 2, RANKS * 4), layout=layout, context=context)
+        ckptcore.save(tmp_path / "c", _sharded(rank, layers, ROWS), layout=layout, context=context)
 
-    ThreadJob(RANKS, timeout_seconds=300).run(save)
+    run_ranks(RANKS, save, timeout_seconds=300, durability="none")
     nbytes = ckptcore.metadata(tmp_path / "c").nbytes
     assert nbytes == layers * ROWS * 2048 * 4
     found = subprocess.run(

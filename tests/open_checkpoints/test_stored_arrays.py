@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_orbax import Zarr3Layout
-from ckptcore_testing import FaultPlan, FaultyStorage, ThreadJob
+from ckptcore_testing import FaultPlan, FaultyStorage, run_ranks
+from ckptcore_testing.locations import await_later_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -23,11 +23,11 @@ import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.context import IOOptions, JobOptions, PluginOptions
+from ckptcore.context import IOOptions, PluginOptions
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
 from ckptcore.io.block_cache import RecentBlocks
 from ckptcore.model import BLOCK_BYTES, Box
-from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.results import StoredArray
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
@@ -282,7 +282,7 @@ def test_a_file_that_is_changed_after_it_was_verified_is_verified_again(tmp_path
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
         for index in (slice(300_000, 300_010), slice(300_000, 300_010), slice(0, 10), slice(0, 10)):
             np.testing.assert_array_equal(opened["w"][index], array[index])
-        time.sleep(0.05)  # the clock of file systems is coarse
+        await_later_times(tmp_path)
         with file.open("r+b") as written:
             written.seek(BLOCK_BYTES + 5000)
             written.write(b"x")
@@ -300,7 +300,7 @@ def test_a_file_that_is_cut_off_while_it_is_open_is_noticed(tmp_path: Path, long
         with ckptcore.open(tmp_path / "c", context=context) as opened:
             for _ in range(3):  # mapped by then
                 np.testing.assert_array_equal(opened["w"][900_000:900_010], array[900_000:900_010])
-            time.sleep(0.05)
+            await_later_times(tmp_path)
             os.truncate(file, BLOCK_BYTES + 100)
             for index in (slice(900_000, 900_010), 900_000, slice(900_000, 900_010, 3)):
                 with pytest.raises(CorruptCheckpointError):
@@ -465,14 +465,12 @@ def test_a_checkpoint_of_many_files_holds_few_of_them_open(tmp_path: Path, monke
 def test_an_array_in_slices_is_one_array(tmp_path: Path) -> None:
     array = np.arange(4000, dtype=np.float32).reshape(40, 100)
 
-    def save(coordinator: Coordinator) -> None:
-        box = Box((20 * coordinator.rank, 0), (20 * coordinator.rank + 20, 100))
+    def save(rank: int, context: Context) -> None:
+        box = Box((20 * rank, 0), (20 * rank + 20, 100))
         sharded = ShardedArray(array.shape, array.dtype, [ArrayShard(box, array[box.slices])])
-        ckptcore.save(
-            tmp_path / "c", {"w": sharded}, context=Context(durability="none", job=JobOptions(coordinator=coordinator))
-        )
+        ckptcore.save(tmp_path / "c", {"w": sharded}, context=context)
 
-    ThreadJob(2).run(save)
+    run_ranks(2, save, durability="none")
     with ckptcore.open(tmp_path / "c", context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][15:25, ::7], array[15:25, ::7])
         with pytest.raises(NotMappableError, match="compressed or in several pieces"):

@@ -1,4 +1,4 @@
-"""A clock that goes on only when a test, or somebody who waits, lets it; and processes that can stand still."""
+"""A clock that advances only when a test or a process that waits calls it; and processes that can pause."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Replay:
 
 
 def every_order() -> Iterator[Replay]:
-    """Choices for as many runs as there are orders; each is to be used for one run before the next is asked for."""
+    """Choices for as many runs as there are orders; each is used for one run before the next is taken."""
     told: list[int] = []
     while True:
         replay = Replay(told)
@@ -56,7 +56,7 @@ def every_order() -> Iterator[Replay]:
 class Actor(FaultPlan, Clock):
     """A process: it stops before each operation of its storage until it has its turn, and may die there.
 
-    It is its own clock. No time passes; who waits has its turn when somebody else has done something.
+    It is its own clock. No time passes; an actor that waits continues when another one has done something.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Actor(FaultPlan, Clock):
         self._dies = False
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
-        """Stop, then go on as `FaultPlan` does; once dead, at once."""
+        """Stop, then continue as `FaultPlan` does; after a kill, at once."""
         if not self.crashed:
             self.stop()
         return super().begin(name, keys, offset, nbytes)
@@ -145,7 +145,7 @@ class Turns:
         while any(actor.state != "done" for actor in self._actors):
             turns += 1
             ready = [actor for actor in self._actors if actor.state == "ready"]
-            # What somebody waits for may have happened while it looked; then it sees that when it looks again.
+            # The awaited event may have happened during a look; the actor sees it when it looks again.
             ready = ready or [actor for actor in self._actors if actor.state == "waiting"]
             assert turns < _MOST_TURNS, f"{[actor.name for actor in ready]} do not end"
             possible: list[tuple[Actor, Literal["go on", "die"]]] = [(actor, "go on") for actor in ready]

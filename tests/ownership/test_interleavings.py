@@ -23,7 +23,7 @@ from ckptcore.commit.locks import Locks
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import StorageBackend
 from tests.ownership.interleavings import Actor, Choices, Turns, every_order
-from tests.ownership.places import LEASED, local, memory, simulated
+from tests.ownership.lockable_storages import LEASED, local, memory, simulated
 
 Place = Callable[[Path], StorageBackend]
 ROOT = "1/checkpoint.json"
@@ -163,7 +163,7 @@ def test_orders_of_many(place: Place, data: st.DataObject, tmp_path_factory: pyt
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whoever dies, the others come to their end at once, and nothing of the dead stays for long."""
+    """If an actor is killed, the others finish, and nothing of it stays for long."""
     world = World(place(tmp_path_factory.mktemp("orders")))
     for _ in range(data.draw(st.integers(1, 2))):
         world.add_reader()

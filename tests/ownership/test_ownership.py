@@ -1,4 +1,4 @@
-"""One job owns a directory of steps; another is refused, or takes over what is dead."""
+"""One job owns a directory of steps; another one is refused, or takes over from a failed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend
 from tests.ownership.fake_clock import FakeClock
-from tests.ownership.places import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
+from tests.ownership.lockable_storages import EVERYWHERE, LEASED, LOCKED, entered, memory, no_flock
 
 Place = Callable[[Path], StorageBackend]
 LEASE = ".ckptcore/owner.json"

@@ -15,7 +15,7 @@ import pytest
 from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import commit_method
 from ckptcore.errors import DirectoryInUseError
-from tests.ownership.places import files_without_locks, local, memory
+from tests.ownership.lockable_storages import files_without_locks, local, memory
 
 pytestmark = pytest.mark.system
 
@@ -25,7 +25,7 @@ import os, sys, threading
 from pathlib import Path
 from ckptcore.errors import *
 from ckptcore.commit.location import commit_method
-from tests.ownership.places import files_without_locks, local
+from tests.ownership.lockable_storages import files_without_locks, local
 path = Path(sys.argv[1])
 """
 

@@ -1,4 +1,4 @@
-"""Steps that are pinned stay; deletions that are under way are waited for; what the dead left is removed."""
+"""Pinned steps stay; running deletions are waited for; leftovers of failed processes are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptcore.errors import (
 )
 from ckptcore.protocols import AtomicDirectories, DirectoryLock, PutCondition, StorageBackend, StorageOptions
 from tests.ownership.fake_clock import FakeClock
-from tests.ownership.places import EVERYWHERE, LEASED, LOCKED, OPTIONS
+from tests.ownership.lockable_storages import EVERYWHERE, LEASED, LOCKED, OPTIONS
 
 Place = Callable[[Path], StorageBackend]
 NAMES = ["step_5", "5", "a.b.0123456789abcdef", "schritt-äöü", ".hidden", "x" * 200]

@@ -24,7 +24,7 @@ from ckptcore.protocols import PutCondition, StorageBackend, Transaction
 from ckptcore.step_names import StepNames
 from ckptcore.training.steps import StepDirectory
 from tests.ownership.fake_clock import FakeClock
-from tests.ownership.places import no_flock
+from tests.ownership.lockable_storages import no_flock
 
 ROOT = b"committed"
 

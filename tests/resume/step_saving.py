@@ -14,7 +14,7 @@ from ckptcore.policies import LatestN
 from tests.resume.numpy_training import Batches
 
 KEPT: Final = 2
-"""How many steps the process keeps."""
+"""The number of steps that the process keeps."""
 
 
 def make_state(step: int) -> dict[str, object]:
@@ -25,7 +25,7 @@ def make_state(step: int) -> dict[str, object]:
 
 
 def step_at(reader: ckptcore.CheckpointReader, step: int) -> int:
-    """Which step's state stands at a step, whole."""
+    """Return the step whose state is stored at a step, whole."""
     found: dict[str, Any] = reader.load_checkpointables(step)
     stored = int(found["params"]["w"][0])
     assert (found["params"]["w"] == stored).all() and found["params"]["names"] == [f"step {stored}"] * 3

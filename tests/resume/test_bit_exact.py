@@ -99,7 +99,7 @@ def test_a_sample_of_killed_runs(straight: Straight, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_past_its_steps_ends(straight: Straight, tmp_path: Path) -> None:
-    """Fewer steps are asked for than it has done."""
+    """The target is fewer steps than it has done."""
     arguments = ("--directory", tmp_path / "run", "--save-every", 2, "--steps")
     straight.trainer.start(*arguments, 4).finish()
     run = straight.trainer.start(*arguments, 3)

@@ -63,7 +63,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_StepSaver]:
 
 
 def _prepare(directory: Path) -> None:
-    """Three steps, and what a save left that died."""
+    """Three steps, and the leftovers of a failed save."""
     with ckptcore.Checkpointer(directory, context=_FAST) as checkpointer:
         for step in _BEFORE:
             checkpointer.save_checkpointables(step, make_state(step))

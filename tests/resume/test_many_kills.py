@@ -18,7 +18,7 @@ from tests.resume.trainers import Trainer, trainer
 _SEED: Final = 7
 _SAMPLE: Final = 15
 _LEFT_BY_ONE: Final = 2
-"""Hidden directories that one dead job leaves: a save that was under way, and a deletion."""
+"""Hidden directories that one killed job leaves: a running save, and a deletion."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class _Watched:
         return sorted(name for name in names if name.startswith(".") and name != ".ckptcore")
 
     def check(self) -> None:
-        """All that must hold after the job has died."""
+        """All that must hold after the job was killed."""
         self._dead += 1
         assert len(self.hidden()) <= _LEFT_BY_ONE * self._dead
         committed = max(self.entries("committed"), default=0)
@@ -87,7 +87,7 @@ class _Watched:
             assert report.ok, report.problems
 
     def clean(self) -> None:
-        """Open it and wait, as the next job does; nothing is left of the dead then."""
+        """Open it and wait, as the next job does; nothing is left of the killed one then."""
         with ckptcore.Checkpointer(self.directory) as checkpointer:
             checkpointer.wait()
             assert self.hidden() == []

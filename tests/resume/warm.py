@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _SECONDS: Final = 300
-"""How long a child may take, so that one that hangs fails a test and ends."""
+"""Seconds that a child may take, so that one that hangs fails a test and ends."""
 
 
 def _serve(main: Callable[[Sequence[str]], None]) -> None:

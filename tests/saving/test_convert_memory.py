@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from tests.composites.shelf import ShelfPlugin
+from tests.composites.foreign_format import ShelfPlugin
 
 pytestmark = pytest.mark.system
 
@@ -22,7 +22,7 @@ ARRAY_BYTES = 32 * MIB
 PROGRAM = """
 import sys
 import ckptcore
-from tests.composites.shelf import ShelfPlugin
+from tests.composites.foreign_format import ShelfPlugin
 
 source, destination, layout, warm = sys.argv[1:]
 memory = ckptcore.context.MemoryOptions(load_bytes=64 << 20)

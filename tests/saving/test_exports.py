@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -29,10 +29,9 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Event
 from ckptcore.model import Box, HostArray, Pending, Ready
-from ckptcore.protocols import Coordinator, HostMemory
+from ckptcore.protocols import HostMemory
 from ckptcore.runtime import runtime_of
 from tests.composites.objects import Files
-from tests.saving.test_failures import job_context
 
 
 def _save_in_background(location: object, state: Any, **options: Any) -> None:
@@ -400,19 +399,19 @@ def test_one_of_several_checkpointables_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
 def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> None:
+    def job(rank: int, context: ckptcore.Context) -> None:
         handle = begin(
             tmp_path / "c",
             _state(),
             strategy=WithExports(
                 [Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f", subtree=())]
             ),
-            context=job_context(coordinator),
+            context=context,
         )
         if handle is not None:
             handle.result()
 
-    ThreadJob(3, timeout_seconds=30).run(job)
+    run_ranks(3, job, timeout_seconds=30)
     assert same_value(ckptcore.load(tmp_path / "e"), _state()["model"]) and same_value(
         ckptcore.load(tmp_path / "f"), _state()
     )
@@ -427,37 +426,35 @@ def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path)
                 raise OSError("only here")
             return super().write(snapshot, store)
 
-    def job(coordinator: Coordinator) -> BaseException | None:
+    def job(rank: int, context: ckptcore.Context) -> BaseException | None:
         exports = [
             Export(location=tmp_path / "e", layout=OnlyHere(), subtree=()),
             Export(location=tmp_path / "f", subtree="model"),
         ]
-        handle = ckptcore.save_async(
-            tmp_path / "c", _state(), strategy=WithExports(exports), context=job_context(coordinator)
-        )
+        handle = ckptcore.save_async(tmp_path / "c", _state(), strategy=WithExports(exports), context=context)
         together.wait()
         return handle.exception()
 
-    first, second = ThreadJob(2, timeout_seconds=30).run(job)
+    first, second = run_ranks(2, job, timeout_seconds=30)
     assert isinstance(first, RankFailedError) and "only here" in str(first) and isinstance(second, OSError)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "f"]
 
 
 def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> str:
-        subtree = "model" if coordinator.rank else "optimizer"
+    def job(rank: int, context: ckptcore.Context) -> str:
+        subtree = "model" if rank else "optimizer"
         try:
             ckptcore.save(
                 tmp_path / "c",
                 _state(),
                 strategy=WithExports([Export(location=tmp_path / "e", subtree=subtree)]),
-                context=job_context(coordinator),
+                context=context,
             )
         except ckptcore.CheckpointError as error:
             return str(error)
         return ""
 
-    assert all("exports" in told for told in ThreadJob(2, timeout_seconds=30).run(job))
+    assert all("exports" in told for told in run_ranks(2, job, timeout_seconds=30))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -470,18 +467,18 @@ def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path: Path) -> None
                 raise KeyboardInterrupt
             return super().write(snapshot, store)
 
-    def job(coordinator: Coordinator) -> str:
+    def job(rank: int, context: ckptcore.Context) -> str:
         exports = [
             Export(location=tmp_path / name, subtree=(), layout=layout)
             for name, layout in (("a", Interrupted()), ("b", "safetensors"), ("d", "safetensors"))
         ]
         try:
-            ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(exports), context=job_context(coordinator))
+            ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(exports), context=context)
         except (RankFailedError, KeyboardInterrupt) as error:
             return f"{type(error).__name__}: {error} {error.__notes__}"
         return "saved"
 
-    told = ThreadJob(2, timeout_seconds=10).run(job)
+    told = run_ranks(2, job, timeout_seconds=10)
     assert "RankFailedError: the stage 'write' failed on rank 1: KeyboardInterrupt" in told[0]
     assert "CoordinationTimeoutError" not in told[0] and told[0].count("RankFailedError") == 3
     assert told[1].startswith("KeyboardInterrupt")

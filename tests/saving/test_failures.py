@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -80,11 +80,10 @@ def job_context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
 
 
 def test_one_rank_may_hold_everything_and_need_not_lead(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> None:
-        context = job_context(coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
+    def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save(tmp_path / "c", {"a": np.ones(2), "b": np.ones(3)}, context=context)
 
-    ThreadJob(3, timeout_seconds=30).run(job)
+    run_ranks(3, job, timeout_seconds=30, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
     assert ckptcore.load(tmp_path / "c")["b"].tolist() == [1, 1, 1]
     assert ckptcore.verify(tmp_path / "c").ok
 
@@ -96,12 +95,12 @@ class BadReceipts(ckptcore.SafetensorsLayout):
 
 
 def test_a_receipt_that_is_not_json_fails_the_save_everywhere(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> type[BaseException]:
+    def job(rank: int, context: ckptcore.Context) -> type[BaseException]:
         with pytest.raises((PluginError, RankFailedError), match="not JSON") as caught:
-            ckptcore.save(tmp_path / "c", {"a": np.zeros(2)}, layout=BadReceipts(), context=job_context(coordinator))
+            ckptcore.save(tmp_path / "c", {"a": np.zeros(2)}, layout=BadReceipts(), context=context)
         return caught.type
 
-    assert ThreadJob(2, timeout_seconds=30).run(job) == [RankFailedError, PluginError]
+    assert run_ranks(2, job, timeout_seconds=30) == [RankFailedError, PluginError]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
@@ -53,7 +53,7 @@ def test_a_rank_that_fails_as_it_waits_for_the_save_before(begin: Any, tmp_path:
             def fail() -> None:
                 raise MemoryError("only here")
 
-            runtime_of(context).saves.wait = fail  # type: ignore[method-assign]  # stands for an interrupt
+            runtime_of(context).saves.wait = fail  # type: ignore[method-assign]  # simulates an interrupt
         begin(tmp_path / "c", {"w": np.ones(2)}, context=context)
 
     first, second = _outcomes(job)
@@ -83,13 +83,12 @@ def test_a_rank_that_fails_to_plan(rank_that_fails: int, tmp_path: Path, monkeyp
 def test_a_bad_name_on_one_rank_does_not_part_the_ranks(
     rank_that_differs: int, through_checkpointer: bool, tmp_path: Path
 ) -> None:
-    def of_rank(coordinator: Coordinator) -> list[str]:
-        context = job_context(coordinator)
+    def of_rank(rank: int, context: ckptcore.Context) -> list[str]:
         told = []
         checkpointer = ckptcore.Checkpointer(tmp_path / "run", context=context) if through_checkpointer else None
         for step in range(3):
             objects: Any = {"x": {"a": 1}}
-            if step == 0 and coordinator.rank == rank_that_differs:
+            if step == 0 and rank == rank_that_differs:
                 objects = {"": {"a": 1}}
             try:
                 if checkpointer is not None:
@@ -108,7 +107,7 @@ def test_a_bad_name_on_one_rank_does_not_part_the_ranks(
 
     expected = [["RankFailedError", "saved", "saved"]] * 2
     expected[rank_that_differs] = ["InvalidLocationError", "saved", "saved"]
-    assert ThreadJob(2, timeout_seconds=20).run(of_rank) == expected
+    assert run_ranks(2, of_rank, timeout_seconds=20) == expected
 
 
 def test_others_hear_that_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +231,13 @@ def test_a_generator_in_a_shared_tree_is_refused(named: bool, make: Callable[[],
 
 
 def test_a_generator_in_a_tree_of_each_process_is_its_own(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> tuple[float, float]:
-        generator = random.Random(coordinator.rank)
+    def job(rank: int, context: ckptcore.Context) -> tuple[float, float]:
+        generator = random.Random(rank)
         wrapped = {"train": ckptcore.PerProcess({"rng": generator})}
-        ckptcore.save_checkpointables(tmp_path / "c", wrapped, context=job_context(coordinator))
+        ckptcore.save_checkpointables(tmp_path / "c", wrapped, context=context)
         expected, restored = generator.random(), random.Random(9)
-        ckptcore.load_into(tmp_path / "c" / f"train.rank_{coordinator.rank}", {"rng": restored})
+        ckptcore.load_into(tmp_path / "c" / f"train.rank_{rank}", {"rng": restored})
         return expected, restored.random()
 
-    for expected, found in ThreadJob(2, timeout_seconds=30).run(job):
+    for expected, found in run_ranks(2, job, timeout_seconds=30):
         assert expected == found

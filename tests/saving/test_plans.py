@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_tools.dry_run.leaves import running_leaves
 
 import ckptcore
 from ckptcore import AbstractArray, Context, Export, ShardedArray, WithExports
 from ckptcore.builtin.host_leaves import HostArrayHandler
-from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
+from ckptcore.context import IOOptions, MemoryOptions, PluginOptions
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -27,7 +27,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Box, HostArray, Pending, Ready, Shard
-from ckptcore.protocols import Coordinator, HostBytes, HostMemory, LeafHandler
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler
 from ckptcore.runtime import runtime_of
 
 LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt", "zarr"]
@@ -179,10 +179,7 @@ def test_tied_arrays_count_once_and_exports_are_told(layout: str, tmp_path: Path
 
 
 def in_job(size: int, plan: Callable[[int, Context], Any]) -> Sequence[Any]:
-    def job(coordinator: Coordinator) -> Any:
-        return plan(coordinator.rank, Context(job=JobOptions(coordinator=coordinator)))
-
-    return ThreadJob(size).run(job)
+    return run_ranks(size, plan)
 
 
 def test_a_gap_between_processes_is_found_before_the_save() -> None:

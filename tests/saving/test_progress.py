@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.context import MemoryOptions
 from ckptcore.errors import StorageError
-from ckptcore.protocols import Coordinator
 from tests.composites.objects import Files
 from tests.io.test_progress import Reports
-from tests.saving.test_failures import job_context
 
 LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"]
 
@@ -99,13 +97,13 @@ def test_exports_are_counted(tmp_path: Path) -> None:
 
 
 def test_each_process_of_a_job_counts_its_own_bytes(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> None:
-        part = ckptcore.ShardedArray.part(np.ones((4, 6)), (4 * coordinator.rank, 0), (12, 6))
+    def job(rank: int, context: ckptcore.Context) -> None:
+        part = ckptcore.ShardedArray.part(np.ones((4, 6)), (4 * rank, 0), (12, 6))
         reports = Reports()
-        ckptcore.save(tmp_path / "c", {"w": part}, context=job_context(coordinator), progress=reports)
+        ckptcore.save(tmp_path / "c", {"w": part}, context=context, progress=reports)
         reports.end_at(4 * 6 * 8)
 
-    ThreadJob(3, timeout_seconds=60).run(job)
+    run_ranks(3, job, timeout_seconds=60)
 
 
 def test_100_percent_is_not_reported_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
@@ -32,7 +32,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.policies import LatestN
-from ckptcore.protocols import Coordinator
 from ckptcore.results import SaveHandle
 
 _Save = Callable[[str], object]
@@ -123,7 +122,7 @@ def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
 def test_a_step_with_another_checkpoint_or_files_inside_stays_and_stops_nothing(
     other_files: bool, top: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Plain files that somebody added to a step go with it only where the owner of the run says so."""
+    """Plain files that were added to a step are deleted with it only if the owner of the run allows it."""
     with ckptcore.Checkpointer(top, preservation_policy=LatestN(2), other_files=other_files) as run:
         for step in (1, 2):
             run.save(step, {"n": step})
@@ -376,12 +375,11 @@ def test_processes_save_beside_other_files(tmp_path: Path) -> None:
     state = [np.arange(8).reshape(4, 2), np.arange(4)]
 
     def save(layout: str, version: int) -> list[type[BaseException] | None]:
-        def work(coordinator: Coordinator) -> type[BaseException] | None:
-            first = 2 * coordinator.rank
+        def work(rank: int, context: ckptcore.Context) -> type[BaseException] | None:
+            first = 2 * rank
             box = Box((first, 0), (first + 2, 2))
             shard = ckptcore.ArrayShard(box, (version * state[0])[first : first + 2])
             array = ckptcore.ShardedArray((4, 2), "int64", (shard,))
-            context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
             try:
                 ckptcore.save(
                     tmp_path / "x", {"w": array}, layout=layout, overwrite="keep-other-files", context=context
@@ -390,7 +388,7 @@ def test_processes_save_beside_other_files(tmp_path: Path) -> None:
                 return type(error)
             return None
 
-        return list(ThreadJob(2, timeout_seconds=60).run(work))
+        return list(run_ranks(2, work, timeout_seconds=60))
 
     (tmp_path / "x").mkdir()
     (tmp_path / "x/notes.txt").write_text("mine")
@@ -430,7 +428,7 @@ def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path:
 
 
 def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top: str) -> None:
-    """The claim of the deletion took the place of the root, which said when the save began."""
+    """The claim of the deletion replaced the root, which had the time of the save."""
     place = f"{top}/c"
     ckptcore.save(
         place, {"a": np.ones(3)}, strategy=ckptcore.WithExports([ckptcore.Export(location=f"{place}/weights")])

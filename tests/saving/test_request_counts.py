@@ -1,4 +1,4 @@
-"""How many requests a save and a load of many small arrays take on storage without directories."""
+"""The number of requests of a save and a load of many small arrays on storage without directories."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -25,8 +25,6 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import ArrayRecord, Attribute, Node
-from ckptcore.protocols import Coordinator
-from tests.saving.test_failures import job_context
 
 
 class Pair(NamedTuple):
@@ -105,11 +103,11 @@ def test_another_byte_order_is_converted_and_said(tmp_path: Path) -> None:
 
 
 def test_ranks_may_differ_in_what_they_note(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> None:
-        order = "<i4" if coordinator.rank == 0 else ">i4"
-        ckptcore.save(tmp_path / "c", {"w": np.arange(5, dtype=order)}, context=job_context(coordinator))
+    def job(rank: int, context: ckptcore.Context) -> None:
+        order = "<i4" if rank == 0 else ">i4"
+        ckptcore.save(tmp_path / "c", {"w": np.arange(5, dtype=order)}, context=context)
 
-    ThreadJob(2, timeout_seconds=30).run(job)
+    run_ranks(2, job, timeout_seconds=30)
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore import ArrayShard, ShardedArray
@@ -84,12 +84,12 @@ def test_parts_are_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_an_array_that_is_not_whole_is_not_committed(tmp_path: Path) -> None:
-    def job(coordinator: Coordinator) -> None:
-        part = ShardedArray.part(np.ones((3, 6), np.float32), (3 * coordinator.rank, 0), (10, 6))
+    def job(rank: int, context: ckptcore.Context) -> None:
+        part = ShardedArray.part(np.ones((3, 6), np.float32), (3 * rank, 0), (10, 6))
         with pytest.raises((CorruptCheckpointError, RankFailedError), match="not cover it exactly: 24 of 60 elements"):
-            ckptcore.save(tmp_path / "c", {"w": part}, context=job_context(coordinator))
+            ckptcore.save(tmp_path / "c", {"w": part}, context=context)
 
-    ThreadJob(2, timeout_seconds=60).run(job)
+    run_ranks(2, job, timeout_seconds=60)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from ckptcore_testing.locations import InterruptedPlan, faulty_context, new_place, store_at, through
 from ckptcore_testing.trees import same_value
@@ -22,7 +22,6 @@ import ckptcore
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.errors import CheckpointExistsError, InvalidLocationError, SaveLostError, StorageError
-from ckptcore.protocols import Coordinator
 
 _STATE: Final[dict[str, Any]] = {
     "a.weight": np.arange(6.0).reshape(2, 3),
@@ -137,13 +136,12 @@ def test_files_of_other_libraries_are_not_written_as_directories(name: str, tmp_
 
 
 def test_a_job_writes_no_file(tmp_path: Path) -> None:
-    def work(coordinator: Coordinator) -> str:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+    def work(rank: int, context: ckptcore.Context) -> str:
         with pytest.raises(ckptcore.CheckpointError) as raised:
             ckptcore.save(tmp_path / "m.safetensors", _STATE, context=context)
         return str(raised.value)
 
-    assert all("2 processes save together" in text for text in ThreadJob(2, timeout_seconds=60).run(work))
+    assert all("2 processes save together" in text for text in run_ranks(2, work, timeout_seconds=60))
     assert not list(tmp_path.iterdir())
 
 

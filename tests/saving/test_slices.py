@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob, bit_patterns
+from ckptcore_testing import ThreadJob, bit_patterns, run_ranks
 from ckptcore_testing.trees import assert_same_tree
 
 import ckptcore
@@ -76,15 +76,10 @@ def _state() -> dict[str, Any]:
 
 
 def _save(location: Path, state: Any, handler: HostArrayHandler, *, size: int = 3, **options: Any) -> None:
-    def job(coordinator: Coordinator) -> None:
-        ckptcore.save(
-            location,
-            state,
-            context=job_context(coordinator, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: handler})),
-            **options,
-        )
+    def job(rank: int, context: ckptcore.Context) -> None:
+        ckptcore.save(location, state, context=context, **options)
 
-    ThreadJob(size, timeout_seconds=60).run(job)
+    run_ranks(size, job, timeout_seconds=60, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: handler}))
 
 
 @pytest.mark.parametrize("handler", [Rows(), Rows(3), Blocks()], ids=["pieces", "larger pieces", "blocks"])

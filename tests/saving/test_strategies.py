@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
 from ckptcore.errors import RankFailedError, StorageError
-from ckptcore.protocols import Coordinator, SaveCommit
+from ckptcore.protocols import SaveCommit
 
 
 class FailsToBegin(ckptcore.PlainSave):
@@ -24,12 +24,11 @@ class FailsToBegin(ckptcore.PlainSave):
 
 
 def test_a_strategy_that_fails_to_begin_on_one_rank_fails_on_all(tmp_path: Path) -> None:
-    def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+    def save(rank: int, context: ckptcore.Context) -> None:
         with pytest.raises((StorageError, RankFailedError), match="cannot be opened"):
             ckptcore.save(tmp_path / "c", {"w": np.ones(3)}, strategy=FailsToBegin(), context=context)
 
-    ThreadJob(2, timeout_seconds=30).run(save)
+    run_ranks(2, save, timeout_seconds=30)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ def state(number: int) -> dict[str, Any]:
 
 
 def check(loaded: Any, number: int) -> None:
-    """That a state was loaded."""
+    """Fail unless a state was loaded."""
     assert loaded["n"] == number and (loaded["w"] == number).all()
 
 
@@ -65,7 +65,7 @@ def sessions(directory: Path, context: ckptcore.Context) -> None:
 
 
 def steps(directory: Path, context: ckptcore.Context) -> list[tuple[str, Callable[[], Any]]]:
-    """What is done, in this order."""
+    """The tasks, in order."""
     one = directory / "one"
     large = {"w": np.zeros(5 << 20, np.uint8)}  # its writeback begins early
     return [

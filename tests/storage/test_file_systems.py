@@ -49,7 +49,7 @@ _PARAMETERS: Final = [
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What happened in each row. One program tries all of them."""
+    """The result of each row. One program tries all of them."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("needs Linux and a C compiler")

@@ -10,10 +10,10 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.locations import await_later_times
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage, open_local
@@ -569,7 +569,7 @@ def test_permissions_are_those_of_the_user(storage: LocalStorage, tmp_path: Path
         assert stat.S_IMODE((tmp_path / "directory" / name).stat().st_mode) == 0o640
 
 
-# --- what is said when it fails ---------------------------------------------------------------------------------------
+# --- messages of failures ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -725,7 +725,7 @@ def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_fi
     clock += 3_000_000_000
     stamp = held.stamp()
     assert stamp is not None and held.stamp() == stamp
-    time.sleep(0.05)  # the clock of file systems is coarse
+    await_later_times(tmp_path)
     with path.open("r+b") as written:
         written.write(b"other")
     clock = path.stat().st_ctime_ns + 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.storage.mounts import Mounts, mounts
-from tests.storage.passing import PLACES, run
+from tests.storage.passing_faults import PLACES, run
 
 __all__ = ["mounts"]
 

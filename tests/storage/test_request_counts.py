@@ -1,4 +1,4 @@
-"""How many requests a checkpoint takes on a storage that is far, and how many of them are under way at once."""
+"""The number of requests of a checkpoint on a far storage, and how many of them run at once."""
 
 from __future__ import annotations
 

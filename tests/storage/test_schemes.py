@@ -73,7 +73,7 @@ def test_an_unknown_scheme_is_an_error_with_the_installed_ones(monkeypatch: pyte
     plugins = installed_plugins().with_plugins([Fallback()], {})
     with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*Installed: .*file://.*memory://"):
         plugins.storage("no-such-scheme")
-    monkeypatch.setattr("ckptcore.distributions._is_installed", lambda package: False)
+    monkeypatch.setattr("ckptcore.distributions.find_spec", lambda package: None)
     with pytest.raises(UnknownPluginError, match=r"file://.*memory://.*ckptcore\[fsspec\]"):
         plugins.storage("no-such-scheme")
 

@@ -33,6 +33,12 @@ def test_leaves_identifiers_and_plain_prose() -> None:
     assert not list(check_python(PYTHON, source))
 
 
+def test_reads_comments_and_docstrings_of_tests_but_not_their_data() -> None:
+    source = '"""Files beside it."""\nLOCATION = "nobody"\n\n\ndef made():\n    return LOCATION  # beside\n'
+    findings = list(check_python(Path("tests/test_x.py"), source))
+    assert [(finding.line, finding.text) for finding in findings] == [(1, "beside"), (6, "beside")]
+
+
 def test_finds_a_module_by_name() -> None:
     [finding] = check_python(Path("somewhere/utils.py"), "")
     assert finding.text == "utils"

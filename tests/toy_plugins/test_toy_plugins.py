@@ -1,4 +1,4 @@
-"""Plugins that the core has never heard of are installed, found and tested with no line of ours changed."""
+"""Plugins that the core does not know are installed, found and tested with no line of ours changed."""
 
 from __future__ import annotations
 

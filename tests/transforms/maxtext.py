@@ -21,7 +21,7 @@ SCAN_AXIS = 1
 
 @dataclass(frozen=True)
 class Family:
-    """How MaxText has one family.
+    """The format of one family in MaxText.
 
     Attributes:
         pairs: whether a rotated pair of a head's elements is side by side.

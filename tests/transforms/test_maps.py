@@ -183,7 +183,7 @@ def test_maps_are_found_by_name_and_the_other_way_round() -> None:
 
 
 def test_what_a_map_does_not_know_of_a_model_is_refused(tmp_path: Path) -> None:
-    """Old checkpoints of Llama have frequencies in each layer; what is dropped is said."""
+    """Old checkpoints of Llama have frequencies in each layer; the report names what is dropped."""
     state = _llama()
     odd = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(LAYERS)}
     ckptcore.save(tmp_path / "old", {**state, **odd})

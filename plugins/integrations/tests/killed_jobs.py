@@ -83,7 +83,7 @@ class _TorchJob:
         raise NotImplementedError
 
     def state(self, process: Process, step: int) -> dict[str, Any]:
-        """Say that a step is saved, and return its state."""
+        """Record that a step is saved, and return its state."""
         arrays = numbers(process.attempt, step)
         process.begin(step, digest(arrays))
         large, small = map(self.torch.from_numpy, arrays.values())
@@ -218,7 +218,7 @@ class OrbaxSave:
             process.saved(step)
 
     def state(self, process: Process, step: int) -> dict[str, Any]:
-        """Say that a step is saved, and return its state."""
+        """Record that a step is saved, and return its state."""
         arrays = numbers(process.attempt, step)
         process.begin(step, digest(arrays))
         return {**arrays, "step": step}

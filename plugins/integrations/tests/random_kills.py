@@ -38,7 +38,7 @@ _SECONDS: Final = 240
 """A process that takes longer hangs."""
 
 _GRACE_SECONDS: Final = 1.0
-"""How long the other processes of a job may live on after one was killed, once in a while."""
+"""Seconds that the other processes of a job may live on after one was killed, once in a while."""
 
 _OWNED: Final = frozenset((".ckptcore", ".metadata", ".validate_storage_marker"))
 """Names with a dot that are not of killed saves: the directory of the owner of a run, and files of PyTorch and Ray."""
@@ -73,7 +73,7 @@ class Job(Protocol):
 
 @dataclass(slots=True)
 class Ledger:
-    """What a job says that it saves.
+    """Records of the saves of a job.
 
     Attributes:
         saved: the steps whose saves have returned, and those that were found.
@@ -135,11 +135,11 @@ class Process:
     _calls: int = 0
 
     def begin(self, step: int, content: str) -> None:
-        """Say that a save begins, and the digest of what it saves."""
+        """Record that a save begins, and the digest of what it saves."""
         self._say(f"begin {step} {content}")
 
     def saved(self, step: int) -> None:
-        """Say that a save has returned."""
+        """Record that a save has returned."""
         self._say(f"saved {step}")
 
     def settled(self) -> None:
@@ -150,7 +150,7 @@ class Process:
         self._say("settled")
 
     def ended(self) -> None:
-        """Say how many calls there were."""
+        """Record the number of calls."""
         self._say(f"calls {self.rank} {self._calls}")
 
     def _say(self, line: str) -> None:
@@ -223,11 +223,11 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         killed: True if it was killed.
-        lines: what its processes said.
+        lines: the records of its processes.
         seconds: the time from its first save to its end.
     """
 

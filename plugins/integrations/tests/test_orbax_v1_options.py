@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as theirs
 
 import ckptcore
 from ckptcore.errors import InvalidLocationError, SaveLostError
-from tests.ownership.dead_owner import leave_lease
+from tests.ownership.killed_owner import leave_lease
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 

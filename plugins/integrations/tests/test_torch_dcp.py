@@ -1,4 +1,4 @@
-"""The replacement for torch.distributed.checkpoint in one process, beside the original."""
+"""The replacement for torch.distributed.checkpoint in one process, compared with the original."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ HALF: Final = tuple(
 
 
 class Resumes(NamedTuple):
-    """What is the same in all cells of a program: its files, and what the program that was not interrupted has."""
+    """Data of all cells of a program: its files, and the result of the program without interruption."""
 
     program: Program
     directory: Path
@@ -120,7 +120,7 @@ class Resumes(NamedTuple):
         return cls(program, directory, numbers, continued, held)
 
     def path(self, writer: str) -> Path:
-        """Return the location of the state after one step. It is saved when it is first asked for."""
+        """Return the location of the state after one step. The first call saves it."""
         path = self.directory / writer
         if not path.exists():
             state = self.program.step(self.program.new(0))

@@ -1,4 +1,4 @@
-"""Flax NNX modules: graphs whose parts share variables and refer to each other, beside their states."""
+"""Flax NNX modules: graphs whose parts share variables and refer to each other, and their states."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def refused(call: Callable[[], object], *texts: str) -> None:
 
 
 def test_text_in_the_place_of_an_array(tmp_path: Path) -> None:
-    """A number becomes an array without being asked for otherwise."""
+    """A number becomes an array by default."""
     ckptcore.save(tmp_path / "c", {"n": 1.5, "text": "a"})
     refused(
         lambda: ckptcore.load(tmp_path / "c", {"n": jnp.zeros(()), "text": jnp.zeros(())}),

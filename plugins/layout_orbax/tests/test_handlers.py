@@ -1,4 +1,4 @@
-"""What each handler of Orbax saved loads as Orbax restores it: alone, among other items, and as the item of a step."""
+"""Data of each handler of Orbax loads as Orbax restores it: alone, among other items, and as the item of a step."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import ThreadJob, run_ranks
 
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Shard, name_of_dtype
@@ -145,11 +145,7 @@ def test_each_process_writes_its_data_files_and_no_element_is_copied(tmp_path: P
 def test_it_loads_under_another_number_of_processes(tmp_path: Path) -> None:
     saved(tmp_path / "c", OcdbtLayout(chunk_bytes=32))
 
-    def load(coordinator: Coordinator) -> None:
-        assert_as_saved(
-            ckptcore.load(
-                tmp_path / "c", context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
-            )
-        )
+    def load(rank: int, context: ckptcore.Context) -> None:
+        assert_as_saved(ckptcore.load(tmp_path / "c", context=context))
 
-    ThreadJob(3).run(load)
+    run_ranks(3, load)

@@ -48,24 +48,6 @@ class _LayoutTests(LayoutTests):
         super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
 
 
-class _SystemSweeps(LayoutTests):
-    """Runs the damage tests of `LayoutTests` in `make test-system`, because they take seconds with these options."""
-
-    tampered_states = 300
-
-    @pytest.mark.system
-    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
-        super().test_a_truncated_object_is_an_error(storage)
-
-    @pytest.mark.system
-    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
-        super().test_a_corrupted_object_is_an_error(storage)
-
-    @pytest.mark.system
-    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
-        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
-
-
 class _OtherOptions(_LayoutTests):
     """Option sets that differ from another class here in only one option."""
 
@@ -94,7 +76,7 @@ class TestOcdbt(_LayoutTests):
 
 
 @pytest.mark.slow
-class TestOcdbtInPieces(_SystemSweeps):
+class TestOcdbtInPieces(_LayoutTests):
     """Several read chunks per write chunk, and several data files."""
 
     def layout(self) -> Layout:
@@ -129,7 +111,7 @@ class TestZarr3(_OtherOptions):
         return Zarr3Layout(chunk_bytes=64, rules=_FEWER_CHUNKS)
 
 
-class TestZarr3Mixed(_SystemSweeps):
+class TestZarr3Mixed(_LayoutTests):
     """Compressed and uncompressed arrays, some of each without checksums."""
 
     ties = False
@@ -143,18 +125,6 @@ class TestZarr3Mixed(_SystemSweeps):
                 ArrayRule(pattern="*i*", checksum=False),
             ]
         )
-
-    @pytest.mark.slow
-    def test_a_truncated_object_is_an_error(self, storage: StorageBackend) -> None:
-        super().test_a_truncated_object_is_an_error(storage)
-
-    @pytest.mark.slow
-    def test_a_corrupted_object_is_an_error(self, storage: StorageBackend) -> None:
-        super().test_a_corrupted_object_is_an_error(storage)
-
-    @pytest.mark.slow
-    def test_inspect_of_damaged_files_raises_only_checkpoint_errors(self, storage: StorageBackend) -> None:
-        super().test_inspect_of_damaged_files_raises_only_checkpoint_errors(storage)
 
 
 class TestZarr(_LayoutTests):

@@ -12,10 +12,9 @@ import pytest
 import tensorstore
 import zarr
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
-from ckptcore.protocols import Coordinator
 
 LAYOUTS: Mapping[str, Any] = {"zarr": ZarrLayout, "zarr3": Zarr3Layout}
 KEYS = {"zarr": ".zgroup", "zarr3": "zarr.json"}
@@ -159,15 +158,10 @@ def test_keys_with_the_names_of_groups_are_leaves(tmp_path: Path, layout: str) -
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_job_writes_groups_once(tmp_path: Path, layout: str) -> None:
-    def work(coordinator: Coordinator) -> None:
-        ckptcore.save(
-            tmp_path / "c",
-            _state(),
-            layout=layout,
-            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
-        )
+    def work(rank: int, context: ckptcore.Context) -> None:
+        ckptcore.save(tmp_path / "c", _state(), layout=layout, context=context)
 
-    ThreadJob(3, timeout_seconds=60).run(work)
+    run_ranks(3, work, timeout_seconds=60)
     assert set(_arrays(zarr.open_group(str(tmp_path / "c"), mode="r"))) == {
         f"state/{name}" for name in EXPECTED.values()
     }

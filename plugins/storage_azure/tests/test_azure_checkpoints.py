@@ -211,7 +211,7 @@ def test_a_temporary_blob_that_is_gone_is_no_missing_object(emulator: Azurite) -
 
 
 def test_blobs_of_others_stay(emulator: Azurite) -> None:
-    """What `abort_uploads` discards blocks with takes the place of no blob."""
+    """`abort_uploads` discards blocks without replacing a blob."""
     storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
     writer = storage.open_writer("a", len(LARGE))
     writer.write_at(0, LARGE[: 6 << 20])

@@ -62,7 +62,7 @@ def _open(endpoint: str, **options: Any) -> StorageBackend:
 
 
 def test_a_known_signature() -> None:
-    """What azure-storage-blob 12.31 sends for this request (`SharedKeyCredentialPolicy`)."""
+    """The signature that azure-storage-blob 12.31 sends for this request (`SharedKeyCredentialPolicy`)."""
     headers = {"x-ms-version": "2023-11-03", "content-length": "1", "if-none-match": "*", "x-ms-blob-type": "BlockBlob"}
     url = f"http://127.0.0.1:1/{EMULATOR_ACCOUNT}/box/a%20b?comp=block&blockid=MQ%3D%3D"
     now = datetime(2026, 11, 29, 10, tzinfo=UTC)

@@ -39,7 +39,7 @@ def test_parts_become_an_object(gcs: StrictGcs) -> None:
     assert _complete(gcs, upload, [(1, first), (2, second)]).status == 200
     assert ask(gcs.url, "GET", "/bucket/a").body == PART + b"end"
     assert ask(gcs.url, "GET", "/bucket/a").headers["content-type"] == "text/plain"
-    # A lost answer is asked for again: the upload is gone by then.
+    # The client repeats a request whose answer was lost: the upload no longer exists.
     again = _complete(gcs, upload, [(1, first), (2, second)])
     assert (again.status, b"<Code>NoSuchUpload</Code>" in again.body) == (404, True)
 

@@ -33,7 +33,7 @@ class Standstill:
 
 
 class Outage:
-    """A far tier of which every request for a step fails, until it is over. Who owns it can still be said.
+    """A far tier of which every request for a step fails, until it is over. Requests for its owner succeed.
 
     Attributes:
         met: set when a request has failed.

@@ -35,7 +35,7 @@ def _kill_and_resume(place: Path, at: int) -> None:
     near, far = _prepare(place)
     if kill_at(near, far, at, place / "told") != -signal.SIGKILL:
         return  # threads made fewer requests this time
-    for tier in (near, far):  # what anybody finds is whole
+    for tier in (near, far):  # each visible step is whole
         reader = CheckpointReader(tier)
         for step in reader.steps:
             assert_is_step(reader.load(step), step)

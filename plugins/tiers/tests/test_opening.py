@@ -1,4 +1,4 @@
-"""Steps of the far tier are looked at together, and one that cannot be read or taken does not block the others."""
+"""Steps of the far tier are read concurrently, and one that cannot be read or taken does not block the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_far_tier_is_asked_for_steps_together(known: Sequence[int], near: st
 
 
 def fail_at(watch: Watch, step: int, error: type[StorageError]) -> None:
-    """Let every request for the root of a step fail, but not the list of steps."""
+    """Make every request for the root of a step fail, but not the list of steps."""
 
     def fail(name: str, keys: Sequence[str]) -> None:
         if any(f"{step}/{ROOT}" in key for key in keys):

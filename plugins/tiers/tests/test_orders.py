@@ -112,7 +112,7 @@ def test_a_host_that_returns_with_old_steps_replaces_none(near: str, far: str, h
 
 
 def test_a_run_without_the_records_of_its_owners_counts_on(near: str, far: str) -> None:
-    """Somebody copied only the steps."""
+    """A copy of the run has only the steps."""
     for _ in range(2):
         with Checkpointer(tiers(near, far)) as run:
             save(run, 1, 1, 2)
@@ -143,7 +143,7 @@ def test_a_plain_save_counts_more_than_what_it_replaces(near: str, far: str, hou
 def test_a_copy_counts_more_than_the_step_that_it_replaces(
     near: str, far: str, hours: SetClock, replaced: str, *, whole_run: bool
 ) -> None:
-    """Somebody kept a copy of a step, and puts it back."""
+    """A copy of a step is put back."""
     backup, place = f"{near}-backup", {"near": near, "far": far}[replaced]
     with Checkpointer(tiers(near, far)) as run:
         save(run, 1, 1)

@@ -39,7 +39,7 @@ ROWS, COLUMNS = 32, 1024
 
 
 def eager(function: Any = None, **options: Any) -> Any:
-    """Stand in for torch.compile, which takes a minute: the optimizers of torchao compute the same without it."""
+    """Replace torch.compile, which takes a minute: the optimizers of torchao compute the same without it."""
     return function
 
 

@@ -30,7 +30,7 @@ import ckptcore
 Make: TypeAlias = Callable[[torch.nn.Module], Any]
 
 FORMS: Final = ("plain", "DDP", "recomputed", "compiled", "FSDP2")
-"""What the model is wrapped in: DistributedDataParallel, activation checkpoints, torch.compile, fully_shard."""
+"""The wrapper of the model: DistributedDataParallel, activation checkpoints, torch.compile, fully_shard."""
 
 CONDITIONS: Final = ("new", "stepped", "on meta")
 """The model and the optimizer that a checkpoint is loaded into."""

@@ -80,7 +80,7 @@ def test_an_unknown_dtype_is_refused_with_advice() -> None:
             return "torch.float3_future"
 
     with pytest.raises(UnsupportedLeafError, match="does not support .*float3_future.*upgrade ckptcore-torch"):
-        encoding_of(Future())  # type: ignore[arg-type]  # stands for a dtype of a later PyTorch
+        encoding_of(Future())  # type: ignore[arg-type]  # represents a dtype of a later PyTorch
 
 
 def test_dtype_that_pytorch_lacks_has_no_encoding() -> None:

@@ -42,7 +42,7 @@ def test_keys_of_an_earlier_run_are_ignored() -> None:
     store = dist.HashStore()
     former = life(store, 2)
     meet(former)
-    former[0].broadcast("choose", b"step 10")  # rank 1 dies before it hears that
+    former[0].broadcast("choose", b"step 10")  # rank 1 fails before it receives that
     former[1].gather("describe", b"old")  # the failed process had set the leader's payload before it was read
     leader, other = life(store, 2)
     heard = threading.Event()

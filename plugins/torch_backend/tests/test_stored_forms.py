@@ -316,7 +316,7 @@ def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "LinearNF4"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: str) -> None:
-    """bitsandbytes saves more entries than a new module accepts: nothing is changed, also not the layer beside it."""
+    """bitsandbytes saves more entries than a new module accepts: nothing is changed, also not the next layer."""
     bnb: Any = pytest.importorskip("bitsandbytes")
 
     def made() -> Any:

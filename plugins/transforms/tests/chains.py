@@ -87,13 +87,13 @@ class Chain:
         stored: the stored tree.
         transforms: in order.
         tree: the expected tree.
-        beside: other checkpoints to save, by location.
+        others: other checkpoints to save, by location.
     """
 
     stored: Mapping[str, HostArray]
     transforms: list[Transform] = field(default_factory=list)
     tree: dict[str, Part] = field(default_factory=dict)
-    beside: dict[str, Mapping[str, HostArray]] = field(default_factory=dict)
+    others: dict[str, Mapping[str, HostArray]] = field(default_factory=dict)
     names: int = 0
 
     def name(self) -> str:
@@ -345,20 +345,20 @@ def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
 
 def _lora(draw: st.DrawFn, chain: Chain, path: str) -> None:
     part = chain.tree[path]
-    if part.elements.ndim != 2 or part.dtype not in FLOATS or chain.beside.get(ADAPTER) is not None:
+    if part.elements.ndim != 2 or part.dtype not in FLOATS or chain.others.get(ADAPTER) is not None:
         return
     rows, columns = part.elements.shape
     rank = draw(st.integers(0, 2))
     up, down = np.ones((rows, rank), np.float32) * 2, np.arange(rank * columns, dtype=np.float32).reshape(rank, columns)
     new = chain.name()
-    chain.beside[ADAPTER] = {f"{new}.B": up, f"{new}.A": down}
+    chain.others[ADAPTER] = {f"{new}.B": up, f"{new}.A": down}
     wide = np.float64 if part.dtype == "float64" else np.float32
     with np.errstate(all="ignore"):
         made = (part.elements.astype(wide) + wide(0.5) * (up.astype(wide) @ down.astype(wide))).astype(
             part.elements.dtype
         )
         if not np.isfinite(made.astype(np.float64)).all() or np.abs(made.astype(np.float64)).max(initial=0) > 1000:
-            del chain.beside[ADAPTER]
+            del chain.others[ADAPTER]
             return
     merge = MergeLora("{name...}", "{name...}.B", "{name...}.A", 0.5, ADAPTER)
     chain.replace(path, {new: part.made(made)}, Rename(exactly(path), new), merge)
@@ -398,7 +398,7 @@ def chains(draw: st.DrawFn, stored: Mapping[str, HostArray], most: int = 6) -> C
 
 def _average(chain: Chain) -> None:
     chain.transforms.append(Average([OTHER]))
-    chain.beside[OTHER] = chain.stored  # the mean of equal numbers is theirs, however it is rounded
+    chain.others[OTHER] = chain.stored  # the mean of equal numbers is theirs, however it is rounded
 
 
 @st.composite
@@ -416,7 +416,7 @@ def _shapes_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 def save_beside(chain: Chain) -> None:
     """Save the further checkpoints that a chain reads."""
-    for location, state in chain.beside.items():
+    for location, state in chain.others.items():
         ckptcore.save(location, state, overwrite="non-atomic")
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import pytest
-import xxhash
+from ckptcore_testing.hostile_json import sealed
 from ckptcore_view.documents import BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.array import _chunks
 from ckptcore_view.documents.elements import parse_index
@@ -205,11 +205,8 @@ def forged(directory: Path, change: Callable[[Any], None]) -> Path:
     """Save a checkpoint, and change its root."""
     ckptcore.save(directory, {"w": np.arange(4.0)})
     root: Any = json.loads((directory / "checkpoint.json").read_bytes())
-    del root["checksum"]
     change(root)
-    body = json.dumps(root, separators=(",", ":")).encode()[:-1]
-    sealed = body + f',"checksum":"xxh3_64:{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
-    (directory / "checkpoint.json").write_bytes(sealed)
+    (directory / "checkpoint.json").write_bytes(sealed(root))
     return directory
 
 

@@ -5,7 +5,7 @@ source distribution with torch 2.13 and TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1, whic
 0.14.5 also calls ``numactl --hardware``, for which a script stood in that prints one node.
 
 Each is written by DeepSpeed's own ``save_checkpoint`` on CPUs (gloo), and the universal ones by its
-``ds_to_universal``. Beside each, ``NAME.npz`` has the weights that ``zero_to_fp32`` returns, and the
+``ds_to_universal``. For each, ``NAME.npz`` has the weights that ``zero_to_fp32`` returns, and the
 state of the optimizer that ``deepspeed.utils.safe_get_full_optimizer_state`` returned before the save.
 """
 

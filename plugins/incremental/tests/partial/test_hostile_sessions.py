@@ -6,13 +6,12 @@ import json
 import random
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 from ckptcore_incremental.session_tables import decode_session
-from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.hostile_json import sealed, tampered
 from ckptcore_testing.locations import new_place, objects_at, store_at
 
 import ckptcore
@@ -22,12 +21,6 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.model import JSON
 
 _LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
-
-
-def _sealed(document: Any) -> bytes:
-    body = json.dumps({name: value for name, value in document.items() if name != "checksum"}, separators=(",", ":"))
-    digest = xxhash.xxh3_64_hexdigest(body[:-1].encode())
-    return f'{body[:-1]},"checksum":"xxh3_64:{digest}"}}\n'.encode()
 
 
 def _place(directory: Path, layout: str = "safetensors") -> str:
@@ -52,7 +45,7 @@ def test_a_tampered_place_of_the_root_is_an_error(tmp_path: Path) -> None:
     document = json.loads(store.get("checkpoint.json"))
     objects = objects_at(place)
     for changed in tampered(document, 400):
-        data = _sealed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
+        data = sealed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
         try:
             decode_root(data, _no_part)
         except (CorruptCheckpointError, UnsupportedVersionError):
@@ -115,7 +108,7 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
             continue
         row[6:8] = session.key_bytes, session.checksum
         for goes_on in (True, False):
-            for key, data in {**objects, row[5]: changed, "checkpoint.json": _sealed(document)}.items():
+            for key, data in {**objects, row[5]: changed, "checkpoint.json": sealed(document)}.items():
                 store.put(key, data)
             with suppress(CheckpointError):
                 if goes_on:
@@ -152,7 +145,7 @@ def test_what_to_do_about_a_table_that_cannot_be_read(tmp_path: Path, remedy: st
         else:
             store.put(key, changed)
             document["sessions"][0][6:8] = len(changed), f"xxh3_64:{xxhash.xxh3_64_hexdigest(changed)}"
-            store.put("checkpoint.json", _sealed(document))
+            store.put("checkpoint.json", sealed(document))
         with pytest.raises(CorruptCheckpointError, match=rf"session-0 {text}.*{remedy}"):
             _finalize(place)
         if remedy.startswith("restore"):

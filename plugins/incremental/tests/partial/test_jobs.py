@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from ckptcore_testing.locations import new_place, objects_at
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.errors import RankFailedError, TreeMismatchError
-from ckptcore.protocols import Coordinator
 
 _LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
 
@@ -25,17 +24,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def _run(size: int, job: Callable[[int, ckptcore.Context], Any]) -> Sequence[Any]:
-    def of_rank(coordinator: Coordinator) -> Any:
-        return job(
-            coordinator.rank,
-            ckptcore.Context(
-                job=ckptcore.context.JobOptions(coordinator=coordinator),
-                io=ckptcore.context.IOOptions(threads=1),
-                durability="none",
-            ),
-        )
-
-    return ThreadJob(size, timeout_seconds=30).run(of_rank)
+    return run_ranks(size, job, timeout_seconds=30, io=ckptcore.context.IOOptions(threads=1), durability="none")
 
 
 def _rows(whole: Any, rank: int, size: int, **options: Any) -> ckptcore.ShardedArray:

@@ -74,7 +74,7 @@ def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..
     found = ckptcore.metadata(place)
     assert found.custom == {"run": 7} and found.layout == layout
     assert set(objects_at(place)) == {"checkpoint.json", *found.objects}, "sessions left something"
-    # Asked for as it would be of one save: nothing of it says that sessions wrote it.
+    # Loaded as after one save: nothing shows that sessions wrote it.
     with pytest.raises(TreeMismatchError, match="optimizer"):
         ckptcore.load(place, {name: value for name, value in expected.items() if name != "optimizer"})
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ckptcore_orbax import Zarr3Layout
 from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import faulty_context, new_place, through
 
 import ckptcore
@@ -24,7 +25,6 @@ from ckptcore.loading import reading
 from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.opening.checkpoint import Checkpoint
-from plugins.incremental.tests.updates.roots import sealed
 
 
 def _cut(base: Path) -> None:

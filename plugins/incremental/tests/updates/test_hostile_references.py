@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.hostile_json import sealed, tampered
 from ckptcore_testing.locations import new_place, store_at
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import JSON
-from plugins.incremental.tests.updates.roots import sealed
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError, InvalidLocationError, SaveLostError, StoragePermissionError
-from plugins.incremental.tests.updates.roots import sealed
 
 
 @pytest.fixture(params=["file", "memory"])

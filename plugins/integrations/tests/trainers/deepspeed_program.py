@@ -463,7 +463,7 @@ class TrainerRun:
 
 
 def accept_cpus() -> None:
-    """Let Accelerate see the processes of a job on CPUs: with DeepSpeed it only looks for accelerators, and finds 1."""
+    """Make Accelerate see the processes of a job on CPUs: with DeepSpeed it only looks for accelerators, finding 1."""
     from accelerate.state import DistributedType, PartialState
 
     PartialState._prepare_backend = lambda self, *_: ("gloo", DistributedType.MULTI_CPU)

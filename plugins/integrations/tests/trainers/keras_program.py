@@ -24,7 +24,7 @@ from ckptcore.events import Event
 from ckptcore.policies import CustomSteps, EveryNSteps
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
-from tests.ownership.dead_owner import leave_lease
+from tests.ownership.killed_owner import leave_lease
 
 DIGITS = load_digits()
 

@@ -75,7 +75,7 @@ def found_in(directory: Path) -> Mapping[int, str]:
 
 
 def check(directory: Path) -> None:
-    """Compare the files with what workers said.
+    """Compare the files with the records of workers.
 
     Raises:
         LostError: a checkpoint is lost or damaged.

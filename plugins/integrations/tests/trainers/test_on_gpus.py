@@ -1,4 +1,4 @@
-"""What cannot run on CPUs: losses that are scaled for float16, and FSDP as Accelerate itself chooses it."""
+"""Cases that need GPUs: losses that are scaled for float16, and FSDP as Accelerate itself chooses it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ RANKS = 2
 
 
 class Process:
-    """What Accelerate's functions for FSDP need of an Accelerator."""
+    """The part of an Accelerator that Accelerate's functions for FSDP use."""
 
     num_processes, process_index, is_main_process, is_fsdp2 = 1, 0, True, True
 
@@ -63,7 +63,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAMES_RANKS = "use_dcp" in inspect.signature(save_fsdp_model).parameters
-"""Whether this Accelerate can write files by rank without DCP."""
+"""Return True if this Accelerate can write files by rank without DCP."""
 
 
 @pytest.fixture(scope="module")

@@ -361,7 +361,7 @@ class Hub:
         return done
 
     def replaces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the Trainer and the adapter upload here."""
+        """Make the Trainer and the adapter upload here."""
         monkeypatch.setattr(ckptcore_integrations.transformers, "HfApi", lambda: self)
         if hasattr(transformers.trainer, "hf_api"):
             monkeypatch.setattr(transformers.trainer, "hf_api", lambda: self)

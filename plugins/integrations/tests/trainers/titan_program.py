@@ -55,7 +55,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Event
-from tests.ownership.dead_owner import leave_lease
+from tests.ownership.killed_owner import leave_lease
 
 distributed.set_pg_timeouts = lambda **_: None  # it calls a function that released versions of PyTorch lack
 

@@ -47,7 +47,7 @@ def run_job(program: str, size: int, directory: Path, **variables: str) -> list[
 
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Let Accelerate use torch's FSDP in a job of CPUs, where version 1.15 silently uses DistributedDataParallel.
+    """Make Accelerate use torch's FSDP in a job of CPUs, where version 1.15 silently uses DistributedDataParallel.
 
     Replaces `AcceleratorState.__init__`: after it, a state of several CPUs that was given an FSDP plugin has
     `DistributedType.FSDP`, the plugin, and the device "cpu", as a state of several GPUs has.

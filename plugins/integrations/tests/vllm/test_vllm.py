@@ -103,7 +103,7 @@ class Served(torch.nn.Module):
 
 
 class ModelConfig:
-    """What the loader asks of vLLM's class."""
+    """The interface of vLLM's class that the loader calls."""
 
     quantization = None
 
@@ -112,7 +112,7 @@ class ModelConfig:
 
 
 class LoadConfig:
-    """What the loader asks of vLLM's class."""
+    """The interface of vLLM's class that the loader calls."""
 
     def __init__(self, **options: Any) -> None:
         self.model_loader_extra_config = options

@@ -92,7 +92,7 @@ from ckptcore_testing.storage import StorageBackendTests
 from ckptcore_testing.storage_directories import AtomicDirectoriesTests
 from ckptcore_testing.storage_writers import NewObjectTests, UploadsTests
 from ckptcore_testing.thread_collectives import ThreadCollectives, ThreadNetwork
-from ckptcore_testing.thread_coordinator import ThreadCoordinator, ThreadJob
+from ckptcore_testing.thread_coordinator import ThreadCoordinator, ThreadJob, run_ranks
 from ckptcore_testing.trees import assert_same_tree, assert_same_value
 
 __all__ = [
@@ -174,6 +174,7 @@ __all__ = [
     "bit_patterns",
     "installed_samples",
     "open_simulated",
+    "run_ranks",
     "strategies",
     "with_faults",
 ]

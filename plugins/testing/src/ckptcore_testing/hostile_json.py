@@ -1,11 +1,14 @@
-"""Hostile variants of JSON documents, with unexpected values in one or two places."""
+"""Hostile variants of JSON documents, with unexpected values in one or two places, and correct checksums of roots."""
 
 from __future__ import annotations
 
 import copy
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
+
+import xxhash
 
 from ckptcore.model import JSON
 
@@ -18,6 +21,15 @@ HOSTILE: Final[tuple[Any, ...]] = (
     "\ud800", "x" * 5000, "0", [], {}, [[]], [-1], [2**62], [2**62, 2**62], ["a", 0], {"": None}, {"a": 1}, _DEEP,
 )  # fmt: skip
 """Values that parsers often mishandle."""
+
+
+def sealed(root: Mapping[str, Any] | bytes) -> bytes:
+    """Return the bytes of a root with a correct checksum, which replaces that of a document. Bytes must have none."""
+    if not isinstance(root, bytes):
+        unsealed = {name: value for name, value in root.items() if name != "checksum"}
+        root = json.dumps(unsealed, separators=(",", ":")).encode()
+    body = root[:-1]
+    return body + f',"checksum":"xxh3_64:{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
 
 
 def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:

@@ -37,6 +37,16 @@ def store_at(location: str) -> StorageBackend:
     return open_directory(location, runtime_of(ckptcore.Context()).storages)
 
 
+def await_later_times(directory: Path) -> None:
+    """Wait until changed files get later times than before. The clock of a file system advances in steps."""
+    probe = directory / "probe"
+    probe.touch()
+    before = probe.stat().st_mtime_ns
+    while probe.stat().st_mtime_ns == before:
+        probe.touch()
+    probe.unlink()
+
+
 def objects_at(location: str) -> dict[str, bytes]:
     """Return the bytes of each object below a location."""
     store = store_at(location)
@@ -100,7 +110,7 @@ def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] =
 
 
 class InterruptedPlan(FaultPlan):
-    """No faults: at one operation this process stands still, and something else happens before it goes on."""
+    """No faults: at one operation this process pauses, and something else happens before it continues."""
 
     def __init__(self, operation: int, meanwhile: Callable[[], None]) -> None:
         super().__init__()
@@ -109,7 +119,7 @@ class InterruptedPlan(FaultPlan):
         self.interrupted = False
 
     def begin(self, name: str, keys: tuple[str, ...] | list[str], offset: int = 0, nbytes: int = 0) -> Step:  # type: ignore[override]  # a Sequence is what it is given
-        """Stand still before the operation."""
+        """Pause before the operation."""
         if len(self.operations) == self._operation and not self.interrupted:
             self.interrupted = True
             self._meanwhile()

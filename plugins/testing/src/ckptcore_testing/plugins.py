@@ -10,15 +10,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import pluggy
+import pytest
 
+from ckptcore.builtin import BuiltinPlugin
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.model import ArraySpec
+from ckptcore.plugins import Plugins
 from ckptcore_testing.arrays import bit_patterns
 from ckptcore_testing.samples import FrameworkSample, Sample, StorageSample, installed_samples
 
@@ -49,6 +52,25 @@ _TYPE_HOOKS: Final = (
     "ckpt_checkpointable_handler",
     "ckpt_files_handler",
 )
+
+
+def hide_distributions(
+    patch: pytest.MonkeyPatch, plugins: Mapping[str, object], installed: Container[str] = ()
+) -> pluggy.PluginManager:
+    """Make new Contexts use the built-in plugin and a few others, as if no other distribution were installed.
+
+    Args:
+        patch: undoes it.
+        plugins: by name. More can be registered in the result.
+        installed: packages of distributions that count as installed.
+    """
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(HookSpecs)
+    for name, plugin in {"builtin": BuiltinPlugin(), **plugins}.items():
+        manager.register(plugin, name)
+    patch.setattr("ckptcore.runtime.installed_plugins", lambda: Plugins(manager))
+    patch.setattr("ckptcore.distributions.find_spec", lambda package: package if package in installed else None)
+    return manager
 
 
 class PluginTests:

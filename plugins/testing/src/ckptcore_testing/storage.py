@@ -39,20 +39,14 @@ UNUSUAL_KEYS: Sequence[str] = (
 """Keys that every storage must support."""
 
 
-class StorageBackendTests:
-    """Conformance tests of a storage. Subclass it and define `open`.
+class DirectoryTests:
+    """Fixtures of tests that use new directories of a storage.
 
     Attributes:
-        examples: number of sequences of operations that Hypothesis tries.
         threads: number of concurrent threads.
-        conditional: True if `put` supports conditions. Otherwise it must raise `AtomicityError` and change nothing.
-        refused_keys: those of `UNUSUAL_KEYS` that the service would change, so that the storage refuses them.
     """
 
-    examples: int = 25
     threads: int = 8
-    conditional: bool = True
-    refused_keys: Sequence[str] = ()
 
     def open(self, directory: str) -> StorageBackend:
         """Open a directory. Equal names in one test open the same directory.
@@ -72,6 +66,31 @@ class StorageBackendTests:
     def storage(self, name: str) -> StorageBackend:
         """Return an empty directory."""
         return self.open(name)
+
+    def _at_once(self, work: Callable[[int], object]) -> list[object]:
+        """Call `work` on several threads at the same time. Return the results."""
+        barrier = threading.Barrier(self.threads)
+
+        def start(worker: int) -> object:
+            barrier.wait()
+            return work(worker)
+
+        with ThreadPoolExecutor(self.threads) as threads:
+            return list(threads.map(start, range(self.threads)))
+
+
+class StorageBackendTests(DirectoryTests):
+    """Conformance tests of a storage. Subclass it and define `open`.
+
+    Attributes:
+        examples: number of sequences of operations that Hypothesis tries.
+        conditional: True if `put` supports conditions. Otherwise it must raise `AtomicityError` and change nothing.
+        refused_keys: those of `UNUSUAL_KEYS` that the service would change, so that the storage refuses them.
+    """
+
+    examples: int = 25
+    conditional: bool = True
+    refused_keys: Sequence[str] = ()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -633,17 +652,6 @@ class StorageBackendTests:
             assert found == sorted(mine)
 
         self._at_once(work)
-
-    def _at_once(self, work: Callable[[int], object]) -> list[object]:
-        """Call `work` on several threads at the same time. Return the results."""
-        barrier = threading.Barrier(self.threads)
-
-        def start(worker: int) -> object:
-            barrier.wait()
-            return work(worker)
-
-        with ThreadPoolExecutor(self.threads) as threads:
-            return list(threads.map(start, range(self.threads)))
 
 
 def _pattern(nbytes: int, seed: int = 0) -> bytes:

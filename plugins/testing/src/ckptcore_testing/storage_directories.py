@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import pytest
 
 from ckptcore.errors import AtomicityError, ConditionFailedError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore_testing.storage import HOSTILE_KEYS
+from ckptcore_testing.storage import HOSTILE_KEYS, DirectoryTests
 
 
 class DirectoryStorage(StorageBackend, AtomicDirectories, Protocol):
     """A storage with real directories."""
 
 
-class AtomicDirectoriesTests:
-    """Tests of `AtomicDirectories`, in addition to `StorageBackendTests`. Subclass it and define `open`.
-
-    Attributes:
-        threads: number of concurrent threads.
-    """
-
-    threads: int = 8
+class AtomicDirectoriesTests(DirectoryTests):
+    """Tests of `AtomicDirectories`, in addition to `StorageBackendTests`. Subclass it and define `open`."""
 
     def open(self, directory: str) -> DirectoryStorage:
         """Open a directory. Equal names in one test open the same directory.
@@ -35,16 +27,6 @@ class AtomicDirectoriesTests:
             directory: the name of a directory, which does not exist before the test.
         """
         raise NotImplementedError("define the method `open`")
-
-    @pytest.fixture
-    def name(self) -> str:
-        """Return a directory name that no other test uses."""
-        return f"conformance-{uuid.uuid4().hex}"
-
-    @pytest.fixture
-    def storage(self, name: str) -> DirectoryStorage:
-        """Return an empty directory."""
-        return self.open(name)
 
     def test_the_storage_implements_the_protocol(self, storage: DirectoryStorage) -> None:
         assert isinstance(storage, AtomicDirectories)
@@ -413,17 +395,6 @@ class AtomicDirectoriesTests:
             with pytest.raises(InvalidLocationError):
                 call()
         assert list(storage.list()) == ["a/b"]
-
-    def _at_once(self, work: Callable[[int], object]) -> list[object]:
-        """Call `work` on several threads at the same time. Return the results."""
-        barrier = threading.Barrier(self.threads)
-
-        def start(worker: int) -> object:
-            barrier.wait()
-            return work(worker)
-
-        with ThreadPoolExecutor(self.threads) as threads:
-            return list(threads.map(start, range(self.threads)))
 
 
 def _exchange_or_skip(storage: DirectoryStorage, first: str, second: str) -> None:

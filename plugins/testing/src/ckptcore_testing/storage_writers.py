@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Final
 
 import pytest
 
 from ckptcore.errors import ConditionFailedError, InvalidLocationError, ObjectNotFoundError, StorageError
 from ckptcore.protocols import ObjectWriter, StorageBackend
-from ckptcore_testing.storage import HOSTILE_KEYS
+from ckptcore_testing.storage import HOSTILE_KEYS, DirectoryTests
 
 _PIECE_BYTES: Final = 1 << 20
 _SECONDS: Final = 60.0
 """Maximum time until an upload in the background begins."""
 
 
-class NewObjectTests:
+class NewObjectTests(DirectoryTests):
     """Tests of `StorageBackend.open_new`, for object stores. Subclass it and define `open`.
 
     Attributes:
@@ -25,19 +24,6 @@ class NewObjectTests:
     """
 
     large_bytes: int = (9 << 20) + 17
-
-    def open(self, directory: str) -> StorageBackend:
-        """Open a directory. Equal names in one test open the same directory.
-
-        Args:
-            directory: the name of a directory, which does not exist before the test.
-        """
-        raise NotImplementedError("define the method `open`")
-
-    @pytest.fixture
-    def storage(self) -> StorageBackend:
-        """Return an empty directory."""
-        return self.open(f"conformance-{uuid.uuid4().hex}")
 
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("size", ["empty", "small", "large"])
@@ -126,7 +112,7 @@ class NewObjectTests:
         return (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
 
 
-class UploadsTests:
+class UploadsTests(DirectoryTests):
     """Tests of `StorageBackend.abort_uploads`, for storages that keep parts of unfinished uploads.
 
     Subclass it and define `open`, as for `NewObjectTests`.
@@ -136,24 +122,6 @@ class UploadsTests:
     """
 
     upload_bytes: int = 24 << 20
-
-    def open(self, directory: str) -> StorageBackend:
-        """Open a directory. Equal names in one test open the same directory.
-
-        Args:
-            directory: the name of a directory, which does not exist before the test.
-        """
-        raise NotImplementedError("define the method `open`")
-
-    @pytest.fixture
-    def name(self) -> str:
-        """Return a directory name that no other test uses."""
-        return f"conformance-{uuid.uuid4().hex}"
-
-    @pytest.fixture
-    def storage(self, name: str) -> StorageBackend:
-        """Return an empty directory."""
-        return self.open(name)
 
     def test_a_new_directory_has_no_uploads(self, storage: StorageBackend) -> None:
         assert storage.abort_uploads() == 0

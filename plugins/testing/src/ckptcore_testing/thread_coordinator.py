@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from ckptcore.context import Context, JobOptions
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore.protocols import Coordinator
 
@@ -87,6 +88,24 @@ class ThreadJob:
                         "errors of ranks that failed before",
                         missing,
                     )
+
+
+def run_ranks(
+    size: int, work: Callable[[int, Context], T], *, timeout_seconds: float = 60.0, **options: Any
+) -> Sequence[T]:
+    """Call ``work(rank, context)`` on each rank of a `ThreadJob`. Return the results by rank.
+
+    Args:
+        size: the number of ranks.
+        work: called with a Context of its rank.
+        timeout_seconds: how long a rank waits for the others in one exchange.
+        options: more options of each Context.
+    """
+
+    def run(coordinator: Coordinator) -> T:
+        return work(coordinator.rank, Context(job=JobOptions(coordinator=coordinator), **options))
+
+    return ThreadJob(size, timeout_seconds=timeout_seconds).run(run)
 
 
 class ThreadCoordinator:

@@ -1,7 +1,7 @@
 """Types of the JSON documents that ``--json`` prints.
 
 ``schema`` names the type and its version. Within a version members are only added; a reader should ignore those it does
-not know. Sizes are in bytes, times ISO 8601 in UTC. Members of a leaf that stand for containers, arrays and values are
+not know. Sizes are in bytes, times ISO 8601 in UTC. Members of a leaf that represent containers, arrays and values are
 those of `LeafDocument`; ``path`` is for people, ``keys`` for programs.
 """
 
@@ -128,7 +128,7 @@ class CheckpointableDocument(TypedDict):
     kind: Literal["tree", "files"]
     processes: (
         int | None
-    )  #: how many saved a state of their own, of which the first is told; None: all saved one together
+    )  #: the number of processes with a state of their own, the first of which is shown; None: one state of all
     layout: str
     containers: list[ContainerDocument]  #: of files none
     leaves: list[LeafDocument]  #: of files none
@@ -305,7 +305,7 @@ class ConsolidateDocument(TypedDict):
     schema: Literal["ckptcore.consolidate/1"]
     source: str
     destination: str
-    subtree: str  #: what was asked for; empty for all
+    subtree: str  #: the requested names; empty for all
     files: list[str]  #: of safetensors
     arrays: int
     nbytes: int
@@ -345,10 +345,10 @@ class StepsDocument(TypedDict):
 
     schema: Literal["ckptcore.steps/1"]
     directory: str
-    owner: OwnerDocument | None  #: None: nobody
+    owner: OwnerDocument | None  #: None: no owner
     steps: list[StepDocument]  #: ascending
     older: int  #: how many more --last left out
-    leftovers: list[str]  #: hidden directories of saves and deletions that are under way, or died
+    leftovers: list[str]  #: hidden directories of saves and deletions that run or failed
 
 
 class GcStepDocument(TypedDict):
@@ -371,7 +371,7 @@ class GcDocument(TypedDict):
     policy: str
     dry_run: bool
     steps: list[GcStepDocument]  #: ascending
-    leftovers: list[str]  #: what saves and deletions left that died, or are under way; the living ones' stays
+    leftovers: list[str]  #: files of failed and of running saves and deletions; those of running ones stay
     deleted: list[int]  #: steps; of a dry run none
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 
 import ckptcore
-from ckptcore.protocols import Coordinator
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.expected_documents import (
     CheckpointablesDocument,
@@ -243,15 +242,14 @@ def test_a_damaged_member_is_one_line(run: Run, several: Path) -> None:
 def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
     location = f"memory://{uuid.uuid4()}/step"
 
-    def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+    def save(rank: int, context: ckptcore.Context) -> None:
         values = {
             "model": {"w": np.ones(3)},
-            "data": ckptcore.PerProcess(Iterator(coordinator.rank)),
+            "data": ckptcore.PerProcess(Iterator(rank)),
         }
         ckptcore.save_checkpointables(location, values, context=context)
 
-    ThreadJob(2).run(save)
+    run_ranks(2, save)
     _, document = run_json(CheckpointablesDocument, "inspect", location)
     assert {one["name"]: one["processes"] for one in document["checkpointables"]} == {"model": None, "data": 2}
     text = run("inspect", location).stdout
@@ -262,12 +260,11 @@ def test_states_of_several_processes(run: Run, run_json: RunJson) -> None:
 
 
 def test_the_first_state_that_exists_is_shown(run: Run, run_json: RunJson, tmp_path: Path) -> None:
-    def save(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
-        values = {"data": ckptcore.PerProcess({"w": np.full(3, coordinator.rank)})}
+    def save(rank: int, context: ckptcore.Context) -> None:
+        values = {"data": ckptcore.PerProcess({"w": np.full(3, rank)})}
         ckptcore.save_checkpointables(tmp_path / "c", values, context=context)
 
-    ThreadJob(3).run(save)
+    run_ranks(3, save)
     shutil.rmtree(tmp_path / "c" / "data.rank_0")
     text = run("inspect", tmp_path / "c").stdout
     assert "; saved by 3 processes separately, showing data.rank_1" in text

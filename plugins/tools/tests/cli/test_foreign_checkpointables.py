@@ -23,7 +23,7 @@ from plugins.tools.tests.cli.expected_documents import (
     StepsDocument,
     VerifyDocument,
 )
-from tests.composites.shelf import ShelfPlugin, put_on_shelf
+from tests.composites.foreign_format import ShelfPlugin, put_on_shelf
 
 CREATED = "2026-01-02T03:04:05+00:00"
 

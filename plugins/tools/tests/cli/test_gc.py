@@ -186,7 +186,7 @@ def test_wrong_calls(run: Run, directory: Path) -> None:
         [],
         ["--policy", "latest_n"],
         ["--policy", "nonsense"],
-        ["--policy", "latest_n=1"],  # nobody can be asked
+        ["--policy", "latest_n=1"],  # there is no terminal to ask
         ["--policy", "latest_n=1", "--json"],
         ["--policy", "latest_n=1", "--yes", "--named", "epoch"],
     ):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import sealed
 from safetensors.numpy import save_file
 
 import ckptcore
@@ -81,11 +82,7 @@ def test_a_time_cannot_steer_the_terminal(run: Run, tmp_path: Path, created: str
 
 def test_a_newer_version_is_unreadable_here(run_json: RunJson, tmp_path: Path) -> None:
     (tmp_path / "newer").mkdir()
-    body = b'{"format":"ckptcore","version":999'
-    import xxhash
-
-    sealed = body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
-    (tmp_path / "newer" / "checkpoint.json").write_bytes(sealed)
+    (tmp_path / "newer" / "checkpoint.json").write_bytes(sealed({"format": "ckptcore", "version": 999}))
     code, document = run_json(ListDocument, "ls", tmp_path)
     assert code == 0
     assert document["checkpoints"][0]["state"] == "unreadable"

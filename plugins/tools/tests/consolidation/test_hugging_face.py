@@ -11,12 +11,11 @@ import pytest
 import safetensors
 import torch
 import transformers
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from safetensors.torch import load_file, load_model
 
 import ckptcore
 from ckptcore.errors import CheckpointError
-from ckptcore.protocols import Coordinator
 
 FAST = ckptcore.Context(durability="none")
 
@@ -161,14 +160,13 @@ def test_a_job_has_the_same_metadata(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", {"a": np.ones(8), "b": np.ones(8)}, context=FAST)
     same, different = tmp_path / "same", tmp_path / "different"
 
-    def work(coordinator: Coordinator) -> None:
-        context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator), durability="none")
+    def work(rank: int, context: ckptcore.Context) -> None:
         layout = functools.partial(ckptcore.SafetensorsLayout, 64, "model")
         ckptcore.copy(tmp_path / "source", same, layout=layout({"by": "us"}), subtree=(), context=context)
         with pytest.raises(CheckpointError, match="other arguments"):
-            by_rank = layout({"by": str(coordinator.rank)})
+            by_rank = layout({"by": str(rank)})
             ckptcore.copy(tmp_path / "source", different, layout=by_rank, subtree=(), context=context)
 
-    ThreadJob(2, timeout_seconds=60).run(work)
+    run_ranks(2, work, timeout_seconds=60, durability="none")
     assert [_header_metadata(file)["by"] for file in sorted(same.glob("*.safetensors"))] == ["us", "us"]
     assert not different.exists()

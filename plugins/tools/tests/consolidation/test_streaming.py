@@ -22,7 +22,7 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
 from ckptcore.protocols import ChunkIndex, Layout, ReadStore
 from plugins.tools.tests.consolidation.test_jobs import CountedFiles
-from tests.composites.shelf import ShelfLayout
+from tests.composites.foreign_format import ShelfLayout
 
 ARRAYS, ARRAY_BYTES = 10, 8000
 CONTEXT = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))

@@ -34,7 +34,7 @@ _logger = logger_named("ckptcore.view")
 
 _HOST: Final = "127.0.0.1"
 _SHUTDOWN_SECONDS: Final = 5
-"""How long the end of the server waits for reads. They stop between two boxes of an array."""
+"""Seconds that the end of the server waits for reads. They stop between two boxes of an array."""
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",

@@ -23,7 +23,7 @@ _FLAGS = [
     "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 _PATIENCE_MS = 60_000
-"""How long an expected state may take on a busy machine. A test that passes does not wait so long."""
+"""Seconds until an expected state on a busy machine. A test that passes does not wait so long."""
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_testing import ThreadJob
+from ckptcore_testing import run_ranks
 from toyattic.storage import Attic
 from toyspare import SpareCopies
 
 import ckptcore
-from ckptcore.context import Context, JobOptions
+from ckptcore.context import Context
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, StorageFullError
-from ckptcore.protocols import Coordinator, ObjectWriter, SaveStrategy
+from ckptcore.protocols import ObjectWriter, SaveStrategy
 
 STATE: Mapping[str, Any] = {"w": np.arange(600_000.0), "b": np.ones(5, "int8"), "n": 3}
 
@@ -107,13 +107,12 @@ def test_a_failed_commit_leaves_no_copies(tmp_path: Path, attic: Attic) -> None:
 
 
 def test_objects_of_all_ranks_are_copied_once(tmp_path: Path, attic: Attic) -> None:
-    def save(coordinator: Coordinator) -> None:
-        context = Context(job=JobOptions(coordinator=coordinator))
+    def save(rank: int, context: Context) -> None:
         ckptcore.save_checkpointables(
             tmp_path / "c", {"a": STATE, "b": {"v": np.ones(4)}}, strategy=SpareCopies(attic), context=context
         )
 
-    ThreadJob(2, timeout_seconds=60).run(save)
+    run_ranks(2, save, timeout_seconds=60)
     copied = {key: attic.get(key) for key in attic.list()}
     assert {key.partition("/")[0] for key in copied} == {"a", "b"}
     for key, data in copied.items():

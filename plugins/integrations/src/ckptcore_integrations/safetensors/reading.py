@@ -17,7 +17,7 @@ from ckptcore.plain_safetensors import DTYPE_BITS, FileHeader, TensorEntry, enco
 from ckptcore.protocols import Buffer
 
 Backend: TypeAlias = Literal["mmap", "pread"]
-"""How the bytes of tensors are read: through mapped memory, or with system calls."""
+"""Methods of reading the bytes of tensors: through mapped memory, or with system calls."""
 
 _MAX_READ_BYTES = 1 << 30
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux

@@ -1,4 +1,4 @@
-"""How grids and crates go into checkpoints and come out of them."""
+"""Handlers that save and load grids and crates."""
 
 from __future__ import annotations
 

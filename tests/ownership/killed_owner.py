@@ -10,7 +10,7 @@ from ckptcore.builtin.local import open_local
 from ckptcore.commit import locks
 from ckptcore.commit.location import commit_method
 from tests.ownership.fake_clock import FakeClock
-from tests.ownership.places import OPTIONS
+from tests.ownership.lockable_storages import OPTIONS
 
 
 def leave_lease(directory: Path, setattr: Callable[[object, str, object], None] = setattr) -> locks.Lock:

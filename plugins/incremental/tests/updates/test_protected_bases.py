@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import new_place, store_at
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore import transforms
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
-from plugins.incremental.tests.updates.roots import sealed
 
 _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
 _ANYWHERE = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))

@@ -44,7 +44,7 @@ def _delete(storages: Storages, answers: Answers | None) -> None:
 
 
 def _prepared(sessions: int, layout: str) -> Storages:
-    """Complete sessions, and after them one that died before it was complete."""
+    """Complete sessions, and after them one that failed before it was complete."""
     storages = Storages()
     for number in range(sessions):
         _session(number, layout)(storages, None)

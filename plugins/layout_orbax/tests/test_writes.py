@@ -1,4 +1,4 @@
-"""Regression tests for errors found in a review of the layouts."""
+"""Writes of the layouts: names, storage errors, options of processes, and refusals before anything is written."""
 
 from __future__ import annotations
 

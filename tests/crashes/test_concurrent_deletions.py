@@ -1,4 +1,4 @@
-"""Deletions beside deletions, and locks that cannot be released."""
+"""Concurrent deletions, and locks that cannot be released."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _state(version: int) -> dict[str, object]:
 
 
 def _leave_dead_save(location: str) -> None:
-    """A save of the same shapes that died right before it committed."""
+    """A save of the same shapes that failed right before it committed."""
     plan = FaultPlan()
     spare = location + "-spare"
     ckptcore.save(through(spare), _state(1), context=faulty_context(spare, plan))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_testing import FailAt, FaultPlan, FullAfter, ThreadJob
+from ckptcore_testing import FailAt, FaultPlan, FullAfter, ThreadJob, run_ranks
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckptcore
@@ -147,18 +147,12 @@ def test_a_failing_process_fails_them_all(tmp_path: Path) -> None:
     location = tmp_path / "c"
     ckptcore.save(location, OLD, layout="dcp")
 
-    def save(coordinator: Coordinator) -> None:
-        state: dict[str, Any] = {"w": np.zeros(3), "mine": object() if coordinator.rank == 2 else 1}
-        ckptcore.save(
-            location,
-            state,
-            layout="dcp",
-            overwrite=True,
-            context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
-        )
+    def save(rank: int, context: ckptcore.Context) -> None:
+        state: dict[str, Any] = {"w": np.zeros(3), "mine": object() if rank == 2 else 1}
+        ckptcore.save(location, state, layout="dcp", overwrite=True, context=context)
 
     with pytest.raises(ExceptionGroup) as raised:
-        ThreadJob(3, timeout_seconds=30).run(save)
+        run_ranks(3, save, timeout_seconds=30)
     assert len(raised.value.exceptions) == 3
     assert_same(loaded(location, like(OLD)), OLD)
 
@@ -385,14 +379,12 @@ def test_what_each_process_has_comes_back_to_it(tmp_path: Path) -> None:
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save_checkpointables(location, objects, layout="dcp", context=context)
 
-    def load(coordinator: Coordinator) -> Any:
+    def load(rank: int, context: ckptcore.Context) -> Any:
         wanted = {"model": None, "data": ckptcore.PerProcess(None)}
-        return ckptcore.load_checkpointables(
-            location, wanted, context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
-        )
+        return ckptcore.load_checkpointables(location, wanted, context=context)
 
     ThreadJob(size, timeout_seconds=30).run(save)
-    for rank, found in enumerate(ThreadJob(size, timeout_seconds=30).run(load)):
+    for rank, found in enumerate(run_ranks(size, load, timeout_seconds=30)):
         assert found["model"]["w"].tolist() == [0, 1, 2, 3, 4]
         assert found["data"]["position"] == 10 * rank
         assert found["data"]["seed"].tolist() == [rank] * (rank + 1)

@@ -1,4 +1,4 @@
-"""Checkpoints of several objects that are replaced while somebody reads them."""
+"""Checkpoints of several objects that are replaced during a read."""
 
 from __future__ import annotations
 

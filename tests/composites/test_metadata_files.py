@@ -19,8 +19,8 @@ from ckptcore.inspection.completeness import has_expected_sizes
 from ckptcore.model import HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import CheckpointInfo, Coordinator, StorageOptions, WriteStore
+from tests.composites.foreign_format import MARK, ShelfLayout, ShelfPlugin
 from tests.composites.objects import Counter, Files
-from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin
 
 ARRAYS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
 
@@ -40,7 +40,7 @@ class Told(ShelfLayout):
         return super().write(snapshot, store)
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
-        """Mark, and what else was asked for."""
+        """Write the metadata files that the test requests."""
         self.about.append(info)
         for key in self.keys:
             store.put(key, b"mark")

@@ -48,7 +48,7 @@ def _state(version: int) -> dict[str, Any]:
 
 
 def _dcp_version(directory: Path) -> int | None:
-    """What torch reads."""
+    """Return the version that torch reads."""
     target = {"w": torch.zeros(_ELEMENTS, dtype=torch.int64), "b": torch.zeros(3, dtype=torch.int64)}
     if not (directory / ".metadata").exists():
         return None
@@ -58,7 +58,7 @@ def _dcp_version(directory: Path) -> int | None:
 
 
 def _safetensors_version(directory: Path) -> int | None:
-    """What Hugging Face reads: one file, or else those that the index lists."""
+    """Return the version that Hugging Face reads: of one file, or else those that the index lists."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
         names = ["model.safetensors"]
@@ -72,11 +72,11 @@ def _safetensors_version(directory: Path) -> int | None:
 
 
 class _Case(NamedTuple):
-    """What is there before, what is saved, and what other software reads.
+    """An old checkpoint, a save, and a reader of other software.
 
     Attributes:
         before: the layout of the old checkpoint, "torch" or "weights" for one of other software, None for none.
-        keeps: True if the old checkpoint was saved beside other files, too.
+        keeps: True if the old checkpoint was saved next to other files, too.
         layout: the layout of the new checkpoint.
         version: what other software reads of the new layout.
     """
@@ -143,7 +143,7 @@ class _Place:
         self.others[name] = text
 
     def save(self, plan: FaultPlan, version: int = _NEW) -> None:
-        """Save beside the other files, with the faults of a plan."""
+        """Save next to the other files, with the faults of a plan."""
         place = through(self.location)
         fixed = self.case.layout == "zarr3" and self.version() != _OLD
         ckptcore.save(
@@ -155,7 +155,7 @@ class _Place:
         )
 
     def version(self) -> int | None:
-        """What ckptcore reads. It must be complete."""
+        """Return the version that ckptcore reads. It must be complete."""
         try:
             found = ckptcore.load(self.location)
         except CheckpointNotFoundError:
@@ -359,7 +359,7 @@ class _Suspended:
         self.stamps = self.storage.stamps(["step/checkpoint.json"])
 
     def replace_root(self) -> bool:
-        """Go on with the rename of the root. Return False if it fails."""
+        """Continue the rename of the root. Return False if it fails."""
         root = "step/checkpoint.json"
         try:
             self.storage.replace(f"{self.hidden}/checkpoint.json", root, self.stamps[root])

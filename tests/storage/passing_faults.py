@@ -81,7 +81,7 @@ class _Moments:
         self._is_held = False
 
     def pass_one(self, event: Event | None = None) -> None:
-        """Let a moment pass."""
+        """Wait for a moment."""
         with self._lock:
             if self._is_held or self._random.random() > 0.1:
                 return
@@ -244,7 +244,7 @@ def _quota(mounts: Mounts) -> Place:
 
 
 class _Taken:
-    """What is taken away of a service: the network loses requests or their answers, and an identity is refused."""
+    """Faults of a service: the network loses requests or their answers, and an identity is refused."""
 
     def __init__(self, refusal: HTTPAnswer) -> None:
         self._refusal = refusal
