@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +108,8 @@ def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         CorruptCheckpointError: if the stored value is not a number.
     """
     if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
-        if array_of_number(stored, requested.spec) is not None:
+        with contextlib.suppress(ValueError):
+            array_of_number(stored, requested.spec)
             return None
         if (stored.kind, sort_of_elements(requested.spec)) in _VALUE_CASTS:
             reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
@@ -120,32 +122,31 @@ def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     return f"kind: {requested.kind} is requested, array {stored.spec} is stored"
 
 
-def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
-    """Return a stored number as a new array without axes; None if the dtype cannot represent it exactly.
+def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray:
+    """Return a stored number as a new array without axes.
 
     Raises:
+        ValueError: the dtype cannot represent it exactly.
         CorruptCheckpointError: if the stored value is not a number.
     """
-    number, sort = _VALUES.build(None, stored, ()), sort_of_elements(spec)
-    if isinstance(number, bool):
-        return np.array(number) if sort == "bool" else None
-    if isinstance(number, int) and sort == "int":
+    number: Any = _VALUES.build(None, stored, ())
+    kind, sort = type(number).__name__, sort_of_elements(spec)
+    if kind == sort == "bool":
+        return np.array(number)
+    if kind == sort == "int":
         import ml_dtypes  # slow to import, as `ckptcore.model.arrays` says
 
         limits = ml_dtypes.iinfo(spec.numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
-        return np.array(number, spec.numpy_dtype) if limits.min <= number <= limits.max else None
-    if not isinstance(number, int | float) or sort != "float":
-        return None
-    try:
-        wide = float(number)
-    except OverflowError:  # an int larger than every float
-        return None
-    if isinstance(number, int) and wide != number:
-        return None
-    with np.errstate(all="ignore"):  # an overflow is found by the comparison below
-        array = np.array(wide).astype(spec.numpy_dtype)
-    # Compare texts: NaN is not equal to itself, and zero equals negative zero.
-    return array if repr(float(array)) == repr(wide) else None
+        if limits.min <= number <= limits.max:
+            return np.array(number, spec.numpy_dtype)
+    elif (kind, sort) in _VALUE_CASTS:
+        with contextlib.suppress(OverflowError), np.errstate(all="ignore"):  # an int may be larger than every float
+            wide = float(number)
+            array = np.array(wide).astype(spec.numpy_dtype)
+            # Compare texts of floats: NaN is not equal to itself, and zero equals negative zero.
+            if (kind == "float" or wide == number) and repr(float(array)) == repr(wide):
+                return array
+    raise ValueError(f"{spec} cannot represent a {kind}")
 
 
 class NumberOfArray(HostValueHandler):
