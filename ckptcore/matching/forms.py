@@ -108,8 +108,7 @@ def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         CorruptCheckpointError: if the stored value is not a number.
     """
     if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
-        with contextlib.suppress(ValueError):
-            array_of_number(stored, requested.spec)
+        if array_of_number(stored, requested.spec) is not None:
             return None
         if (stored.kind, sort_of_elements(requested.spec)) in _VALUE_CASTS:
             reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
@@ -122,11 +121,10 @@ def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     return f"kind: {requested.kind} is requested, array {stored.spec} is stored"
 
 
-def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray:
-    """Return a stored number as a new array without axes.
+def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
+    """Return a stored number as a new array without axes; None if the dtype cannot represent it exactly.
 
     Raises:
-        ValueError: the dtype cannot represent it exactly.
         CorruptCheckpointError: if the stored value is not a number.
     """
     number: Any = _VALUES.build(None, stored, ())
@@ -146,7 +144,7 @@ def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray:
             # Compare texts of floats: NaN is not equal to itself, and zero equals negative zero.
             if (kind == "float" or wide == number) and repr(float(array)) == repr(wide):
                 return array
-    raise ValueError(f"{spec} cannot represent a {kind}")
+    return None
 
 
 class NumberOfArray(HostValueHandler):

@@ -333,7 +333,9 @@ class Comparison:
             if reason is None and isinstance(requested, ValueRecord):
                 self.handlers[position] = forms.NumberOfArray(handler, requested.kind)
             elif reason is None and isinstance(requested, ArrayRecord) and isinstance(stored, ValueRecord):
-                self.arrays[position] = forms.array_of_number(stored, requested.spec)
+                array = forms.array_of_number(stored, requested.spec)
+                assert array is not None  # there is no difference
+                self.arrays[position] = array
         elif {requested.kind, stored.kind} == _SEQUENCES and isinstance(stored, ValueRecord):
             same = self.by_name or self.matching.sequences == "either"
             reason = None if same else f"sequence: a {requested.kind} is requested, a {stored.kind} is stored"
