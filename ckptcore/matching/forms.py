@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -57,6 +57,11 @@ FOREIGN_PATH_FORMS: Final[Sequence[PathForms]] = (
     (dotted_path, text_path),
 )
 """Forms for checkpoints of other software, tried in order."""
+
+
+def is_below(path: TreePath, others: Collection[TreePath]) -> bool:
+    """Return True if a path is below one of others, and not one of them."""
+    return any(path[:length] in others for length in range(len(path)))
 
 
 def find_paths(

@@ -157,7 +157,7 @@ def match_leaves(
 
 def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
     """Return True if a stored leaf is at the path of a placeholder, or below it."""
-    if any(path[:length] in skips for length in range(len(path) + 1)):
+    if path in skips or forms.is_below(path, skips):
         return True
     return bool(dotted) and len(path) == 1 and isinstance(path[0], str) and path[0].startswith(dotted)
 

@@ -6,17 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
+from ckptcore.matching import forms
 from ckptcore.matching.adjustments import find_quantized, lost_scales
 from ckptcore.matching.differences import Difference, PartNames, Remedy, mismatch
-from ckptcore.matching.forms import (
-    FOREIGN_PATH_FORMS,
-    dotted_path,
-    find_paths,
-    is_none,
-    plain_key,
-    plain_path,
-    text_path,
-)
+from ckptcore.matching.forms import is_below, is_none, plain_key, plain_path, text_path
 from ckptcore.matching.moves import Move, find_moves, in_order, whole_parts
 from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.model.tree import Node, Skeleton, TreePath, format_path, leaf_count
@@ -118,7 +111,7 @@ class _Unmatched:
             if self.lost or (matching.missing, matching.unexpected) != ("keep", "ignore"):
                 differences.extend(self._take_related())
             else:
-                differences.extend(self._of__moved_parts())
+                differences.extend(self._take_moved())
         if self.absent or self.unexpected:
             differences.extend(self._take_other_states())
         return differences
@@ -152,6 +145,7 @@ class _Unmatched:
         self.absent = [position for position in requested if position not in moved[0]]
         self.unexpected = [number for number in stored if number not in moved[1]]
         differences.extend(_moved_parts(moves))
+        # An object of which leaves moved is not lost: the error proposes the transform that loads it.
         before = self.lost
         if () in before and any(difference.sort in ("moved", "key") for difference in differences):
             self.lost = []
@@ -160,7 +154,7 @@ class _Unmatched:
         self.elsewhere = [path for path in before if path and path not in self.lost]
         return differences
 
-    def _of__moved_parts(self) -> list[Difference]:
+    def _take_moved(self) -> list[Difference]:
         """Return the differences of parts that are not loaded at all, but are stored under another path.
 
         These are objects, and plain containers directly below the root or with most leaves of the container around
@@ -182,7 +176,7 @@ class _Unmatched:
         whole = {path: counted for path, counted in whole.items() if moved.issuperset(counted)}
         positions = {position for counted in whole.values() for position in counted}
         chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
-        outermost = [path for path in whole if not any(path[:length] in whole for length in range(len(path)))]
+        outermost = [path for path in whole if not is_below(path, whole)]
         differences = list(_moved_parts(in_order(chosen)))
         if differences:
             self.elsewhere = outermost
@@ -202,7 +196,7 @@ class _Unmatched:
         same_text: list[tuple[str, str]] = []
         if not compared.by_name:
             free = {path: number for number, path in stored.items()}
-            numbers = find_paths(list(requested.values()), free, FOREIGN_PATH_FORMS)
+            numbers = forms.find_paths(list(requested.values()), free, forms.FOREIGN_PATH_FORMS)
             same_text = [
                 (format_path(requested.pop(position)), format_path(stored.pop(number)))
                 for position, number in zip(self.absent, numbers, strict=True)
@@ -224,7 +218,7 @@ class _Unmatched:
         compared, tree = self._compared, self._compared.tree
         others = [path for number, path in enumerate(tree.paths) if number not in stored]
         if compared.by_name and all(len(path) == 1 for path in tree.paths):  # names that join the keys by dots
-            requested = {position: dotted_path(path) for position, path in requested.items()}
+            requested = {position: forms.dotted_path(path) for position, path in requested.items()}
 
         def fits(position: int, number: int) -> bool:
             """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
@@ -245,14 +239,8 @@ class _Unmatched:
             compared.flat.skeleton, compared.tree.skeleton, absent.values(), unexpected.values()
         )
 
-        def left(paths: Mapping[int, TreePath]) -> list[int]:
-            return [
-                number
-                for number, path in paths.items()
-                if not any(path[:length] in states for length in range(len(path)))
-            ]
-
-        self.absent, self.unexpected = left(absent), left(unexpected)
+        self.absent = [position for position, path in absent.items() if not is_below(path, states)]
+        self.unexpected = [number for number, path in unexpected.items() if not is_below(path, states)]
         return states.values()
 
 
@@ -314,7 +302,7 @@ def sparse_parts(compared: Comparison) -> Sequence[str]:
         stored = len(counted) - len(missing.intersection(counted))
         is_empty = bool(counted) and not stored and text_path(part.path) in prefixes
         if (part.is_object and 2 * stored < len(counted)) or (is_empty and not part.is_object):
-            if any(part.path[:length] in empty for length in range(len(part.path))):
+            if is_below(part.path, empty):
                 continue
             empty.add(part.path)
             messages.append(
@@ -420,7 +408,7 @@ def _state_differences(
     in_optimizers: set[TreePath] = set()
     for shown, node, other in _common_nodes(requested, stored):
         path = plain_path(shown)
-        if path not in differing or any(path[:length] in states for length in range(len(path))):
+        if path not in differing or is_below(path, states):
             continue
         inside = path[:-1] in in_optimizers
         both = None
