@@ -245,8 +245,9 @@ class StepNames:
         format of `read`, then the shortest name.
         """
         preferred: dict[int, tuple[int, int, str]] = {}
+        formats = list(enumerate((self.write, *self.read)))
         for name in names:
-            parsed = ((rank, form.parse(name)) for rank, form in enumerate((self.write, *self.read)))
+            parsed = ((rank, form.parse(name)) for rank, form in formats)
             rank, step = next((pair for pair in parsed if pair[1] is not None), (0, None))
             if step is not None:
                 candidate = (rank, len(name), name)

@@ -228,8 +228,8 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     first = inputs[0].spec
     if not 0 <= axis < len(first.shape):
         raise ValueError(f"{first} has no axis {axis} to concatenate along")
-    for one in inputs:
-        spec = one.spec
+    for array in inputs:
+        spec = array.spec
         fits = len(spec.shape) == len(first.shape) and _at(spec.shape, axis, 0) == _at(first.shape, axis, 0)
         if spec.dtype != first.dtype or not fits:
             raise ValueError(
@@ -276,16 +276,16 @@ def constant(spec: ArraySpec, value: Any) -> DerivedArray:
         ValueError: if the dtype or the shape does not fit.
     """
     dtype = spec.numpy_dtype
-    found = np.asarray(value)
-    elements: HostArray = np.empty(found.shape, dtype)
-    if found.dtype == dtype:
-        copy_elements(elements, found)
+    given = np.asarray(value)
+    elements: HostArray = np.empty(given.shape, dtype)
+    if given.dtype == dtype:
+        copy_elements(elements, given)
     else:
-        _convert(elements, found, value)
+        _convert(elements, given, value)
     try:
         np.broadcast_to(elements, spec.shape)
     except ValueError as error:
-        raise ValueError(f"a value of shape {list(found.shape)} cannot be broadcast to {spec}") from error
+        raise ValueError(f"a value of shape {list(given.shape)} cannot be broadcast to {spec}") from error
     return Constant(spec, elements)
 
 
@@ -336,9 +336,9 @@ def walk(array: DerivedArray) -> Iterator[DerivedArray]:
     """Yield a derived array and, recursively, its inputs. An input that occurs several times is yielded each time."""
     stack = [array]
     while stack:
-        one = stack.pop()
-        yield one
-        stack.extend(one.inputs)
+        part = stack.pop()
+        yield part
+        stack.extend(part.inputs)
 
 
 def copy_parts(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:

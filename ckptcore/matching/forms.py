@@ -221,10 +221,10 @@ def column_difference(requested: object, stored: ValueRecord, matching: Matching
     """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
     if matching.values == "stored" and not (isinstance(requested, dict) and any(map(is_name, requested))):
         return None  # the column need not be decoded
-    found: Any = _VALUES.build(None, stored, ())
-    if matching.values == "error" and not _has_types_of(requested, found):
+    value: Any = _VALUES.build(None, stored, ())
+    if matching.values == "error" and not _has_types_of(requested, value):
         return f"kind: a {stored.kind} of other values is requested than is stored"
-    lost = [key for key in requested if is_name(key) and key not in found] if isinstance(requested, dict) else []
+    lost = [key for key in requested if is_name(key) and key not in value] if isinstance(requested, dict) else []
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 
@@ -279,8 +279,8 @@ def kind_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
             return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
-        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
-        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
+        of_requested, of_stored = (f"{record.spec} ({record.kind})" for record in (requested, stored))
+        return f"dtype: {of_requested} is requested, {of_stored} is stored; arrays of these kinds are not cast"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (

@@ -427,24 +427,24 @@ def _state_differences(
     return states
 
 
-def _are_other_states(one: Node, other: Node) -> bool:
+def _are_other_states(node: Node, other: Node) -> bool:
     """Return True for states with leaves of two classes of one library, by the names of the classes.
 
     A program may rename its own classes.
     """
-    names = one.type, other.type
-    if None in names or not leaf_count(one) or not leaf_count(other):
+    names = node.type, other.type
+    if None in names or not leaf_count(node) or not leaf_count(other):
         return False
     parts = [str(name).split(".") for name in names]
     is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
     return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
 
 
-def _other_fields(one: Node, other: Node) -> tuple[str, str] | None:
+def _other_fields(node: Node, other: Node) -> tuple[str, str] | None:
     """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
-    if one.type is not None or other.type is not None or not leaf_count(one) or not leaf_count(other):
+    if node.type is not None or other.type is not None or not leaf_count(node) or not leaf_count(other):
         return None
-    fields = [set(map(plain_key, node.keys)) for node in (one, other)]
+    fields = [set(map(plain_key, each.keys)) for each in (node, other)]
     if fields[0] <= fields[1] or fields[1] <= fields[0]:
         return None
     requested, stored = (", ".join(sorted(map(str, keys))) for keys in fields)
