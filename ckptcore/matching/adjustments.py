@@ -51,7 +51,7 @@ _SHOWN: Final = 100
 
 
 def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
-    """Find the change from a stored array to the requested one. Returns all differences if there is none.
+    """Find the change from a stored array to the requested one. Returns all differences if it is not allowed.
 
     Args:
         path: the path of the array, for messages.

@@ -14,10 +14,10 @@ from typing import Final
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
 _CANDIDATES: Final = 50
-"""Most stored leaves with the same last keys that are compared with one requested leaf."""
+"""Limit of stored leaves with the same last keys that are compared with one requested leaf."""
 
 _MOST: Final = 20
-"""Most parts that are found to have moved: of more, the keys differ, or a transform of the user's own is shorter."""
+"""Limit of moved parts. If more moved, all keys differ, or one transform of the user says it in fewer words."""
 
 _OPTIMIZERS: Final = "optimizer_variables"
 """In models of Keras, the key above the class of the optimizer. Other classes have variables of the same names."""
@@ -63,7 +63,7 @@ class Move:
 
     @property
     def has_index(self) -> bool:
-        """True if the requested path has a key that is no text. A template has text in its place."""
+        """True if the requested path has a key that is not text. The template of a ``Rename`` makes it text."""
         return any(not isinstance(key, str | Attribute) for key in self.requested)
 
     @property
@@ -75,7 +75,7 @@ class Move:
 
     @property
     def can_be_named(self) -> bool:
-        """True if a transform can name both paths, and they are no two fields of one object, nor two optimizers."""
+        """True if a transform can name both paths, and they are neither fields of one object nor in two optimizers."""
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False

@@ -129,7 +129,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
 
 
 def kind_in_place_of(head: bytes) -> FileKind | None:
-    """Return the kind of a file that is found in place of another one: a pointer, a page, nothing. None for others."""
+    """Return the kind of a pointer, a page or an empty file in place of the expected file; None for other files."""
     kind = file_kind(head, "")
     return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
 

@@ -89,7 +89,7 @@ def held_in(location: Location, names: Sequence[str], context: Context) -> str:
             elif run := find_run(inside, context):
                 runs[name] = run
         except StorageError:
-            continue  # a closed entry hides no other one
+            continue  # a directory that cannot be read does not hide the others
     within = location.display.rstrip("/")
     more = len(directories) > _ENTRIES_TRIED
     sentences = []

@@ -118,7 +118,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
 
 def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if a tree with unreadable leaves is a folder of checkpoints of ckptcore, whose files look like it."""
+    """Return True if a layout took a folder of checkpoints of ckptcore for one tree, whose leaves it cannot read."""
     return any(unreadable_error(record) is not None for record in tree.leaves) and has_own_checkpoint(store, names)
 
 

@@ -96,7 +96,8 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
 def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
     """Return the checkpointables that ckptcore did not delete, of those of which nothing exists.
 
-    Sends one request, or one for each directory if the storage cannot list. Other software does not tell deletions.
+    Sends one request, or one for each directory if the storage cannot list. Other software does not mark
+    deletions.
     """
     root, store = composite.root, composite.location.store
     if root is None or not absent:
@@ -107,7 +108,7 @@ def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> lis
         names = frozenset()
     listed = ROOT_KEY in names
 
-    def is_told(directory: str) -> bool:
+    def is_marked(directory: str) -> bool:
         mark = deletion_mark(root.save_id, directory)
         if mark in names or (not listed and _is_file(composite.location, mark)):
             return True
@@ -119,7 +120,7 @@ def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> lis
     for name in absent:
         member = root.members[name]
         # Stops at the first lost directory: a hostile root may state any number of processes.
-        if not all(is_told(member.directory(name, rank)) for rank in range(member.processes or 1)):
+        if not all(is_marked(member.directory(name, rank)) for rank in range(member.processes or 1)):
             lost.append(name)
     return lost
 
