@@ -142,8 +142,8 @@ def experts(pattern: str, own: Collection[int]) -> Selection:
         TypeError: `own` has other values than integers.
     """
     numbers = _numbers(own)
-    before, found, after = _expect_text(pattern, "experts.{expert}.*").partition(_EXPERT)
-    if not found or _EXPERT in after:
+    before, has_number, after = _expect_text(pattern, "experts.{expert}.*").partition(_EXPERT)
+    if not has_number or _EXPERT in after:
         raise ValueError(f"experts({pattern!r}): expected {_EXPERT} once, in place of the number of an expert")
     compiled = _compiled(_glob_text(before + "\0" + after, pattern).replace("\0", "([0-9]+)"), pattern)
     return _Experts(compiled, pattern, numbers)

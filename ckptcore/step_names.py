@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +109,7 @@ class StepNameFormat:
                 start, stop = matches[-1].span(1)
                 before, after = (_VALUE.sub("=*", part) for part in (example[:start], example[stop:]))
                 return cls(before, _width(example[start:stop]), after)
-        extensions = next((found for found in _EXTENSIONS.finditer(example) if found.end() == len(example)), None)
+        extensions = next((match for match in _EXTENSIONS.finditer(example) if match.end() == len(example)), None)
         suffix = extensions[0] if extensions is not None else ""
         prefix, digits = _split(example.removesuffix(suffix))
         if not digits or (suffix and _FRACTION.search(prefix)):
@@ -144,8 +143,8 @@ class StepNameFormat:
             return None
         if "*" in self.prefix + self.suffix:
             before, after = (".*".join(map(re.escape, part.split("*"))) for part in (self.prefix, self.suffix))
-            found = re.fullmatch(f"{before}([0-9]+){after}", name)
-            return None if found is None else _number(found[1], self.width)
+            match = re.fullmatch(f"{before}([0-9]+){after}", name)
+            return None if match is None else _number(match[1], self.width)
         prefix, digits = _split(name.removesuffix(self.suffix))
         return _number(digits, self.width) if prefix == self.prefix else None
 
@@ -245,34 +244,23 @@ class StepNames:
         If several names belong to one step, the name in the written format is preferred, then the name in the first
         format of `read`, then the shortest name.
         """
-        formats: dict[str, list[tuple[int, int | None]]] = {}
-        patterns: list[tuple[int, StepNameFormat]] = []
-        for rank, one in enumerate((self.write, *self.read)):
-            if one.is_written:
-                formats.setdefault(one.prefix, []).append((rank, one.width))
-            else:
-                patterns.append((rank, one))
-        found: dict[int, tuple[int, int, str]] = {}
-        # No prefix ends in a digit, so a name without its final digits is the only possible prefix.
+        preferred: dict[int, tuple[int, int, str]] = {}
+        formats = list(enumerate((self.write, *self.read)))
         for name in names:
-            prefix, digits = _split(name)
-            matching = ((rank, _number(digits, width)) for rank, width in formats.get(prefix, ()))
-            others = ((rank, one.parse(name)) for rank, one in patterns)
-            for rank, step in itertools.chain(matching, others):
-                if step is not None:
-                    candidate = (rank, len(name), name)
-                    if step not in found or candidate < found[step]:
-                        found[step] = candidate
-                    break
-        return {step: found[step][2] for step in sorted(found)}
+            parsed = ((rank, form.parse(name)) for rank, form in formats)
+            rank, step = next((pair for pair in parsed if pair[1] is not None), (0, None))
+            if step is not None:
+                candidate = (rank, len(name), name)
+                preferred[step] = min(preferred.get(step, candidate), candidate)
+        return {step: preferred[step][2] for step in sorted(preferred)}
 
 
 def numbered(names: Iterable[str]) -> Mapping[str, Mapping[int, str]]:
     """Return names that end in a number, by their text before it and by number, ascending."""
-    found: dict[str, dict[int, str]] = {}
+    by_prefix: dict[str, dict[int, str]] = {}
     for name in sorted(names, key=len, reverse=True):  # of equal numbers, the shortest name
         prefix, digits = _split(name)
         number = _number(digits, None)
         if number is not None:
-            found.setdefault(prefix, {})[number] = name
-    return {prefix: dict(sorted(found[prefix].items())) for prefix in sorted(found)}
+            by_prefix.setdefault(prefix, {})[number] = name
+    return {prefix: dict(sorted(by_prefix[prefix].items())) for prefix in sorted(by_prefix)}

@@ -228,8 +228,8 @@ def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     first = inputs[0].spec
     if not 0 <= axis < len(first.shape):
         raise ValueError(f"{first} has no axis {axis} to concatenate along")
-    for one in inputs:
-        spec = one.spec
+    for array in inputs:
+        spec = array.spec
         fits = len(spec.shape) == len(first.shape) and _at(spec.shape, axis, 0) == _at(first.shape, axis, 0)
         if spec.dtype != first.dtype or not fits:
             raise ValueError(
@@ -276,47 +276,41 @@ def constant(spec: ArraySpec, value: Any) -> DerivedArray:
         ValueError: if the dtype or the shape does not fit.
     """
     dtype = spec.numpy_dtype
-    found = np.asarray(value)
-    elements: HostArray = np.empty(found.shape, dtype)
-    if found.dtype == dtype:
-        copy_elements(elements, found)
+    given = np.asarray(value)
+    elements: HostArray = np.empty(given.shape, dtype)
+    if given.dtype == dtype:
+        copy_elements(elements, given)
     else:
-        _convert(elements, found, value)
+        _convert(elements, given, value)
     try:
         np.broadcast_to(elements, spec.shape)
     except ValueError as error:
-        raise ValueError(f"a value of shape {list(found.shape)} cannot be broadcast to {spec}") from error
+        raise ValueError(f"a value of shape {list(given.shape)} cannot be broadcast to {spec}") from error
     return Constant(spec, elements)
 
 
-def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
-    """Fill an array with values of another dtype. Floats and complex numbers are rounded.
+def _convert(elements: HostArray, given: HostArray, value: Any) -> None:
+    """Fill an array with values of another dtype. Floats and complex numbers are rounded, ints and bools are not.
 
     Args:
         elements: the array to fill.
-        found: the values as an array of the same shape.
+        given: the values as an array of the same shape.
         value: the values as the caller passed them, for errors.
 
     Raises:
         ValueError: if the dtype of `elements` cannot represent one of the values.
     """
-    given, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
+    kind, own = name_of_dtype(given.dtype), name_of_dtype(elements.dtype)
+    is_exact = is_int_or_bool(given.dtype)
     try:
-        if own == "bool":
-            elements[...] = found
-            lost = is_int_or_bool(found.dtype) and bool((elements != found).any())
-            if lost or not is_int_or_bool(found.dtype):
-                raise ValueError(f"give a value of {own}")
-            return
-        if not accepts_kind_of(own, given):
-            raise ValueError(f"{given} values are not cast to {own}")
-        copy_rounded(elements, found)
+        if own == "bool" and is_exact:
+            elements[...] = given
+        elif accepts_kind_of(own, kind):
+            copy_rounded(elements, given)
+        else:
+            raise ValueError(f"{kind} values are not cast to {own}")
         wide = np.complex128 if is_complex(elements.dtype) else np.float64
-        if (
-            is_int_or_bool(found.dtype)
-            and not is_int_or_bool(elements.dtype)
-            and bool((elements.astype(wide) != found).any())
-        ):
+        if is_exact and bool((elements.astype(wide) != given).any()):
             raise ValueError(f"give a value of {own}")
     except ValueError as error:
         raise ValueError(f"{own} cannot represent {value!r}: {error}") from error
@@ -336,9 +330,9 @@ def walk(array: DerivedArray) -> Iterator[DerivedArray]:
     """Yield a derived array and, recursively, its inputs. An input that occurs several times is yielded each time."""
     stack = [array]
     while stack:
-        one = stack.pop()
-        yield one
-        stack.extend(one.inputs)
+        part = stack.pop()
+        yield part
+        stack.extend(part.inputs)
 
 
 def copy_parts(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:

@@ -120,11 +120,11 @@ def float_values(dtype: str) -> FloatValues | None:
     """Return the values of a dtype of floats, or of the parts of a complex dtype; None for other dtypes."""
     if _sort(dtype) not in ("float", "complex"):
         return None
-    found = dtype_from_name(_PARTS.get(dtype, dtype))
-    limits = ml_dtypes.finfo(found)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
+    numpy_dtype = dtype_from_name(_PARTS.get(dtype, dtype))
+    limits = ml_dtypes.finfo(numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
     with np.errstate(all="ignore"):
-        infinity, nan, minus_zero = [np.array(value).astype(found) for value in (np.inf, np.nan, -0.0)]
-        below = np.array(-1.0).astype(found)
+        infinity, nan, minus_zero = [np.array(value).astype(numpy_dtype) for value in (np.inf, np.nan, -0.0)]
+        below = np.array(-1.0).astype(numpy_dtype)
     return FloatValues(
         bits=limits.nmant + 1,
         least=float(limits.smallest_subnormal),
@@ -310,9 +310,9 @@ def _expect_within(source: HostArray, dtype: str) -> None:
     if float_values(name_of_dtype(source.dtype)) is not None and not (finite := np.isfinite(source)).all():
         raise ValueError(f"{source[~finite].flat[0]} is out of range for {dtype} ({low} to {high})")
     # Compare as Python ints: one dtype may not have the limits of the other.
-    for found in (int(source.min()), int(source.max())):
-        if not low <= found <= high:
-            raise ValueError(f"{found} is out of range for {dtype} ({low} to {high})")
+    for number in (int(source.min()), int(source.max())):
+        if not low <= number <= high:
+            raise ValueError(f"{number} is out of range for {dtype} ({low} to {high})")
 
 
 def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatValues) -> None:

@@ -51,7 +51,7 @@ _SHOWN: Final = 100
 
 
 def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:
-    """Find the change from a stored array to the requested one. Returns all differences if there is none.
+    """Find the change from a stored array to the requested one. Returns all differences if it is not allowed.
 
     Args:
         path: the path of the array, for messages.
@@ -215,15 +215,15 @@ def find_scales(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
         expected = names_of_scales(name) if is_quantized(record.spec) else []
         if name.endswith(BLOCKS) and record.spec.dtype == "uint8":
             expected = [name.removesuffix(BLOCKS) + SCALES_OF_BLOCKS]
-        found = next((names[scales] for scales in expected if scales in names), None)
-        if found is not None:
-            yield number, found
+        scales = next((names[expected_name] for expected_name in expected if expected_name in names), None)
+        if scales is not None:
+            yield number, scales
 
 
 def find_quantized(tree: TreeMetadata) -> str | None:
     """Return a description of one quantised array of a tree and its scales; None if there is none."""
     for number, scales in find_scales(tree):
-        name, scales_name = ("/".join(map(str, tree.paths[one]))[:_SHOWN] for one in (number, scales))
+        name, scales_name = ("/".join(map(str, tree.paths[leaf]))[:_SHOWN] for leaf in (number, scales))
         record = tree.leaves[number]
         assert isinstance(record, ArrayRecord)  # `find_scales` finds only arrays
         return f"{name!r} is {record.spec}, and its scales are {scales_name!r}"
@@ -243,6 +243,6 @@ def lost_scales(
     for number, scales in find_scales(tree):
         change = changes.get(number)
         if change is not None and change.cast != "error" and scales not in loaded:
-            path, additional = (format_path(tree.paths[one]) for one in (number, scales))
+            path, additional = (format_path(tree.paths[leaf]) for leaf in (number, scales))
             reason = f"{change.stored} is quantised: a cast would ignore its scales, {additional}"
             yield Difference("dtype", f"{path}: dtype: {reason}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.matching.moves import Move
 from ckptcore.model.tree import format_path
-from ckptcore.tree.suggestions import NameSuggestions
 
 _SHOWN: Final = 30
 """Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
@@ -197,40 +195,3 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
             shares[sort] += added
             left -= added
     return shares
-
-
-def key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
-    """Yield the differences for requested and stored leaves whose keys have the same text.
-
-    Args:
-        pairs: the requested path and the stored one.
-    """
-    for requested, stored in pairs:
-        line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
-        yield Difference("key", line, Remedy("keys", ["text"]))
-
-
-def moved_parts(moves: Sequence[Move]) -> Iterator[Difference]:
-    """Yield the differences for parts that are stored under another path."""
-    for move in moves:
-        requested, stored = move.shown
-        count = len(move.pairs)
-        leaves = "" if move.is_leaf else f", with {count} {'leaf' if count == 1 else 'leaves'} of the same names"
-        line = f"moved: {requested} is requested, {stored} is stored{leaves}"
-        yield Difference("moved", line, Remedy("keys", ["text"]) if move.has_index else None, move.names)
-
-
-def missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:
-    """Yield the differences for leaves that are not stored. Suggests unexpected leaves with similar names."""
-    stored = NameSuggestions(unexpected)
-    for name in names:
-        near = stored.nearest(name)
-        hint = "" if near is None else f"; did you mean {near}?"
-        yield Difference("missing", f"missing: {name} is not stored{hint}", Remedy("missing", ["keep"]))
-
-
-def unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
-    """Yield the differences for stored leaves that are not requested."""
-    for name in names:
-        line = f"unexpected: {name} is stored and not requested"
-        yield Difference("unexpected", line, Remedy("unexpected", ["ignore"]))

@@ -8,26 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.matching.leaf_forms import (
-    FOREIGN_PATH_FORMS,
-    PATH_FORMS,
-    FloatOfInt,
-    NumberOfArray,
-    are_interchangeable,
-    are_plain,
-    array_of_number,
-    column_difference,
-    find_paths,
-    is_none,
-    is_of_form,
-    is_plain_value,
-    kind_difference,
-    number_difference,
-    plain_path,
-    sort_of_elements,
-    text_path,
-    with_casts_of_numbers,
-)
+from ckptcore.matching import forms
 from ckptcore.matching.options import EXACT, LeafChange, Matching
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.columns import COLUMN_KINDS
@@ -133,10 +114,10 @@ def match_leaves(
     """
     paths = list(flat.paths())
     is_same = flat.skeleton == tree.skeleton and None not in flat.handlers
-    forms = FOREIGN_PATH_FORMS if by_name else PATH_FORMS
+    path_forms = forms.FOREIGN_PATH_FORMS if by_name else forms.PATH_FORMS
     numbers: list[int | None] = list(range(len(paths)))
     if not is_same:
-        numbers = find_paths(paths, {path: number for number, path in enumerate(tree.paths)}, forms)
+        numbers = forms.find_paths(paths, {path: number for number, path in enumerate(tree.paths)}, path_forms)
     handlers = list(flat.handlers)
     if chosen is not None:
         handlers = [
@@ -176,7 +157,7 @@ def match_leaves(
 
 def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
     """Return True if a stored leaf is at the path of a placeholder, or below it."""
-    if any(path[:length] in skips for length in range(len(path) + 1)):
+    if path in skips or forms.is_below(path, skips):
         return True
     return bool(dotted) and len(path) == 1 and isinstance(path[0], str) and path[0].startswith(dotted)
 
@@ -265,13 +246,15 @@ class Comparison:
         Other software may store an array under several names: all of them are requested if one is.
         """
         for position, (number, handler) in enumerate(zip(self.numbers, self.handlers, strict=True)):
-            if number is None and handler is not None and not (self._is_loose and is_none(self.described(position))):
+            if number is not None or handler is None:
+                continue
+            if not (self._is_loose and forms.is_none(self.described(position))):
                 self.absent.append(position)
         tree, by_name = self.tree, self.by_name
         loaded = {number for number in self.numbers if number is not None}
         if len(loaded) == len(tree.leaves):
             return
-        form = text_path if by_name else plain_path
+        form = forms.text_path if by_name else forms.plain_path
         skipped = [path for path, handler in zip(self.paths, self.flat.handlers, strict=True) if handler is None]
         skips = {form(prefix) for prefix in skipped}
         dotted: tuple[str, ...] = ()
@@ -288,7 +271,7 @@ class Comparison:
             and tree.aliases.get(number, number) not in arrays
             and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
-            and not (is_none(tree.leaves[number]) and (self._is_loose or text_path(path) in leafless))
+            and not (forms.is_none(tree.leaves[number]) and (self._is_loose or forms.text_path(path) in leafless))
         ]
 
     def of_leaves(self) -> list[Difference]:
@@ -304,7 +287,11 @@ class Comparison:
                 continue
             if isinstance(damage := unreadable_error(stored), CorruptCheckpointError):
                 raise CorruptCheckpointError(f"{format_path(self.paths[position])} cannot be loaded: {damage}")
-            if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord) and are_plain(requested, stored):
+            if (
+                isinstance(requested, ArrayRecord)
+                and isinstance(stored, ArrayRecord)
+                and forms.are_plain(requested, stored)
+            ):
                 if requested.spec != stored.spec:
                     differences.extend(self._adjust(position, number, requested, stored))
                 continue
@@ -312,7 +299,7 @@ class Comparison:
             if reason is None:
                 continue
             sort = reason.partition(":")[0]
-            is_value = sort in ("kind", "value") and is_plain_value(stored) and self._is_value(position)
+            is_value = sort in ("kind", "value") and forms.is_plain_value(stored) and self._is_value(position)
             if is_value and self.matching.values == "stored":
                 self._take_stored(position, handler, requested, stored)
                 continue
@@ -327,7 +314,7 @@ class Comparison:
         """Add the change of an array to `changes`. Return its differences if it is not allowed."""
         from ckptcore.matching.adjustments import adjust  # only if the trees differ
 
-        allowed = with_casts_of_numbers(self.matching, requested, stored)
+        allowed = forms.with_casts_of_numbers(self.matching, requested, stored)
         change = adjust(format_path(self.paths[position]), requested.spec, stored.spec, allowed)
         if isinstance(change, LeafChange):
             self.changes[number] = change
@@ -339,23 +326,24 @@ class Comparison:
     def _other_form(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> str | None:
         """Return why a stored leaf does not have the requested form and cannot be converted to it; None if it can."""
         leaf = self.flat.leaves[position]
-        if is_of_form(requested, stored):
+        if forms.is_of_form(requested, stored):
             reason = _build_difference(leaf, handler, stored)
-        elif self._is_loose and are_interchangeable(requested, stored):
-            reason = number_difference(requested, stored)
+        elif self._is_loose and forms.are_interchangeable(requested, stored):
+            reason = forms.number_difference(requested, stored)
             if reason is None and isinstance(requested, ValueRecord):
-                self.handlers[position] = NumberOfArray(handler, requested.kind)
-            elif isinstance(requested, ArrayRecord) and isinstance(stored, ValueRecord):
-                array = array_of_number(stored, requested.spec)
-                if array is not None:
-                    self.arrays[position] = array
+                self.handlers[position] = forms.NumberOfArray(handler, requested.kind)
+            elif reason is None and isinstance(requested, ArrayRecord) and isinstance(stored, ValueRecord):
+                array = forms.array_of_number(stored, requested.spec)
+                assert array is not None  # there is no difference
+                self.arrays[position] = array
         elif {requested.kind, stored.kind} == _SEQUENCES and isinstance(stored, ValueRecord):
             same = self.by_name or self.matching.sequences == "either"
             reason = None if same else f"sequence: a {requested.kind} is requested, a {stored.kind} is stored"
         else:
-            reason = _special_difference(leaf, handler, requested, stored) or kind_difference(requested, stored)
+            reason = _special_difference(leaf, handler, requested, stored)
+            reason = reason or forms.kind_difference(requested, stored)
         if reason is None and isinstance(stored, ValueRecord) and stored.kind in COLUMN_KINDS.values():
-            return column_difference(leaf, stored, self.matching)
+            return forms.column_difference(leaf, stored, self.matching)
         return reason
 
     def _is_value(self, position: int) -> bool:
@@ -367,9 +355,9 @@ class Comparison:
         """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
-            self.handlers[position] = FloatOfInt() if is_wider else _VALUES
-        elif (sort := sort_of_elements(stored.spec)) is not None and isinstance(requested, ValueRecord):
-            self.handlers[position] = NumberOfArray(handler, sort)
+            self.handlers[position] = forms.FloatOfInt() if is_wider else _VALUES
+        elif (sort := forms.sort_of_elements(stored.spec)) is not None and isinstance(requested, ValueRecord):
+            self.handlers[position] = forms.NumberOfArray(handler, sort)
 
 
 def _build_difference(leaf: object, handler: LeafHandler, stored: LeafRecord) -> str | None:

@@ -14,10 +14,10 @@ from typing import Final
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
 _CANDIDATES: Final = 50
-"""Most stored leaves with the same last keys that are compared with one requested leaf."""
+"""Limit of stored leaves with the same last keys that are compared with one requested leaf."""
 
 _MOST: Final = 20
-"""Most parts that are found to have moved: of more, the keys differ, or a transform of the user's own is shorter."""
+"""Limit of moved parts. If more moved, all keys differ, or one transform of the user says it in fewer words."""
 
 _OPTIMIZERS: Final = "optimizer_variables"
 """In models of Keras, the key above the class of the optimizer. Other classes have variables of the same names."""
@@ -63,7 +63,7 @@ class Move:
 
     @property
     def has_index(self) -> bool:
-        """True if the requested path has a key that is no text. A template has text in its place."""
+        """True if the requested path has a key that is not text. The template of a ``Rename`` makes it text."""
         return any(not isinstance(key, str | Attribute) for key in self.requested)
 
     @property
@@ -75,7 +75,7 @@ class Move:
 
     @property
     def can_be_named(self) -> bool:
-        """True if a transform can name both paths, and they are no two fields of one object, nor two optimizers."""
+        """True if a transform can name both paths, and they are neither fields of one object nor in two optimizers."""
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False
@@ -106,7 +106,7 @@ def find_moves(
         fits: returns True if a stored leaf can be loaded as the requested leaf at a position.
         any_number: True to return all parts in any order.
     """
-    requested, stored = ({number: _divided(path) for number, path in one.items()} for one in (requested, stored))
+    requested, stored = ({number: _divided(path) for number, path in paths.items()} for paths in (requested, stored))
     votes = _votes(requested, stored, fits)
     if not votes:
         return []
@@ -172,19 +172,20 @@ def _votes(
     by_suffix: dict[tuple[str, ...], list[int]] = {}
     for number, path in stored.items():
         text = tuple(map(str, path))
-        for start in range(len(text)):
-            by_suffix.setdefault(text[start:], []).append(number)
+        for begin in range(len(text)):
+            by_suffix.setdefault(text[begin:], []).append(number)
     votes: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
     for position, path in requested.items():
         text = tuple(map(str, path))
-        found = next((start for start in range(len(text)) if text[start:] in by_suffix), len(text))
-        candidates = by_suffix.get(text[found:], ())
+        # Of all ends that a stored path has, too, the longest one says most about a leaf.
+        start = next((begin for begin in range(len(text)) if text[begin:] in by_suffix), len(text))
+        candidates = by_suffix.get(text[start:], ())
         if len(candidates) > _CANDIDATES:
             continue
         for number in candidates:
             if fits(position, number):
-                top = stored[number][: len(stored[number]) - (len(text) - found)]
-                votes.setdefault((path[:found], top), []).append((position, number))
+                top = stored[number][: len(stored[number]) - (len(text) - start)]
+                votes.setdefault((path[:start], top), []).append((position, number))
     return votes
 
 
@@ -210,16 +211,16 @@ class _Parts:
             moves: parts, the largest first.
             with_others: True if leaves that are not requested may move together with a part.
         """
-        found: list[Move] = []
+        parts: list[Move] = []
         taken: tuple[set[int], set[int]] = (set(), set())
         for move in moves:
             free = [pair for pair in move.pairs if pair[0] not in taken[0] and pair[1] not in taken[1]]
             for part in self._whole(replace(move, pairs=free), with_others):
                 if part.can_be_named:
-                    found.append(part)
+                    parts.append(part)
                     taken[0].update([position for position, _ in part.pairs])
                     taken[1].update([number for _, number in part.pairs])
-        return found
+        return parts
 
     def _whole(self, move: Move, with_others: bool) -> Sequence[Move]:
         """Divide a part until it can move as a whole. Drops single leaves, unless only a prefix changed."""
@@ -270,18 +271,20 @@ def in_order(moves: Sequence[Move]) -> Sequence[Move]:
     """
     if len(moves) > _MOST:
         return []
-    left, found = list(moves), list[Move]()
+    left, ordered = list(moves), list[Move]()
     while left:
-        free = next((one for one in left if not any(other is not one and _blocks(other, one) for other in left)), None)
+        free = next((move for move in left if not any(_blocks(other, move) for other in left)), None)
         if free is None:
             return []
-        found.append(free)
+        ordered.append(free)
         left.remove(free)
-    return found
+    return ordered
 
 
 def _blocks(stays: Move, moves: Move) -> bool:
     """Return True if a part is stored where another one moves to."""
+    if stays is moves:
+        return False
     paths = [tuple(map(str, path)) for path in (stays.stored, moves.requested)]
     length = min(map(len, paths))
     return paths[0][:length] == paths[1][:length]
@@ -296,9 +299,9 @@ def whole_parts(paths: Sequence[TreePath], chosen: Sequence[int]) -> Sequence[Tr
     """
     total = Counter([path[:length] for path in paths for length in range(len(path) + 1)])
     own = Counter([paths[position][:length] for position in chosen for length in range(len(paths[position]) + 1)])
-    found: dict[TreePath, None] = {}
+    tops: dict[TreePath, None] = {}
     for position in chosen:
         path = paths[position]
         length = next(length for length in range(len(path) + 1) if own[path[:length]] == total[path[:length]])
-        found[path[:length]] = None
-    return list(found)
+        tops[path[:length]] = None
+    return list(tops)

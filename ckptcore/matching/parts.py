@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
+from ckptcore.matching import forms
 from ckptcore.matching.adjustments import find_quantized, lost_scales
-from ckptcore.matching.differences import (
-    Difference,
-    PartNames,
-    Remedy,
-    key_differences,
-    mismatch,
-    missing_leaves,
-    moved_parts,
-    unexpected_leaves,
-)
-from ckptcore.matching.leaf_forms import (
-    FOREIGN_PATH_FORMS,
-    dotted_path,
-    find_paths,
-    is_none,
-    plain_key,
-    plain_path,
-    text_path,
-)
+from ckptcore.matching.differences import Difference, PartNames, Remedy, mismatch
+from ckptcore.matching.forms import is_below, is_none, plain_key, plain_path, text_path
 from ckptcore.matching.moves import Move, find_moves, in_order, whole_parts
 from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.model.tree import Node, Skeleton, TreePath, format_path, leaf_count
 from ckptcore.tree.shapes import outer_objects, outer_parts
+from ckptcore.tree.suggestions import NameSuggestions
 
 if TYPE_CHECKING:
     from ckptcore.matching.leaf_matching import Comparison
@@ -76,11 +61,11 @@ def expect_allowed(
     names = [format_path(tree.paths[number]) for number in unmatched.unexpected]
     if matching.missing == "error" or lost:
         requested = [format_path(compared.paths[position]) for position in unmatched.absent]
-        differences.extend(missing_leaves(requested, names))
+        differences.extend(_missing_leaves(requested, names))
     elif matching.missing == "keep":
         differences.extend(_of_valueless(compared, unmatched.absent, rank_and_size))
     if matching.unexpected == "error" or lost:
-        differences.extend(unexpected_leaves(names))
+        differences.extend(_unexpected_leaves(names))
     if not compared.is_same and not compared.by_name:
         allowed = "sequence" if matching.sequences == "either" else None
         of_containers = _container_differences(compared.flat.skeleton, tree.skeleton)
@@ -126,7 +111,7 @@ class _Unmatched:
             if self.lost or (matching.missing, matching.unexpected) != ("keep", "ignore"):
                 differences.extend(self._take_related())
             else:
-                differences.extend(self._of_moved_parts())
+                differences.extend(self._take_moved())
         if self.absent or self.unexpected:
             differences.extend(self._take_other_states())
         return differences
@@ -154,11 +139,13 @@ class _Unmatched:
         Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
         another path.
         """
-        related = _related(self._compared, self.absent, self.unexpected)
-        moved = [{pair[side] for move in related.moves for pair in move.pairs} for side in (0, 1)]
-        self.absent = [position for position in related.requested if position not in moved[0]]
-        self.unexpected = [number for number in related.stored if number not in moved[1]]
-        differences = [*related.differences, *moved_parts(related.moves)]
+        requested, stored, differences = self._take_same()
+        moves = self._moves(requested, stored)
+        moved = [{pair[side] for move in moves for pair in move.pairs} for side in (0, 1)]
+        self.absent = [position for position in requested if position not in moved[0]]
+        self.unexpected = [number for number in stored if number not in moved[1]]
+        differences.extend(_moved_parts(moves))
+        # An object of which leaves moved is not lost: the error proposes the transform that loads it.
         before = self.lost
         if () in before and any(difference.sort in ("moved", "key") for difference in differences):
             self.lost = []
@@ -167,7 +154,7 @@ class _Unmatched:
         self.elsewhere = [path for path in before if path and path not in self.lost]
         return differences
 
-    def _of_moved_parts(self) -> list[Difference]:
+    def _take_moved(self) -> list[Difference]:
         """Return the differences of parts that are not loaded at all, but are stored under another path.
 
         These are objects, and plain containers directly below the root or with most leaves of the container around
@@ -183,18 +170,62 @@ class _Unmatched:
                 whole[part.path] = counted
         if not whole:
             return []
-        moves = _related(compared, self.absent, self.unexpected, any_number=True).moves
+        requested, stored, _ = self._take_same()
+        moves = self._moves(requested, stored, any_number=True)
         moved = {position for move in moves for position, _ in move.pairs}
         whole = {path: counted for path, counted in whole.items() if moved.issuperset(counted)}
         positions = {position for counted in whole.values() for position in counted}
         chosen = [move for move in moves if any(position in positions for position, _ in move.pairs)]
-        outermost = [path for path in whole if not any(path[:length] in whole for length in range(len(path)))]
-        differences = list(moved_parts(in_order(chosen)))
+        outermost = [path for path in whole if not is_below(path, whole)]
+        differences = list(_moved_parts(in_order(chosen)))
         if differences:
             self.elsewhere = outermost
         else:  # too many for the names of transforms
             self.lost = outermost
         return differences
+
+    def _take_same(self) -> tuple[dict[int, TreePath], dict[int, TreePath], list[Difference]]:
+        """Find missing and unexpected leaves whose keys have the same text, or where the other tree has a container.
+
+        Returns:
+            The paths of the other missing leaves, those of the other unexpected leaves, and the differences.
+        """
+        compared = self._compared
+        requested = {position: compared.paths[position] for position in self.absent}
+        stored = {number: compared.tree.paths[number] for number in self.unexpected}
+        same_text: list[tuple[str, str]] = []
+        if not compared.by_name:
+            free = {path: number for number, path in stored.items()}
+            numbers = forms.find_paths(list(requested.values()), free, forms.FOREIGN_PATH_FORMS)
+            same_text = [
+                (format_path(requested.pop(position)), format_path(stored.pop(number)))
+                for position, number in zip(self.absent, numbers, strict=True)
+                if number is not None
+            ]
+        of_structure = _structure_differences(
+            list(map(plain_path, requested.values())), list(map(plain_path, stored.values()))
+        )
+        requested, stored = (
+            {number: path for number, path in paths.items() if plain_path(path) not in of_structure}
+            for paths in (requested, stored)
+        )
+        return requested, stored, [*_key_differences(same_text), *dict.fromkeys(of_structure.values())]
+
+    def _moves(
+        self, requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], *, any_number: bool = False
+    ) -> Sequence[Move]:
+        """Find leaves that are stored under another path. See `find_moves`."""
+        compared, tree = self._compared, self._compared.tree
+        others = [path for number, path in enumerate(tree.paths) if number not in stored]
+        if compared.by_name and all(len(path) == 1 for path in tree.paths):  # names that join the keys by dots
+            requested = {position: forms.dotted_path(path) for position, path in requested.items()}
+
+        def fits(position: int, number: int) -> bool:
+            """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
+            records = compared.described(position), tree.leaves[number]
+            return len({record.spec.shape for record in records if isinstance(record, ArrayRecord)}) < 2
+
+        return find_moves(requested, stored, others, fits, any_number=any_number)
 
     def _take_other_states(self) -> Collection[Difference]:
         """Return the differences of states of another class of a library, and remove their leaves.
@@ -208,66 +239,9 @@ class _Unmatched:
             compared.flat.skeleton, compared.tree.skeleton, absent.values(), unexpected.values()
         )
 
-        def left(paths: Mapping[int, TreePath]) -> list[int]:
-            return [
-                number
-                for number, path in paths.items()
-                if not any(path[:length] in states for length in range(len(path)))
-            ]
-
-        self.absent, self.unexpected = left(absent), left(unexpected)
+        self.absent = [position for position, path in absent.items() if not is_below(path, states)]
+        self.unexpected = [number for number, path in unexpected.items() if not is_below(path, states)]
         return states.values()
-
-
-class _Related(NamedTuple):
-    """Missing and unexpected leaves that belong together.
-
-    Attributes:
-        differences: those of leaves whose keys have the same text, or where the other tree has a container.
-        requested, stored: the paths of the other requested and stored leaves.
-        moves: parts of these that have another path.
-    """
-
-    differences: Sequence[Difference]
-    requested: Mapping[int, TreePath]
-    stored: Mapping[int, TreePath]
-    moves: Sequence[Move]
-
-
-def _related(
-    compared: Comparison, absent: Sequence[int], unexpected: Sequence[int], *, any_number: bool = False
-) -> _Related:
-    tree = compared.tree
-    requested = {position: compared.paths[position] for position in absent}
-    stored = {number: tree.paths[number] for number in unexpected}
-    same_text: list[tuple[str, str]] = []
-    if not compared.by_name:
-        free = {path: number for number, path in stored.items()}
-        numbers = find_paths(list(requested.values()), free, FOREIGN_PATH_FORMS)
-        same_text = [
-            (format_path(requested.pop(position)), format_path(stored.pop(number)))
-            for position, number in zip(absent, numbers, strict=True)
-            if number is not None
-        ]
-    of_structure = _structure_differences(
-        list(map(plain_path, requested.values())), list(map(plain_path, stored.values()))
-    )
-    requested = {position: path for position, path in requested.items() if plain_path(path) not in of_structure}
-    stored = {number: path for number, path in stored.items() if plain_path(path) not in of_structure}
-    others = [path for number, path in enumerate(tree.paths) if number not in stored]
-    divided = requested
-    if compared.by_name and all(len(path) == 1 for path in tree.paths):  # names that join the keys by dots
-        divided = {position: dotted_path(path) for position, path in requested.items()}
-
-    def fits(position: int, number: int) -> bool:
-        """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
-        records = compared.described(position), tree.leaves[number]
-        shapes = {record.spec.shape for record in records if isinstance(record, ArrayRecord)}
-        return len(shapes) < 2
-
-    moves = find_moves(divided, stored, others, fits, any_number=any_number)
-    differences = [*key_differences(same_text), *dict.fromkeys(of_structure.values())]
-    return _Related(differences, requested, stored, moves)
 
 
 def _counted(compared: Comparison, positions: Sequence[int]) -> list[int]:
@@ -328,7 +302,7 @@ def sparse_parts(compared: Comparison) -> Sequence[str]:
         stored = len(counted) - len(missing.intersection(counted))
         is_empty = bool(counted) and not stored and text_path(part.path) in prefixes
         if (part.is_object and 2 * stored < len(counted)) or (is_empty and not part.is_object):
-            if any(part.path[:length] in empty for length in range(len(part.path))):
+            if is_below(part.path, empty):
                 continue
             empty.add(part.path)
             messages.append(
@@ -336,6 +310,43 @@ def sparse_parts(compared: Comparison) -> Sequence[str]:
                 f"{type(part.like).__qualname__}, are stored; a LoadReport lists the others"
             )
     return messages
+
+
+def _key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
+    """Yield the differences for requested and stored leaves whose keys have the same text.
+
+    Args:
+        pairs: the requested path and the stored one.
+    """
+    for requested, stored in pairs:
+        line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
+        yield Difference("key", line, Remedy("keys", ["text"]))
+
+
+def _moved_parts(moves: Sequence[Move]) -> Iterator[Difference]:
+    """Yield the differences for parts that are stored under another path."""
+    for move in moves:
+        requested, stored = move.shown
+        count = len(move.pairs)
+        leaves = "" if move.is_leaf else f", with {count} {'leaf' if count == 1 else 'leaves'} of the same names"
+        line = f"moved: {requested} is requested, {stored} is stored{leaves}"
+        yield Difference("moved", line, Remedy("keys", ["text"]) if move.has_index else None, move.names)
+
+
+def _missing_leaves(names: Sequence[str], unexpected: Sequence[str]) -> Iterator[Difference]:
+    """Yield the differences for leaves that are not stored. Suggests unexpected leaves with similar names."""
+    stored = NameSuggestions(unexpected)
+    for name in names:
+        near = stored.nearest(name)
+        hint = "" if near is None else f"; did you mean {near}?"
+        yield Difference("missing", f"missing: {name} is not stored{hint}", Remedy("missing", ["keep"]))
+
+
+def _unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
+    """Yield the differences for stored leaves that are not requested."""
+    for name in names:
+        line = f"unexpected: {name} is stored and not requested"
+        yield Difference("unexpected", line, Remedy("unexpected", ["ignore"]))
 
 
 def _structure_differences(
@@ -397,7 +408,7 @@ def _state_differences(
     in_optimizers: set[TreePath] = set()
     for shown, node, other in _common_nodes(requested, stored):
         path = plain_path(shown)
-        if path not in differing or any(path[:length] in states for length in range(len(path))):
+        if path not in differing or is_below(path, states):
             continue
         inside = path[:-1] in in_optimizers
         both = None
@@ -416,24 +427,24 @@ def _state_differences(
     return states
 
 
-def _are_other_states(one: Node, other: Node) -> bool:
+def _are_other_states(node: Node, other: Node) -> bool:
     """Return True for states with leaves of two classes of one library, by the names of the classes.
 
     A program may rename its own classes.
     """
-    names = one.type, other.type
-    if None in names or not leaf_count(one) or not leaf_count(other):
+    names = node.type, other.type
+    if None in names or not leaf_count(node) or not leaf_count(other):
         return False
     parts = [str(name).split(".") for name in names]
     is_state = all(len(part) > 1 and part[-1].endswith("State") for part in parts)
     return is_state and parts[0][0] == parts[1][0] != "__main__" and parts[0][-1] != parts[1][-1]
 
 
-def _other_fields(one: Node, other: Node) -> tuple[str, str] | None:
+def _other_fields(node: Node, other: Node) -> tuple[str, str] | None:
     """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
-    if one.type is not None or other.type is not None or not leaf_count(one) or not leaf_count(other):
+    if node.type is not None or other.type is not None or not leaf_count(node) or not leaf_count(other):
         return None
-    fields = [set(map(plain_key, node.keys)) for node in (one, other)]
+    fields = [set(map(plain_key, each.keys)) for each in (node, other)]
     if fields[0] <= fields[1] or fields[1] <= fields[0]:
         return None
     requested, stored = (", ".join(sorted(map(str, keys))) for keys in fields)

@@ -129,7 +129,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
 
 
 def kind_in_place_of(head: bytes) -> FileKind | None:
-    """Return the kind of a file that is found in place of another one: a pointer, a page, nothing. None for others."""
+    """Return the kind of a pointer, a page or an empty file in place of the expected file; None for other files."""
     kind = file_kind(head, "")
     return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
 
@@ -149,7 +149,9 @@ def part_of_archive(head: bytes, name: str) -> FileKind | None:
 def is_text(head: bytes) -> bool:
     """Return True for UTF-8 without control characters. The last character may be cut off."""
     text = head.decode("utf-8", "ignore")
-    return bool(text) and len(text.encode()) > len(head) - 4 and all(one.isprintable() or one.isspace() for one in text)
+    is_printable = all(character.isprintable() or character.isspace() for character in text)
+    # At most 3 bytes of a character that the end of the head cuts off are lost.
+    return bool(text) and len(text.encode()) > len(head) - 4 and is_printable
 
 
 def _zip_kind(head: bytes, name: str) -> FileKind:
@@ -184,14 +186,14 @@ def whole_formats(names: Collection[str]) -> Mapping[str, str]:
 
     The value is a name by which the checkpoint can be loaded alone, or empty. See `directory_kind` for `names`.
     """
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:
-        found["torch.distributed.checkpoint"] = ".metadata" if ".metadata" in names else ""
+        formats["torch.distributed.checkpoint"] = ".metadata" if ".metadata" in names else ""
     if not {"_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint"}.isdisjoint(names):
-        found["Orbax"] = "" if "_METADATA" in names else "ITEM"
+        formats["Orbax"] = "" if "_METADATA" in names else "ITEM"
     if "latest" in names and (step := next((name for name in names if name.startswith("global_step")), "")):
-        found["DeepSpeed"] = step.removesuffix("/")
-    return found
+        formats["DeepSpeed"] = step.removesuffix("/")
+    return formats
 
 
 _DIRECTORIES: Final[tuple[tuple[tuple[str, ...], FileKind], ...]] = (

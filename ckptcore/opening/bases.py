@@ -85,9 +85,9 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
         raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
     if isinstance(root, Root) and root.save_id == save_id:
         return version, root
-    found = "was deleted" if root is None else f"was replaced by another save ({root.save_id})"
+    state = "was deleted" if root is None else f"was replaced by another save ({root.save_id})"
     raise CorruptCheckpointError(
-        f"{referring} has arrays in {at.display} (save {save_id}), which {found}: restore it, or load another "
+        f"{referring} has arrays in {at.display} (save {save_id}), which {state}: restore it, or load another "
         "checkpoint. Copies by ckptcore.copy need no base"
     )
 
@@ -139,16 +139,16 @@ def with_bases(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
     for leaf, base, stored in zip(references.leaf, references.base, references.stored, strict=True):
         record = root.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # references were checked
-        there = numbers[base].get(stored)
-        found = None if there is None else bases[base].tree.leaves[there]
-        if there is None or not isinstance(found, ArrayRecord) or found.spec != record.spec:
+        at = numbers[base].get(stored)
+        stored_record = None if at is None else bases[base].tree.leaves[at]
+        spec = stored_record.spec if isinstance(stored_record, ArrayRecord) else None
+        if at is None or spec != record.spec:
             raise CorruptCheckpointError(
                 f"{location.display} refers to {bases[base].location.display} for "
                 f"{format_path(root.tree.paths[leaf])} ({record.spec}), which does not store it (found "
-                f"{found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged. Load "
-                "another one"
+                f"{spec or 'no array'}): the checkpoint is damaged. Load another one"
             )
-        derivations[leaf] = Stored(record.spec, there, 1 + base)
+        derivations[leaf] = Stored(record.spec, at, 1 + base)
     return derive(
         own,
         root.tree,

@@ -211,20 +211,15 @@ def naming_arrays(opened: Checkpoint) -> Iterator[None]:
     """
     try:
         yield
-    except CorruptCheckpointError as found:
-        error = naming_other_file(found, opened.location)
-        affected = arrays_at(opened, error.key, error.start, error.stop)
-        if not affected and error is found:
+    except CorruptCheckpointError as error:
+        named = naming_other_file(error, opened.location)
+        if affected := arrays_at(opened, error.key, error.start, error.stop):
+            paths = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
+            text = f"{opened.location.display}: {named} (this is in {paths})"
+            raise type(error)(text, key=error.key, start=error.start, stop=error.stop) from error
+        if named is error:
             raise
-        if not affected:
-            raise error from found
-        named = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
-        raise type(error)(
-            f"{opened.location.display}: {error} (this is in {named})",
-            key=error.key,
-            start=error.start,
-            stop=error.stop,
-        ) from found
+        raise named from error
     except ObjectNotFoundError as error:
         raise missing_file(opened, error) from error
 
@@ -332,12 +327,12 @@ def check_file(opened: Checkpoint, record: ObjectRecord) -> None:
     Raises:
         CorruptCheckpointError: the size differs.
     """
-    found = opened.location.store.size(record.key)
-    if found != record.size:
+    size = opened.location.store.size(record.key)
+    if size != record.size:
         raise CorruptCheckpointError(
-            f"{record.key} in {opened.location.display} has {found} bytes instead of {record.size}. Load another "
+            f"{record.key} in {opened.location.display} has {size} bytes instead of {record.size}. Load another "
             "checkpoint",
-            key=record.key, start=min(found, record.size), stop=max(found, record.size),
+            key=record.key, start=min(size, record.size), stop=max(size, record.size),
         )  # fmt: skip
 
 

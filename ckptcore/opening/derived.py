@@ -97,16 +97,16 @@ class Derived:
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
         """Return the numbers of the stored leaves from which leaves of the tree are computed, by index of source."""
-        found: dict[int, dict[int, None]] = {}
+        by_source: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
-            found[0] = dict.fromkeys(values)
+            by_source[0] = dict.fromkeys(values)
         originals = [self.tree.aliases.get(leaf, leaf) for leaf in leaves]
         for original in originals:
-            for one in walk(self.derivations[original]) if original in self.derivations else ():
-                if isinstance(one, Stored):
-                    found.setdefault(one.checkpoint, {})[one.leaf] = None
-        return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
+            for array in walk(self.derivations[original]) if original in self.derivations else ():
+                if isinstance(array, Stored):
+                    by_source.setdefault(array.checkpoint, {})[array.leaf] = None
+        return {checkpoint: list(numbers) for checkpoint, numbers in by_source.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return an axis, and the number of elements along it in each band, for bands of about `nbytes` bytes.
@@ -119,7 +119,7 @@ class Derived:
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
         if spec.nbytes <= nbytes:
             return None
-        stored = sum([one.spec.nbytes for one in set(walk(derivation)) if isinstance(one, Stored)])
+        stored = sum([array.spec.nbytes for array in set(walk(derivation)) if isinstance(array, Stored)])
         for axis, extent in enumerate(spec.shape):
             step = max(1, extent * nbytes // spec.nbytes)
             start = min(extent // 2, extent - step)
@@ -204,7 +204,7 @@ class Derived:
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
                 return [*itertools.chain(*parts), *([_Fill.of(derivation, empty)] if empty else [])]
-        if len(filled) == 1 or any(isinstance(one, WholeArray) for one in walk(derivation)):
+        if len(filled) == 1 or any(isinstance(array, WholeArray) for array in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # separate boxes would read the bytes between their elements several times
@@ -443,8 +443,8 @@ def _read_fills(fills: list[_Fill], read: _ReadAll) -> Iterator[_Fill]:
     ready = [fill for fill in fills if not fill.reads]
     for fill in fills:
         fill.waiting = len(fill.reads)
-        for one in fill.reads:
-            same.setdefault((one.array, one.box), []).append(one)
+        for each in fill.reads:
+            same.setdefault((each.array, each.box), []).append(each)
         fill.reads = []
     fills.clear()
     yield from ready
@@ -455,7 +455,7 @@ def _read_fills(fills: list[_Fill], read: _ReadAll) -> Iterator[_Fill]:
         wanted[number] = []  # releases memory as soon as its fill is complete
         for other in others:
             copy_elements(other.buffer, first.buffer)
-        for one in (first, *others):
-            one.fill.waiting -= 1
-            if not one.fill.waiting:
-                yield one.fill
+        for each in (first, *others):
+            each.fill.waiting -= 1
+            if not each.fill.waiting:
+                yield each.fill

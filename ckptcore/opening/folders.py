@@ -89,23 +89,22 @@ def held_in(location: Location, names: Sequence[str], context: Context) -> str:
             elif run := find_run(inside, context):
                 runs[name] = run
         except StorageError:
-            continue  # a closed entry hides no other one
+            continue  # a directory that cannot be read does not hide the others
     within = location.display.rstrip("/")
     more = len(directories) > _ENTRIES_TRIED
-    said = []
+    sentences = []
     if checkpoints:
         shown = _shown(checkpoints, more=more)
-        said.append(f"separate checkpoints ({shown}): load one by its own location, such as {within}/{checkpoints[0]}")
+        sentences.append(
+            f"separate checkpoints ({shown}): load one by its own location, such as {within}/{checkpoints[0]}"
+        )
     if runs:
-        first, shown = next(iter(runs)), _shown(_with_steps(runs), more=more)
-        said.append(
+        counts = [f"{name} with {run.steps} step{'' if run.steps == 1 else 's'}" for name, run in runs.items()]
+        first, shown = next(iter(runs)), _shown(counts, more=more)
+        sentences.append(
             f"runs ({shown}): load the newest step of one with CheckpointReader({f'{within}/{first}'!r}).load()"
         )
-    return " It also holds ".join(f"{text}." for text in said).removesuffix(".")
-
-
-def _with_steps(runs: Mapping[str, FoundRun]) -> list[str]:
-    return [f"{name} with {run.steps} step{'' if run.steps == 1 else 's'}" for name, run in runs.items()]
+    return " It also holds ".join(f"{text}." for text in sentences).removesuffix(".")
 
 
 def _shown(names: Sequence[str], *, more: bool) -> str:

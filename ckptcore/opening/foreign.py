@@ -118,7 +118,7 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
 
 def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if a tree with unreadable leaves is a folder of checkpoints of ckptcore, whose files look like it."""
+    """Return True if a layout took a folder of checkpoints of ckptcore for one tree, whose leaves it cannot read."""
     return any(unreadable_error(record) is not None for record in tree.leaves) and has_own_checkpoint(store, names)
 
 
@@ -164,12 +164,12 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
     """Return what a file or directory of other software is or has, and what to do."""
     if file is None:
         kind = directory_kind(names)
-        found = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
+        content = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
     else:
         size = store.size(file)
         head = store.get(file, 0, min(size, FILE_HEAD_BYTES)) if size else b""
         kind = file_kind(head, file)
-        found = f"begins with {head[:8]!r}"
+        content = f"begins with {head[:8]!r}"
     if kind is not None and kind.is_archive:
         return f"it is {kind.noun}{_inside_archive(location, kind.remedy)}"
     if kind is not None and kind.layout and (hint := install_hint(layout=kind.layout)):
@@ -177,7 +177,7 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
     if kind is not None:
         return f"it is {kind}"
     return (
-        f"it {found}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
+        f"it {content}. Read it with the software that wrote it and pass the state to ckptcore.save, or load another "
         "location"
     )
 
@@ -193,7 +193,7 @@ def _inside_archive(location: Location, unpack: str) -> str:
         return f": {unpack}. {error}"
     if not names:
         return " without files: restore it from a copy, or load another one"
-    suffixes = (".safetensors", ".th", *[suffix for one in DISTRIBUTIONS for suffix in one.suffixes])
+    suffixes = (".safetensors", ".th", *[suffix for distribution in DISTRIBUTIONS for suffix in distribution.suffixes])
     likely = next((name for name in names if name.endswith(suffixes)), names[0])
     return (
         f". It has {format_names(names)}. Load one of them by its own location, such as "
@@ -206,19 +206,19 @@ def _kind_inside(location: Location, store: ObjectReader, names: Sequence[str]) 
 
     Directories come after files, and texts last.
     """
-    found = ""
+    description = ""
     for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
         with contextlib.suppress(CheckpointError):  # a file that cannot be read
             head = store.get(file, 0, min(store.size(file), FILE_HEAD_BYTES))
-            if (kind := file_kind(head, file)) is not None and not (found and is_text(head)):
-                found = f" ({format_names([file])} is {kind})"
+            if (kind := file_kind(head, file)) is not None and not (description and is_text(head)):
+                description = f" ({format_names([file])} is {kind})"
                 if not is_text(head):
-                    return found
+                    return description
     for directory in [name.removesuffix("/") for name in names if name[-1] == "/"][:_FILES_TRIED]:
         with contextlib.suppress(CheckpointError):
             if (kind := directory_kind(store.list_names(directory))) is not None:
                 return f" ({location.display.rstrip('/')}/{format_names([directory])} is {kind})"
-    return found
+    return description
 
 
 def open_foreign_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:

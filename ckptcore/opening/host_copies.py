@@ -75,9 +75,9 @@ class _HostCopies:
         rest: list[_PieceRead] = []
         missing = [0] * len(plan.items)
         for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            left = [item.box]
+            left = [item.box]  # what no copy has
             for copy in self.copies.get(item.leaf, ()) if item.box.size else ():
-                common = [found for box in left if (found := box.intersect(copy.box)) is not None]
+                common = [inside for box in left if (inside := box.intersect(copy.box)) is not None]
                 left = [part for box in left for part in subtract(box, copy.box)]
                 for box in common:
                     piece = _piece(number, item, box, buffer)
@@ -117,8 +117,8 @@ def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _PieceRe
 
 def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
     """Return the box of an array within its copy."""
-    slices = box.within(copy.box)
-    return ReadItem(copy.leaf, Box(tuple([one.start for one in slices]), tuple([one.stop for one in slices])))
+    bounds = [(axis.start, axis.stop) for axis in box.within(copy.box)]
+    return ReadItem(copy.leaf, Box(tuple([start for start, _ in bounds]), tuple([stop for _, stop in bounds])))
 
 
 def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
@@ -138,14 +138,14 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
         inside = subdirectory(store, name.removesuffix("/"))
         display = f"{opened.location.display}/{HOST_COPIES}/{name}"
         try:
-            found = read_root(inside)
-            if not isinstance(found, Root) or found.save_id != root.save_id:
+            copied = read_root(inside)
+            if not isinstance(copied, Root) or copied.save_id != root.save_id:
                 continue  # left by an earlier or interrupted save
-            reader, stored = reader_of(inside, found.objects, context), stored_format(found, context)
-            source = replace(opened, root=found, stored=stored, tree=found.tree, store=reader)
+            reader, stored = reader_of(inside, copied.objects, context), stored_format(copied, context)
+            source = replace(opened, root=copied, stored=stored, tree=copied.tree, store=reader)
             _ = source.index  # raises if it is damaged
             of_source = [
-                _copy_of(record, root.tree, len(sources), number) for number, record in enumerate(found.tree.leaves)
+                _copy_of(record, root.tree, len(sources), number) for number, record in enumerate(copied.tree.leaves)
             ]
         except CheckpointError as error:
             logger.warning("%s cannot be read: %s", display, error)

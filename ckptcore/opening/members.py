@@ -54,8 +54,8 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
         # Do not count up to the number of processes: a hostile root may state any number.
         ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
         directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
-        if found := [directory for directory in directories if directory in listed]:
-            present[name] = found
+        if existing := [directory for directory in directories if directory in listed]:
+            present[name] = existing
     return present
 
 
@@ -74,14 +74,14 @@ def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
 
     Directories of ranks after a missing one are not found.
     """
-    found = set()
+    with_root = set()
     for name, member in composite.members.items():
         for rank in range(member.processes or 1):  # stops at the first missing one: a hostile root may state any number
             directory = member.directory(name, rank)
             if root_bytes(subdirectory(composite.location.store, directory)) is None:
                 break
-            found.add(directory)
-    return found
+            with_root.add(directory)
+    return with_root
 
 
 def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
@@ -96,7 +96,8 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
 def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
     """Return the checkpointables that ckptcore did not delete, of those of which nothing exists.
 
-    Sends one request, or one for each directory if the storage cannot list. Other software does not tell deletions.
+    Sends one request, or one for each directory if the storage cannot list. Other software does not mark
+    deletions.
     """
     root, store = composite.root, composite.location.store
     if root is None or not absent:
@@ -107,7 +108,7 @@ def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> lis
         names = frozenset()
     listed = ROOT_KEY in names
 
-    def is_told(directory: str) -> bool:
+    def is_marked(directory: str) -> bool:
         mark = deletion_mark(root.save_id, directory)
         if mark in names or (not listed and _is_file(composite.location, mark)):
             return True
@@ -119,7 +120,7 @@ def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> lis
     for name in absent:
         member = root.members[name]
         # Stops at the first lost directory: a hostile root may state any number of processes.
-        if not all(is_told(member.directory(name, rank)) for rank in range(member.processes or 1)):
+        if not all(is_marked(member.directory(name, rank)) for rank in range(member.processes or 1)):
             lost.append(name)
     return lost
 
@@ -163,13 +164,13 @@ def open_member(
     return opened
 
 
-def member_opener(found: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:
+def member_opener(composite: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:
     """Return a function that opens each member of a composite once. See `open_member`."""
 
     @functools.cache
     def open_one(name: str, directory: str) -> Checkpoint:
-        assert isinstance(found, CompositeCheckpoint)  # a tree has no members
-        return open_member(found, name, directory, location, context)
+        assert isinstance(composite, CompositeCheckpoint)  # a tree has no members
+        return open_member(composite, name, directory, location, context)
 
     return open_one
 

@@ -402,11 +402,11 @@ def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | Non
     if digest in known:
         return known[digest]
     summary = summarize_root(data)
-    found = summary.save_id if summary.committed and summary.members is not None else None
-    known[digest] = found
+    save_id = summary.save_id if summary.committed and summary.members is not None else None
+    known[digest] = save_id
     while len(known) > _MAX_COMPOSITES:
         known.pop(next(iter(known)), None)
-    return found
+    return save_id
 
 
 def expect_member(opened: Checkpoint, location: Location, composite: CompositeRoot, member: Member) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -56,6 +57,11 @@ FOREIGN_PATH_FORMS: Final[Sequence[PathForms]] = (
     (dotted_path, text_path),
 )
 """Forms for checkpoints of other software, tried in order."""
+
+
+def is_below(path: TreePath, others: Collection[TreePath]) -> bool:
+    """Return True if a path is below one of others, and not one of them."""
+    return any(path[:length] in others for length in range(len(path)))
 
 
 def find_paths(
@@ -126,26 +132,24 @@ def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
     Raises:
         CorruptCheckpointError: if the stored value is not a number.
     """
-    number, sort = _VALUES.build(None, stored, ()), sort_of_elements(spec)
-    if isinstance(number, bool):
-        return np.array(number) if sort == "bool" else None
-    if isinstance(number, int) and sort == "int":
+    number: Any = _VALUES.build(None, stored, ())
+    kind, sort = type(number).__name__, sort_of_elements(spec)
+    if kind == sort == "bool":
+        return np.array(number)
+    if kind == sort == "int":
         import ml_dtypes  # slow to import, as `ckptcore.model.arrays` says
 
         limits = ml_dtypes.iinfo(spec.numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
-        return np.array(number, spec.numpy_dtype) if limits.min <= number <= limits.max else None
-    if not isinstance(number, int | float) or sort != "float":
-        return None
-    try:
-        wide = float(number)
-    except OverflowError:  # an int larger than every float
-        return None
-    if isinstance(number, int) and wide != number:
-        return None
-    with np.errstate(all="ignore"):  # an overflow is found by the comparison below
-        array = np.array(wide).astype(spec.numpy_dtype)
-    # Compare texts: NaN is not equal to itself, and zero equals negative zero.
-    return array if repr(float(array)) == repr(wide) else None
+        if limits.min <= number <= limits.max:
+            return np.array(number, spec.numpy_dtype)
+    elif (kind, sort) in _VALUE_CASTS:
+        with contextlib.suppress(OverflowError), np.errstate(all="ignore"):  # an int may be larger than every float
+            wide = float(number)
+            array = np.array(wide).astype(spec.numpy_dtype)
+            # Compare texts of floats: NaN is not equal to itself, and zero equals negative zero.
+            if (kind == "float" or wide == number) and repr(float(array)) == repr(wide):
+                return array
+    return None
 
 
 class NumberOfArray(HostValueHandler):
@@ -217,10 +221,10 @@ def column_difference(requested: object, stored: ValueRecord, matching: Matching
     """Return why a stored column cannot replace a requested list, tuple or dict; None if it can."""
     if matching.values == "stored" and not (isinstance(requested, dict) and any(map(is_name, requested))):
         return None  # the column need not be decoded
-    found: Any = _VALUES.build(None, stored, ())
-    if matching.values == "error" and not _has_types_of(requested, found):
+    value: Any = _VALUES.build(None, stored, ())
+    if matching.values == "error" and not _has_types_of(requested, value):
         return f"kind: a {stored.kind} of other values is requested than is stored"
-    lost = [key for key in requested if is_name(key) and key not in found] if isinstance(requested, dict) else []
+    lost = [key for key in requested if is_name(key) and key not in value] if isinstance(requested, dict) else []
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 
@@ -275,8 +279,8 @@ def kind_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
         if requested.spec.shape != stored.spec.shape:
             stored_kind = "" if stored.kind in PLAIN_ARRAY_KINDS else f", the data of a {stored.kind},"
             return f"shape: {requested.spec} is requested, {stored.spec}{stored_kind} is stored"
-        wanted, found = (f"{record.spec} ({record.kind})" for record in (requested, stored))
-        return f"dtype: {wanted} is requested, {found} is stored; arrays of these kinds are not cast"
+        of_requested, of_stored = (f"{record.spec} ({record.kind})" for record in (requested, stored))
+        return f"dtype: {of_requested} is requested, {of_stored} is stored; arrays of these kinds are not cast"
     if (error := unreadable_error(stored)) is not None:
         return f"kind: the stored leaf cannot be loaded: {str(error).removeprefix('it was saved as ')}"
     requested_kind, stored_kind = (
