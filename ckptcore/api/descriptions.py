@@ -11,7 +11,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.inspection.describe import (
     CheckpointMetadata,
     describe_checkpoint,
-    describe_tree,
+    describe_tree_at,
 )
 from ckptcore.model.tree import format_path
 from ckptcore.on_demand.checkpoints import OpenCheckpoint
@@ -61,7 +61,7 @@ def metadata(
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
     context = context or default_context()
-    return describe_tree(location, context, transforms) if transforms else describe_checkpoint(location, context)
+    return describe_tree_at(location, context, transforms) if transforms else describe_checkpoint(location, context)
 
 
 @explains_arguments

@@ -55,6 +55,8 @@ def take_step(
             unchanged.
         RankFailedError: another rank failed with any other error.
     """
+    # An error in a stage is raised on all ranks as the failure of this one. Damage and a replaced checkpoint are sent
+    # as payload instead, because the leader decides from all of them whether to repeat the attempt.
     own: Exception | None = None
     with agreement.stage(name) as stage:
         damage: JSON = None
