@@ -12,7 +12,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.inspection.describe import (
     CheckpointMetadata,
     describe_checkpoint,
-    describe_tree,
+    describe_tree_at,
 )
 from ckptcore.inspection.verify import VerifyReport, verify_checkpoint
 from ckptcore.model.tree import format_path
@@ -64,7 +64,7 @@ def metadata(
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
     context = context or default_context()
-    return describe_tree(location, context, transforms) if transforms else describe_checkpoint(location, context)
+    return describe_tree_at(location, context, transforms) if transforms else describe_checkpoint(location, context)
 
 
 @explains_arguments

@@ -207,7 +207,7 @@ def describe_either(
     return _describe_composite(checkpoint, context, open_one)
 
 
-def describe_tree(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
+def describe_tree_at(location: AnyLocation, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
     """Describe a checkpoint of one tree, or the tree that `ckptcore.load` loads.
 
     Raises:

@@ -198,6 +198,7 @@ class _Walk:
 
     def _is_decided(self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int) -> bool:
         """Return True if the checkpoint decides the structure: both are plain, and nothing of the caller is lost."""
+        # Cheap checks first: most nodes are alike, and the last ones visit every leaf below.
         if asked is LEAF and stored is LEAF:
             return _is_array_for_value(self._flat.leaves[position], self._tree.leaves[number])
         if _are_alike(asked, stored) and (self._by_name or leaf_count(stored) or _is_same_kind(asked, stored)):

@@ -138,7 +138,7 @@ class CompositeLoad:
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: list[str] = []  # names of objects restored in place, also by an attempt that is repeated
+        self._changed: dict[str, None] = {}  # names of objects restored in place, also by an attempt that is repeated
         self._refused: dict[str, TreeMismatchError] = {}  # objects to restore whose states are for other processes
 
     def run(self) -> dict[str, object]:
@@ -260,7 +260,7 @@ class CompositeLoad:
             # The undone objects are as they were, unless arrays of an object were filled.
             restored = list(self._changed)
             if isinstance(error, TargetUndefinedError):
-                self._add_changed(request.name)
+                self._changed[request.name] = None
             if not restored:
                 raise
             raise TargetUndefinedError(
@@ -269,7 +269,7 @@ class CompositeLoad:
                 f"them again: {error}"
             ) from error
         if request.changes >= Changes.FILES:
-            self._add_changed(request.name)
+            self._changed[request.name] = None
         return loaded
 
     def _load_member(self, request: MemberRequest, context: Context) -> object:
@@ -285,10 +285,6 @@ class CompositeLoad:
         checkpoint = open_member(composite, name, name, self.location, self.context)
         source = checkpoint if checkpoint.root is None else SubPath(self.location, name)
         load_nothing(source, self.context, self.recording)
-
-    def _add_changed(self, name: str) -> None:
-        if name not in self._changed:
-            self._changed.append(name)
 
     def in_order(self, composite: CompositeCheckpoint, loaded: Mapping[str, object]) -> dict[str, object]:
         """Return loaded objects in the order of the request; in the order of the save if all were requested."""

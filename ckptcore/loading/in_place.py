@@ -279,6 +279,7 @@ def _check_shared_memory(
             if extent := part.extent:
                 spaces.setdefault(part.space, []).append((extent, number, part))
     for filled in spaces.values():
+        # A sweep by address: each part is compared only with those before it that have not ended.
         filled.sort(key=lambda entry: entry[0].start)
         before: list[tuple[range, int, StridedMemory]] = []
         for extent, number, part in filled:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, RankFailedError
-from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
 from ckptcore.loading.reading import TreeRead
 from ckptcore.model.tree import JSON
@@ -55,6 +54,8 @@ def take_step(
             unchanged.
         RankFailedError: another rank failed with any other error.
     """
+    # An error in a stage is raised on all ranks as the failure of this one. Damage and a replaced checkpoint are sent
+    # as payload instead, because the leader decides from all of them whether to repeat the attempt.
     own: Exception | None = None
     with agreement.stage(name) as stage:
         damage: JSON = None
@@ -95,12 +96,14 @@ def _outcome(messages: Sequence[Any]) -> JSON:
     return {"again": any(again for again, _, _ in messages), "damage": first}
 
 
-def exchange_name(location: object, recording: Recording) -> str:
-    """Return a name for the exchanges of a load, equal on every rank.
+def _agreement(load: Load[Any] | CompositeLoad, job: Coordinator, purpose: str) -> Agreement:
+    """Return the agreement of a load, whose name is equal on every rank.
 
     A step of a run is named by its number, because its directory can differ between hosts.
     """
-    return str(location) if recording.step is None else f"step {recording.step}"
+    step = load.recording.step
+    name = load.location if step is None else f"step {step}"
+    return Agreement(job, runtime_of(load.context).exchange_key(f"{name}/{purpose}"), load.recording)
 
 
 class CollectiveRead:
@@ -127,8 +130,7 @@ class CollectiveRead:
             RankFailedError: another rank failed.
             Errors of the stages of the load.
         """
-        key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/load")
-        agreement = Agreement(self.job, key, load.recording)
+        agreement = _agreement(load, self.job, "load")
         try:
             new_attempt: type[CollectiveAttempt[T]] = self.find_attempt()
         except BaseException:
@@ -214,8 +216,7 @@ def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -
 
     A rank that does not request a name takes part in its load without requesting data.
     """
-    key = runtime_of(load.context).exchange_key(f"{exchange_name(load.location, load.recording)}/names")
-    agreement = Agreement(strategy.job, key, load.recording)
+    agreement = _agreement(load, strategy.job, "names")
     for number in itertools.count():  # `load` limits the attempts
         attempt = _CompositeAttempt(load, strategy)
         requests = attempt.take_step(agreement, f"begin-{number}", attempt.begin)

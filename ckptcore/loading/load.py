@@ -160,7 +160,7 @@ class Load(Generic[T]):
         self.attempts = tree_attempts(source, context)
         self.has_begun = False
         self._read_through: ReadThrough | None = None
-        self._report = None if request.report is None else ReportBuilder(request.report)
+        self._planned: tuple[Checkpoint, Matched, int] | None = None  # for the report
 
     def run(self) -> T:
         """Load with the strategy of the request. If it is None, the Context selects a local or a collective load."""
@@ -169,8 +169,8 @@ class Load(Generic[T]):
             strategy = workers.read_strategy(strategy)
         with self.runtime.registry.thread_settings():
             result = self.run_here() if strategy is None else strategy.run(self)
-        if self._report is not None:
-            self._report.finish()
+        if self.request.report is not None and self._planned is not None:
+            fill_report(self.request.report, *self._planned)
         return result
 
     def run_here(self, read_through: ReadThrough | None = None) -> T:
@@ -199,13 +199,11 @@ class Load(Generic[T]):
         if self.request.transforms:
             with self.recording.phase("open"):
                 checkpoint = transformed(checkpoint, self.request.transforms, self.context)
-        if self._report is not None:
-            self._report.begin(checkpoint)
+        bytes_before = 0 if self.request.report is None else bytes_requested(checkpoint)
         matched = self.target.match(self, checkpoint)
         for message in matched.sparse:
             logger.warning("%s: %s", checkpoint.location.display, message)
-        if self._report is not None:
-            self._report.add_plan(matched)
+        self._planned = checkpoint, matched, bytes_before
         if matched.changes:
             from ckptcore.matching.adjustments import adjusted  # only if arrays are adjusted
 
@@ -310,50 +308,35 @@ def recorded_load(
         progress.end()
 
 
-class ReportBuilder:
-    """Collects the data of a `LoadReport`. `finish` fills the report."""
+def fill_report(report: LoadReport, checkpoint: Checkpoint, matched: Matched, bytes_before: int) -> None:
+    """Fill the report of a load.
 
-    def __init__(self, report: LoadReport) -> None:
-        """Collect data for a report of the caller."""
-        self._report = report
-        self._opened: tuple[Checkpoint, int] | None = None
-        self._matched: Matched | None = None
-
-    def begin(self, checkpoint: Checkpoint) -> None:
-        """Begin an attempt, before it reads. Discards the data of an earlier attempt."""
-        self._opened = checkpoint, _bytes_read(checkpoint)
-
-    def add_plan(self, matched: Matched) -> None:
-        """Add the leaves that the attempt loads."""
-        self._matched = matched
-
-    def finish(self) -> None:
-        """Fill the report."""
-        report, matched = self._report, self._matched
-        if matched is None or self._opened is None:
-            return
-        checkpoint, bytes_before = self._opened
-        stored = checkpoint.tree.paths
-        paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
-        defaulted = set(matched.defaulted)
-        restored: list[str] = []
-        skipped: list[str] = []
-        changed: dict[str, LeafChange] = {}
-        for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
-            if position in defaulted:
-                continue
-            if number is not None and number in matched.changes:
-                changed[path] = matched.changes[number]
-            else:
-                (skipped if handler is None else restored).append(path)
-        report.restored, report.changed, report.skipped = restored, changed, skipped
-        report.defaulted = [paths[position] for position in matched.defaulted]
-        report.ignored = [format_path(stored[number]) for number in matched.ignored]
-        report.bytes_read = _bytes_read(checkpoint) - bytes_before
+    Args:
+        report: the report of the caller.
+        checkpoint: the checkpoint, after transforms.
+        matched: the leaves that were loaded.
+        bytes_before: `bytes_requested` when the attempt that succeeded began.
+    """
+    paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
+    defaulted = set(matched.defaulted)
+    restored: list[str] = []
+    skipped: list[str] = []
+    changed: dict[str, LeafChange] = {}
+    for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
+        if position in defaulted:
+            continue
+        if number is not None and number in matched.changes:
+            changed[path] = matched.changes[number]
+        else:
+            (skipped if handler is None else restored).append(path)
+    report.restored, report.changed, report.skipped = restored, changed, skipped
+    report.defaulted = [paths[position] for position in matched.defaulted]
+    report.ignored = [format_path(checkpoint.tree.paths[number]) for number in matched.ignored]
+    report.bytes_read = bytes_requested(checkpoint) - bytes_before
 
 
-def _bytes_read(checkpoint: Checkpoint) -> int:
+def bytes_requested(checkpoint: Checkpoint) -> int:
     """Return the bytes requested from storages so far, including those of the sources of a derived checkpoint."""
     if checkpoint.derived is not None:
-        return sum(map(_bytes_read, checkpoint.derived.sources))
+        return sum(map(bytes_requested, checkpoint.derived.sources))
     return checkpoint.store.bytes_read + checkpoint.store.bytes_got

@@ -110,6 +110,8 @@ def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[in
 
 
 class _Pruning:
+    """A walk through a tree that counts leaves, and containers without children, as `chosen_leaves` numbers them."""
+
     def __init__(self, chosen: frozenset[int], leaves: int) -> None:
         self._chosen = chosen
         self._next = 0

@@ -211,7 +211,7 @@ def _descend(tree: StoredTree, keys: Sequence[Key]) -> StoredTree | _LeafAt | No
     if not isinstance(key, str):
         return None
     position = key.rfind("/")
-    while position > 0:
+    while position > 0:  # the longest head first, because keys may have slashes
         head, tail = tree._child(key[:position]), key[position + 1 :]
         if isinstance(head, StoredTree):
             entry = _descend(head, (*((tail,) if tail else ()), *rest))

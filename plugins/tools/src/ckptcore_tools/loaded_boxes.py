@@ -14,12 +14,12 @@ from ckptcore_collective.pieces import BatchSizes, ChunkLookup, Order, StoredPie
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
+from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.threads import BackgroundThreads
-from ckptcore.loading.load import LoadRequest, ReportBuilder, transformed
+from ckptcore.loading.load import LoadRequest, bytes_requested, fill_report, transformed
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
 from ckptcore.loading.selections import chosen_leaves
 from ckptcore.matching.leaf_matching import Matched
-from ckptcore.matching.options import LoadReport
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.metadata import ArrayRecord
@@ -52,26 +52,29 @@ def iter_boxes(
     rank, location = runtime_of(context).job().rank, state.checkpoint.location.display
     recording = Recording("load", location, context.observers, rank=rank)
     try:
-        report_builder = ReportBuilder(request.report or LoadReport())
         selections = [first] if isinstance(first, Selection) else first
 
-        def plan(stored: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]]]:
+        def plan(stored: Checkpoint) -> tuple[Checkpoint, Sequence[Sequence[int]], Callable[[], None]]:
             checkpoint = transformed(stored, request.transforms, context)
             groups = _leaf_groups(checkpoint, request.select, selections, context)
             chosen = {leaf for leaves in groups for leaf in leaves}
             check_sizes(checkpoint, chosen)
-            report_builder.begin(checkpoint)
-            report_builder.add_plan(_matched(checkpoint, chosen, context))
-            return checkpoint, groups
+            matched, before = _matched(checkpoint, chosen, context), bytes_requested(checkpoint)
+
+            def finish() -> None:
+                if request.report is not None:
+                    fill_report(request.report, checkpoint, matched, before)
+
+            return checkpoint, groups, finish
 
         with recording.phase("open"):
-            checkpoint, groups = state.attempt(plan)
+            checkpoint, groups, finish = state.attempt(plan)
         batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
         batches = (batch for leaves in groups for batch in _batches(checkpoint, leaves, batch_bytes))
     except BaseException as error:
         recording.finish(error=error)
         raise
-    return _read_batches(state, checkpoint, batches, recording, report_builder)
+    return _read_batches(state, checkpoint, batches, recording, finish)
 
 
 def _matched(checkpoint: Checkpoint, chosen: Container[int], context: Context) -> Matched:
@@ -148,7 +151,7 @@ def _read_batches(
     checkpoint: Checkpoint,
     batches: Iterable[Sequence[StoredPiece]],
     recording: Recording,
-    report_builder: ReportBuilder,
+    finish: Callable[[], None],
 ) -> Generator[LoadedBox, None, None]:
     tied: dict[int, list[TreePath]] = {}
     for leaf, original in checkpoint.tree.aliases.items():
@@ -173,7 +176,7 @@ def _read_batches(
         recording.finish(given, error)
         raise
     finally:
-        report_builder.finish()
+        finish()
     recording.finish(given)
 
 

@@ -10,7 +10,7 @@ from ckptcore.commit.location import AnyLocation, open_directory, resolve_locati
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.inspection.completeness import FileCheck, StoredFiles
-from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_either, describe_tree
+from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_either, describe_tree_at
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.members import is_deleted, member_opener, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
@@ -102,7 +102,7 @@ def describe_directories(location: str, context: Context) -> Mapping[str, tuple[
 
     def describe_each(checkpoint: Checkpoint | CompositeCheckpoint) -> Mapping[str, tuple[str, CheckpointMetadata]]:
         if isinstance(checkpoint, Checkpoint):
-            return {"": (location, describe_tree(location, context))}
+            return {"": (location, describe_tree_at(location, context))}
         if checkpoint.root is None:
             members = describe_checkpoint(location, context).checkpointables
             for reason in members.unreadable.values():
@@ -114,6 +114,6 @@ def describe_directories(location: str, context: Context) -> Mapping[str, tuple[
             for directory in directories
             if not is_deleted(checkpoint, directory)
         }
-        return {directory: (member, describe_tree(member, context)) for directory, member in locations.items()}
+        return {directory: (member, describe_tree_at(member, context)) for directory, member in locations.items()}
 
     return ConsistentRead(location, context, open_either).retry_if_replaced(describe_each)
