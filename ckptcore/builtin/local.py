@@ -710,6 +710,7 @@ class LocalWriter:
                 self._close()
             if not self._complete:
                 with suppress(OSError):
+                    # Another save may have replaced the file, or taken over its directory, meanwhile.
                     if os.path.samestat(os.lstat(self._path), self._status):
                         os.unlink(self._path)
                         self._directories.remove_empty(os.path.dirname(self._path))

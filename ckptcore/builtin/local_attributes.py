@@ -39,7 +39,7 @@ class Attributes(NamedTuple):
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
         """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
-        Nothing that this process cannot set, such as a group that it is not a member of, gives anyone more access.
+        An attribute that this process cannot set, such as a group that it is not a member of, gives nobody more access.
 
         Args:
             path: the file or directory.
@@ -180,6 +180,7 @@ def create_file(path: str, replaced: Attributes | None) -> int:
     if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
         replaced = None
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    # Private until it has the attributes: whoever may not read the old file must not open the new one.
     descriptor = os.open(path, flags, 0o666 if replaced is None else 0o600)
     try:
         if replaced is not None:

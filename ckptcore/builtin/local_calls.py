@@ -215,27 +215,27 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
     """
     amount = "" if nbytes is None else f" ({nbytes} bytes)"
     reason = error.strerror or repr(error)
-    converted: StorageError
+    kind, message = StorageError, f"cannot {doing} {path}{amount}: {reason}"
     if error.errno in _FULL:
         what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
-        converted = StorageFullError(
+        kind = StorageFullError
+        message = (
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno == errno.EROFS:
-        converted = StorageError(
+        message = (
             f"cannot write to {_HIDDEN.split(path)[0]}: the file system is mounted read-only ({reason}). Load with "
             "ckptcore.CheckpointReader or ckptcore.load, which write nothing, or mount the file system writable"
         )
     elif error.errno == errno.ESTALE:
-        converted = StorageError(
-            f"cannot {doing} {path}{amount}: {reason}. The file server has forgotten what this machine found there, "
-            "which says nothing about the file: try again, or mount the file system again"
+        message += (
+            ". The file server has forgotten what this machine found there, which says nothing about the file: try "
+            "again, or mount the file system again"
         )
     elif error.errno in ABSENT:
-        converted = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
-    else:
-        converted = StorageError(f"cannot {doing} {path}{amount}: {reason}")
+        kind, message = ObjectNotFoundError, f"cannot {doing} {path}: it does not exist ({reason})"
+    converted = kind(message)
     converted.errno = error.errno
     return converted
 
@@ -492,6 +492,7 @@ class _PathWalk:
             if name == "..":
                 if not self._names:
                     raise _leads_out(link, target)
+                # Go back to the open parent: `..` of the system would lead out of a directory that was moved meanwhile.
                 os.close(self._directories.pop())
                 self._names.pop()
                 name = "."

@@ -66,7 +66,7 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
     try:
         return retry_stale(partial(_scan, directory))
     except OSError as error:
-        if error.errno in ABSENT or error.errno == errno.ENAMETOOLONG:
+        if error.errno in ABSENT or error.errno == errno.ENAMETOOLONG:  # nothing can have a name that is too long
             return []
         raise local_error(error, "list", directory) from error
 
@@ -365,6 +365,7 @@ class FileLock:
         # NFS refuses exclusive locks of directories, because these cannot be open for writing: see `NO_LOCKS`.
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
+        # Another process may have renamed or removed the file between the open and the lock.
         if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
 

@@ -216,7 +216,7 @@ _NAME: Final = r"(?a)\w{1,40}"
 
 
 def record_of(entry: TensorEntry) -> ArrayRecord | None:
-    """Return the array that a header describes; None if there is none, or its dtype is no name.
+    """Return the array that a header describes; None if no array has this shape, or if the dtype is not a name.
 
     A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
     lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
@@ -375,6 +375,7 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
             offset = stop
     except (ValueError, KeyError, RecursionError):
         return None
+    # The pattern skips text between its matches, so their lengths must add up to the whole header.
     whole = (
         text[:1] == "{"
         and rest[-1:] == "}"

@@ -121,7 +121,7 @@ _EXAMPLES: Final = (None, False, 0, 0.0, "")
 
 
 def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
-    """Return the rule for a save. Handlers of a Context for plain values, or for containers, get them as before."""
+    """Return the rule for a save. There are no columns if a handler of the Context takes plain values or containers."""
     first, *others = [plugins.dispatch(example).leaf for example in _EXAMPLES]
     containers = [plugins.dispatch(kind()).container for kind in COLUMN_KINDS]
     is_builtin = all(leaf is first for leaf in others) and all(map(is_builtin_container, containers))

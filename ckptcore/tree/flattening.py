@@ -194,6 +194,7 @@ class _Flattening:
             else:  # an error of the object, whose state can have any
                 kind = type(value).__qualname__
                 self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
+            # Take back what the value has added before it failed.
             self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
