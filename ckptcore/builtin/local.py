@@ -617,7 +617,8 @@ class LocalWriter:
         close_in_children(self)
 
     def _begin(self) -> None:
-        self._state = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         # Identifiers of threads that are writing. A thread that is interrupted may leave its
         # identifier here. It removes the identifier when it calls `finish` or `abort`.
         self._writing: set[int] = set()
@@ -643,7 +644,7 @@ class LocalWriter:
             )
         thread = threading.get_ident()
         try:
-            with self._state:
+            with self._lock:
                 self._expect_open()
                 self._writing.add(thread)
             self._write(offset, data)
@@ -651,7 +652,7 @@ class LocalWriter:
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
         finally:
-            with self._state:
+            with self._lock:
                 self._writing.discard(thread)
                 self._state.notify_all()
 
@@ -663,7 +664,7 @@ class LocalWriter:
             rest = rest[count:]
 
     def _count(self, offset: int, nbytes: int) -> None:
-        with self._state:
+        with self._lock:
             self._written += nbytes
             if not self._durable:
                 return
@@ -684,7 +685,7 @@ class LocalWriter:
             StorageError: bytes are missing, or the file could not be made durable.
             ValueError: after `finish` or `abort`.
         """
-        with self._state:
+        with self._lock:
             self._expect_open()
             self._wait_for_writes()
             self._expect_open()
@@ -702,7 +703,7 @@ class LocalWriter:
 
     def abort(self) -> None:
         """Remove the file once no thread writes to it. Does nothing after a successful `finish`."""
-        with self._state:
+        with self._lock:
             self._wait_for_writes()
             # Ignore errors: an abort follows a more important error, and a later cleanup of the directory finds the
             # file.

@@ -39,7 +39,7 @@ class Attributes(NamedTuple):
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
         """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
-        An attribute that this process cannot set, such as a group that it is not a member of, gives nobody more access.
+        An attribute that this process cannot set, such as a group that it is not a member of, never widens the access.
 
         Args:
             path: the file or directory.

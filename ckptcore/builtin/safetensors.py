@@ -29,7 +29,15 @@ from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ckptcore.builtin.safetensors_files import METADATA, PART, PART_VERSION, SHARDING, encode_file, header_entry
+from ckptcore.builtin.safetensors_files import (
+    METADATA,
+    PART,
+    PART_VERSION,
+    SHARDING,
+    encode_file,
+    file_names,
+    header_entry,
+)
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -250,7 +258,9 @@ class SafetensorsLayout(Layout):
         return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Write the index if there are several files, and no slices.
+        """Merge the columns of all processes. Write an index of several files, or of files with names of their own.
+
+        There is no index if arrays are in slices.
 
         Raises:
             CheckpointError: a process wrote different files, because its layout has different options.
@@ -276,7 +286,7 @@ class SafetensorsLayout(Layout):
         keys = list(dict.fromkeys(key_of.values()))
         if not key_of and not slices:
             keys = list(self.file_names(tree))  # one file without arrays
-            if sessions:
+            if sessions:  # none of them could know that the others have no arrays either
                 store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
         if not slices and keys != file_names(self.stem, 1):
             names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
@@ -327,13 +337,6 @@ class SafetensorsLayout(Layout):
         from ckptcore.builtin.safetensors_directories import inspect_pipeline  # only for files of other software
 
         return inspect_pipeline(store)
-
-
-def file_names(stem: str, count: int) -> list[str]:
-    """Return the names of `count` files of whole arrays."""
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:

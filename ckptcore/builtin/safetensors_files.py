@@ -180,6 +180,13 @@ def encode_header(
     return encoded, names
 
 
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of `count` files of whole arrays."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
 class TensorEntry(NamedTuple):
     """A tensor in a safetensors file.
 
