@@ -24,6 +24,7 @@ from ckptcore.builtin.local_attributes import (
 )
 from ckptcore.builtin.local_calls import (
     ABSENT,
+    LEAST_ALLOCATED_BYTES,
     NO_LINKS,
     NO_LOCKS,
     OPEN_TO_READ,
@@ -199,7 +200,9 @@ class LocalStorage(StorageBackend):
             with SystemCall("write", path, len(data)):
                 descriptor = self._create(temporary, read_attributes(path))
                 try:
-                    _write_all(descriptor, data)
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[os.write(descriptor, rest) :]
                     if self._durable:
                         sync_file(descriptor)
                 finally:
@@ -250,7 +253,7 @@ class LocalStorage(StorageBackend):
         with SystemCall("create", path, size):
             descriptor = self._create(path, replaced)
             try:
-                if size is not None:
+                if size is not None and size >= LEAST_ALLOCATED_BYTES:
                     allocate(descriptor, size)
                 return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
             except BaseException:
@@ -533,12 +536,6 @@ def _tag(data: bytes) -> str:
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def _place_new(temporary: str, path: str, key: str) -> None:
     try:
         try:
@@ -647,7 +644,11 @@ class LocalWriter:
             with self._lock:
                 self._expect_open()
                 self._writing.add(thread)
-            self._write(offset, data)
+            rest, position = memoryview(data), offset
+            while rest:
+                count = os.pwrite(self._descriptor, rest, position)
+                position += count
+                rest = rest[count:]
             self._count(offset, nbytes)
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
@@ -655,13 +656,6 @@ class LocalWriter:
             with self._lock:
                 self._writing.discard(thread)
                 self._state.notify_all()
-
-    def _write(self, offset: int, data: Buffer) -> None:
-        rest = memoryview(data)
-        while rest:
-            count = os.pwrite(self._descriptor, rest, offset)
-            offset += count
-            rest = rest[count:]
 
     def _count(self, offset: int, nbytes: int) -> None:
         with self._lock:

@@ -29,7 +29,12 @@ T = TypeVar("T")
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
 
-_LEAST_ALLOCATED_BYTES: Final = 1 << 20
+LEAST_ALLOCATED_BYTES: Final = 1 << 20
+"""Files of at least this size are allocated before they are written.
+
+This makes the writes faster, and reports a full disk early.
+"""
+
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
@@ -50,18 +55,15 @@ NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
 
 
 def allocate(descriptor: int, nbytes: int) -> None:
-    """Set the size of a large open file and allocate its blocks before it is written, if its file system supports it.
+    """Set the size of an open file and allocate its blocks before it is written, if its file system supports it.
 
-    This makes the writes faster, and reports a full disk early. `os.posix_fallocate` is no replacement: on file systems
-    without allocation it writes into every page.
+    `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
 
     Raises:
         OSError: there is no space.
     """
-    if nbytes >= _LEAST_ALLOCATED_BYTES:
-        call_if_supported(
-            "fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64), descriptor, 0, 0, nbytes
-        )
+    types = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call_if_supported("fallocate", types, descriptor, 0, 0, nbytes)
 
 
 def open_without_links(path: str, flags: int) -> int | None:
@@ -279,8 +281,10 @@ def close_descriptor(descriptor: int, path: str) -> None:
     Raises:
         StorageError
     """
-    with SystemCall("close", path):
+    try:
         os.close(descriptor)
+    except OSError as error:
+        raise local_error(error, "close", path) from error
 
 
 class _Closable(Protocol):

@@ -124,15 +124,10 @@ def encode_file(
         starts.append(position)
         position += record.spec.nbytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[-1], position]}
-    head = _encode(header, _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT)
-    return head, [len(head) + start for start in starts]
-
-
-def _encode(header: Mapping[str, JSON], alignment: int) -> bytes:
-    """Return the length and the JSON of a header, with spaces up to a multiple of the alignment."""
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    alignment = _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT
     padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
-    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+    return padded.to_bytes(8, "little") + encoded.ljust(padded), [8 + padded + start for start in starts]
 
 
 def encode_header(
@@ -174,10 +169,11 @@ def encode_header(
             raise ValueError(f"tensor {name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         position += nbytes
-    encoded = _encode(header, 8)
-    if (nbytes := len(encoded) - 8) > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header has {nbytes} bytes; safetensors allows {_MAX_HEADER_BYTES}. Save several files")
-    return encoded, names
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-len(encoded) // 8) * 8
+    if padded > _MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {padded} bytes; safetensors allows {_MAX_HEADER_BYTES}. Save several files")
+    return padded.to_bytes(8, "little") + encoded.ljust(padded), names
 
 
 def file_names(stem: str, count: int) -> list[str]:
