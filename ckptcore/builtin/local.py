@@ -34,6 +34,7 @@ from ckptcore.builtin.local_calls import (
     close_in_children,
     exchange,
     expect_encodable,
+    ignoring,
     local_error,
     rename_without_replacing,
     start_writeback,
@@ -523,13 +524,10 @@ def _is_temporary(name: str) -> bool:
 
 def _stamp_of(path: str) -> str | None:
     """Return the inode, size and time of change of a file, or of the link itself; None if there is none."""
-    try:
+    with ignoring(ABSENT):
         status = os.lstat(path)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+        return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+    return None
 
 
 def _tag(data: bytes) -> str:

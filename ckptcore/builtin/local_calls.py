@@ -18,8 +18,8 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import BinaryIO, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
@@ -260,6 +260,20 @@ class SystemCall(NamedTuple):
             raise local_error(error, *self) from error
 
 
+@contextmanager
+def ignoring(numbers: Collection[int]) -> Iterator[None]:
+    """Leave a ``with`` block silently at errors of the system with these numbers.
+
+    Raises:
+        OSError: an error with another number.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
+
+
 def retry_stale(call: Callable[[], T]) -> T:
     """Return the result of a call that finds files by their paths. Repeat it if the file server reports a stale handle.
 
@@ -408,12 +422,9 @@ def sync_directory(descriptor: int) -> None:
     Raises:
         OSError
     """
-    try:
+    # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
+    with ignoring((errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)):
         os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
 
 
 # O_PATH needs no permission to list the directory. Systems without O_PATH need that permission.
@@ -535,12 +546,9 @@ class _PathWalk:
         """
         if number not in _IS_LINK:
             return None
-        try:
+        with ignoring((errno.EINVAL,)):
             return os.readlink(name, dir_fd=self._directories[-1])
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return None
-            raise
+        return None
 
     def _from_here(self, link: str, target: str) -> list[str]:
         """Return the components of a link target, relative to the last directory.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange
+from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange, ignoring
 from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
@@ -147,12 +147,9 @@ def limits_of(path: str) -> PlaceLimits:
     while (mount := mount_of(above)) is None and above != "/":
         above = os.path.dirname(above)
     name_bytes = os.pathconf(above, "PC_NAME_MAX")
-    try:
+    is_mount_point = False
+    with ignoring((errno.ENAMETOOLONG,)):  # nothing can have this name
         is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        is_mount_point = False  # nothing can have this name
     return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount or b"")
 
 
