@@ -404,13 +404,10 @@ def sync_file(descriptor: int) -> None:
         OSError
     """
     if sys.platform == "darwin":
-        try:
+        with ignoring((errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)):
             # On macOS, fsync leaves the bytes in the cache of the drive.
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
-                raise
         os.fsync(descriptor)
     else:
         os.fdatasync(descriptor)

@@ -312,7 +312,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     ):
         raise CorruptCheckpointError(f"the __metadata__ of {name} is not a map of strings", key=name)
     entries = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
-    entries.sort(key=_position)
+    entries.sort(key=lambda pair: (pair[0].start, pair[0].stop))
     position = start
     for entry, tensor in entries:
         if entry.start != position:
@@ -388,10 +388,6 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
         and position + offset == file_bytes
     )
     return FileHeader(tensors, metadata, position) if whole else None
-
-
-def _position(found: tuple[TensorEntry, str]) -> tuple[int, int]:
-    return found[0].start, found[0].stop
 
 
 def _entry(tensor: str, described: Any, name: str, start: int) -> TensorEntry:
