@@ -373,9 +373,7 @@ def _decode_value(record: ValueRecord) -> object:
         ) from error
     try:
         match record.kind, value:
-            case "none", None:
-                return None
-            case "bool", bool():
+            case ("none", None) | ("bool", bool()):
                 return value
             case "str", str() | {"utf8": str()}:
                 return text_from_json(value)
