@@ -14,6 +14,7 @@ from typing import Final
 
 from ckptcore.builtin.local_attributes import create_file, read_attributes
 from ckptcore.builtin.local_calls import (
+    LEAST_ALLOCATED_BYTES,
     SystemCall,
     allocate,
     close_descriptor,
@@ -46,7 +47,6 @@ __all__ = [
     "replace_file",
 ]
 
-_LEAST_WRITEBACK_BYTES: Final = 1 << 20
 _WRITE_BYTES: Final = 4 << 20
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux
 
@@ -75,7 +75,8 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
         with SystemCall("write", target, nbytes):
             descriptor = create_file(temporary, read_attributes(target))
             try:
-                allocate(descriptor, nbytes)
+                if nbytes >= LEAST_ALLOCATED_BYTES:
+                    allocate(descriptor, nbytes)
                 _write(descriptor, pieces, durable=durable)
                 if durable:
                     sync_file(descriptor)
@@ -100,7 +101,7 @@ def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
             rest = memoryview(b"".join(group))[written:]
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-        if durable and size >= _LEAST_WRITEBACK_BYTES:
+        if durable and size >= LEAST_ALLOCATED_BYTES:
             start_writeback(descriptor, offset, size)
         offset += size
 

@@ -156,9 +156,8 @@ def container_handler(value_type: type) -> ContainerHandler | None:
     return None
 
 
-def is_builtin_container(handler: ContainerHandler | None) -> bool:
-    """Return True for a handler of dicts, lists or tuples of this module."""
-    return isinstance(handler, _Dict | _List | _Tuple)
+BUILTIN_CONTAINERS: Final = (_Dict, _List, _Tuple)
+"""The types of the handlers of dicts, lists and tuples."""
 
 
 _IN_SETS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)

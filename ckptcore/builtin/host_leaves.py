@@ -183,7 +183,7 @@ class HostValueHandler(LeafHandler):
         return [Ready(array[box.slices]) for box in boxes]
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]]:
-        """Return the sample of any length: a str is encoded, which is not a transfer from a device."""
+        """Sample text of any length: encoding it is not a transfer from a device."""
         (view,) = self.view_on_host(leaf, [box])
         return [Ready(part) for part in sampled(view.result())]
 
@@ -373,9 +373,7 @@ def _decode_value(record: ValueRecord) -> object:
         ) from error
     try:
         match record.kind, value:
-            case "none", None:
-                return None
-            case "bool", bool():
+            case ("none", None) | ("bool", bool()):
                 return value
             case "str", str() | {"utf8": str()}:
                 return text_from_json(value)

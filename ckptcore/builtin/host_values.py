@@ -87,10 +87,6 @@ def _text(value: object) -> str:
     return text_from_json(value)
 
 
-def _member_name(member: enum.Enum) -> JSON:
-    return text_to_json(member.name)
-
-
 def _encode_datetime(value: datetime.datetime) -> JSON:
     """Return ISO 8601. The name of a zone follows in brackets, as in RFC 9557; ``[fold]`` marks a repeated hour."""
     zone = getattr(value.tzinfo, "key", None)
@@ -169,7 +165,11 @@ def _elements(value: frozenset[Any]) -> JSON:
 
 
 _PATH: Final = ValueForm("path", lambda value: text_to_json(str(value)), lambda leaf_type, text: leaf_type(_text(text)))
-_MEMBER: Final = ValueForm("enum", _member_name, lambda leaf_type, name: leaf_type[_text(name)])  # type: ignore[index]  # an Enum
+_MEMBER: Final = ValueForm(
+    "enum",
+    lambda member: text_to_json(member.name),
+    lambda leaf_type, name: leaf_type[_text(name)],  # type: ignore[index]  # an Enum
+)
 _FLAG: Final = ValueForm(
     "flag", lambda value: _int_to_json(value.value), lambda leaf_type, value: leaf_type(_int_from_json(value))
 )

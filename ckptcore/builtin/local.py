@@ -24,6 +24,7 @@ from ckptcore.builtin.local_attributes import (
 )
 from ckptcore.builtin.local_calls import (
     ABSENT,
+    LEAST_ALLOCATED_BYTES,
     NO_LINKS,
     NO_LOCKS,
     OPEN_TO_READ,
@@ -33,6 +34,7 @@ from ckptcore.builtin.local_calls import (
     close_in_children,
     exchange,
     expect_encodable,
+    ignoring,
     local_error,
     rename_without_replacing,
     start_writeback,
@@ -199,7 +201,9 @@ class LocalStorage(StorageBackend):
             with SystemCall("write", path, len(data)):
                 descriptor = self._create(temporary, read_attributes(path))
                 try:
-                    _write_all(descriptor, data)
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[os.write(descriptor, rest) :]
                     if self._durable:
                         sync_file(descriptor)
                 finally:
@@ -250,7 +254,7 @@ class LocalStorage(StorageBackend):
         with SystemCall("create", path, size):
             descriptor = self._create(path, replaced)
             try:
-                if size is not None:
+                if size is not None and size >= LEAST_ALLOCATED_BYTES:
                     allocate(descriptor, size)
                 return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
             except BaseException:
@@ -520,23 +524,14 @@ def _is_temporary(name: str) -> bool:
 
 def _stamp_of(path: str) -> str | None:
     """Return the inode, size and time of change of a file, or of the link itself; None if there is none."""
-    try:
+    with ignoring(ABSENT):
         status = os.lstat(path)
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-    return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+        return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
+    return None
 
 
 def _tag(data: bytes) -> str:
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
 
 
 def _place_new(temporary: str, path: str, key: str) -> None:
@@ -617,7 +612,8 @@ class LocalWriter:
         close_in_children(self)
 
     def _begin(self) -> None:
-        self._state = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         # Identifiers of threads that are writing. A thread that is interrupted may leave its
         # identifier here. It removes the identifier when it calls `finish` or `abort`.
         self._writing: set[int] = set()
@@ -643,27 +639,24 @@ class LocalWriter:
             )
         thread = threading.get_ident()
         try:
-            with self._state:
+            with self._lock:
                 self._expect_open()
                 self._writing.add(thread)
-            self._write(offset, data)
+            rest, position = memoryview(data), offset
+            while rest:
+                count = os.pwrite(self._descriptor, rest, position)
+                position += count
+                rest = rest[count:]
             self._count(offset, nbytes)
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
         finally:
-            with self._state:
+            with self._lock:
                 self._writing.discard(thread)
                 self._state.notify_all()
 
-    def _write(self, offset: int, data: Buffer) -> None:
-        rest = memoryview(data)
-        while rest:
-            count = os.pwrite(self._descriptor, rest, offset)
-            offset += count
-            rest = rest[count:]
-
     def _count(self, offset: int, nbytes: int) -> None:
-        with self._state:
+        with self._lock:
             self._written += nbytes
             if not self._durable:
                 return
@@ -684,7 +677,7 @@ class LocalWriter:
             StorageError: bytes are missing, or the file could not be made durable.
             ValueError: after `finish` or `abort`.
         """
-        with self._state:
+        with self._lock:
             self._expect_open()
             self._wait_for_writes()
             self._expect_open()
@@ -702,7 +695,7 @@ class LocalWriter:
 
     def abort(self) -> None:
         """Remove the file once no thread writes to it. Does nothing after a successful `finish`."""
-        with self._state:
+        with self._lock:
             self._wait_for_writes()
             # Ignore errors: an abort follows a more important error, and a later cleanup of the directory finds the
             # file.
@@ -710,6 +703,7 @@ class LocalWriter:
                 self._close()
             if not self._complete:
                 with suppress(OSError):
+                    # Another save may have replaced the file, or taken over its directory, meanwhile.
                     if os.path.samestat(os.lstat(self._path), self._status):
                         os.unlink(self._path)
                         self._directories.remove_empty(os.path.dirname(self._path))

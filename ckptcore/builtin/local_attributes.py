@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from ckptcore.builtin.local_calls import ABSENT
+from ckptcore.builtin.local_calls import ABSENT, ignoring
 
 _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,
@@ -39,7 +39,7 @@ class Attributes(NamedTuple):
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
         """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
-        Nothing that this process cannot set, such as a group that it is not a member of, gives anyone more access.
+        An attribute that this process cannot set, such as a group that it is not a member of, never widens the access.
 
         Args:
             path: the file or directory.
@@ -73,7 +73,7 @@ class Attributes(NamedTuple):
         for owner in (self.status.st_uid, -1):  # only root may give files away
             if owner in (current.st_uid, -1) and current.st_gid == group:
                 return False
-            with _unless_refused():
+            with ignoring(_REFUSED):
                 os.chown(target, owner, group)
                 return True
         return False
@@ -84,12 +84,12 @@ class Attributes(NamedTuple):
         changed = False
         for name, value in wanted.items():
             if value is not None and current.get(name) != value:
-                with _unless_refused():
+                with ignoring(_REFUSED):
                     os.setxattr(target, name, value)
                     changed = True
         for name in _ACCESS_CONTROL:  # inherited from the parent directory
             if name in current and name not in wanted:
-                with _unless_refused():
+                with ignoring(_REFUSED):
                     os.removexattr(target, name)
                     changed = True
         return changed
@@ -100,16 +100,6 @@ class Attributes(NamedTuple):
             return True
         acl = _read_extended(target).get(_ACL)
         return acl is not None and acl == self.extended[_ACL]
-
-
-@contextmanager
-def _unless_refused() -> Iterator[None]:
-    """Ignore the errors of attributes that cannot be read or set."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
 
 
 @contextmanager
@@ -144,7 +134,7 @@ def _has_descriptor_paths() -> bool:
 def _set_mode(target: int | str, mode: int) -> bool:
     """Set the permissions of an open file, unless the file system has fixed ones. Return True if they were changed."""
     if stat.S_IMODE(os.stat(target).st_mode) != mode:
-        with _unless_refused():
+        with ignoring(_REFUSED):
             os.chmod(target, mode)
             return True
     return False
@@ -161,12 +151,9 @@ def read_attributes(path: str) -> Attributes | None:
     Raises:
         OSError
     """
-    try:
+    with ignoring(ABSENT):
         return Attributes(os.lstat(path), _read_extended(path, follow_symlinks=False))
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
+    return None
 
 
 def create_file(path: str, replaced: Attributes | None) -> int:
@@ -180,6 +167,7 @@ def create_file(path: str, replaced: Attributes | None) -> int:
     if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
         replaced = None
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    # Private until it has the attributes: whoever may not read the old file must not open the new one.
     descriptor = os.open(path, flags, 0o666 if replaced is None else 0o600)
     try:
         if replaced is not None:
@@ -193,13 +181,13 @@ def create_file(path: str, replaced: Attributes | None) -> int:
 def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[str, bytes | None]:
     extended: dict[str, bytes | None] = {}
     if hasattr(os, "listxattr"):  # Linux
-        with _unless_refused():
+        with ignoring(_REFUSED):
             extended = dict.fromkeys(os.listxattr(target, follow_symlinks=follow_symlinks))
     for name in list(extended):
         if name.startswith("security.") and name != "security.selinux":
             del extended[name]  # labels of other security modules sign or describe the content
             continue
-        with _unless_refused():
+        with ignoring(_REFUSED):
             extended[name] = os.getxattr(target, name, follow_symlinks=follow_symlinks)
     return extended
 
@@ -258,16 +246,12 @@ def _denied(directory: str, group: int) -> int:
     denied = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):
-            try:
+            with ignoring(ABSENT):
                 status = os.lstat(f"{path}/{name}")
-            except OSError as error:
-                if error.errno not in ABSENT:
-                    raise
-                continue
-            if not _is_link(status):
-                mode = status.st_mode if status.st_gid == group else _group_like_others(status.st_mode)
-                denied |= 0 if mode & stat.S_IRGRP else stat.S_IRWXG
-                denied |= 0 if mode & stat.S_IROTH else stat.S_IRWXO
+                if not _is_link(status):
+                    mode = status.st_mode if status.st_gid == group else _group_like_others(status.st_mode)
+                    denied |= 0 if mode & stat.S_IRGRP else stat.S_IRWXG
+                    denied |= 0 if mode & stat.S_IROTH else stat.S_IRWXO
         if denied == _SHARED:
             break
     return denied

@@ -18,8 +18,8 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import BinaryIO, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
@@ -29,7 +29,12 @@ T = TypeVar("T")
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
 
-_LEAST_ALLOCATED_BYTES: Final = 1 << 20
+LEAST_ALLOCATED_BYTES: Final = 1 << 20
+"""Files of at least this size are allocated before they are written.
+
+This makes the writes faster, and reports a full disk early.
+"""
+
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
@@ -50,18 +55,15 @@ NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
 
 
 def allocate(descriptor: int, nbytes: int) -> None:
-    """Set the size of a large open file and allocate its blocks before it is written, if its file system supports it.
+    """Set the size of an open file and allocate its blocks before it is written, if its file system supports it.
 
-    This makes the writes faster, and reports a full disk early. `os.posix_fallocate` is no replacement: on file systems
-    without allocation it writes into every page.
+    `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
 
     Raises:
         OSError: there is no space.
     """
-    if nbytes >= _LEAST_ALLOCATED_BYTES:
-        call_if_supported(
-            "fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64), descriptor, 0, 0, nbytes
-        )
+    types = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    call_if_supported("fallocate", types, descriptor, 0, 0, nbytes)
 
 
 def open_without_links(path: str, flags: int) -> int | None:
@@ -215,27 +217,27 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
     """
     amount = "" if nbytes is None else f" ({nbytes} bytes)"
     reason = error.strerror or repr(error)
-    converted: StorageError
+    kind, message = StorageError, f"cannot {doing} {path}{amount}: {reason}"
     if error.errno in _FULL:
         what = "quota of this user" if error.errno == errno.EDQUOT else "file system"
-        converted = StorageFullError(
+        kind = StorageFullError
+        message = (
             f"cannot {doing} {path}{amount}: the {what} is full ({reason}). "
             "Free some space, delete old checkpoints or save elsewhere. Committed checkpoints are intact"
         )
     elif error.errno == errno.EROFS:
-        converted = StorageError(
+        message = (
             f"cannot write to {_HIDDEN.split(path)[0]}: the file system is mounted read-only ({reason}). Load with "
             "ckptcore.CheckpointReader or ckptcore.load, which write nothing, or mount the file system writable"
         )
     elif error.errno == errno.ESTALE:
-        converted = StorageError(
-            f"cannot {doing} {path}{amount}: {reason}. The file server has forgotten what this machine found there, "
-            "which says nothing about the file: try again, or mount the file system again"
+        message += (
+            ". The file server has forgotten what this machine found there, which says nothing about the file: try "
+            "again, or mount the file system again"
         )
     elif error.errno in ABSENT:
-        converted = ObjectNotFoundError(f"cannot {doing} {path}: it does not exist ({reason})")
-    else:
-        converted = StorageError(f"cannot {doing} {path}{amount}: {reason}")
+        kind, message = ObjectNotFoundError, f"cannot {doing} {path}: it does not exist ({reason})"
+    converted = kind(message)
     converted.errno = error.errno
     return converted
 
@@ -256,6 +258,20 @@ class SystemCall(NamedTuple):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             raise local_error(error, *self) from error
+
+
+@contextmanager
+def ignoring(numbers: Collection[int]) -> Iterator[None]:
+    """Leave a ``with`` block silently at errors of the system with these numbers.
+
+    Raises:
+        OSError: an error with another number.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in numbers:
+            raise
 
 
 def retry_stale(call: Callable[[], T]) -> T:
@@ -279,8 +295,10 @@ def close_descriptor(descriptor: int, path: str) -> None:
     Raises:
         StorageError
     """
-    with SystemCall("close", path):
+    try:
         os.close(descriptor)
+    except OSError as error:
+        raise local_error(error, "close", path) from error
 
 
 class _Closable(Protocol):
@@ -386,13 +404,10 @@ def sync_file(descriptor: int) -> None:
         OSError
     """
     if sys.platform == "darwin":
-        try:
+        with ignoring((errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)):
             # On macOS, fsync leaves the bytes in the cache of the drive.
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
-                raise
         os.fsync(descriptor)
     else:
         os.fdatasync(descriptor)
@@ -404,12 +419,9 @@ def sync_directory(descriptor: int) -> None:
     Raises:
         OSError
     """
-    try:
+    # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
+    with ignoring((errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)):
         os.fsync(descriptor)
-    except OSError as error:
-        # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
 
 
 # O_PATH needs no permission to list the directory. Systems without O_PATH need that permission.
@@ -492,6 +504,7 @@ class _PathWalk:
             if name == "..":
                 if not self._names:
                     raise _leads_out(link, target)
+                # Go back to the open parent: `..` of the system would lead out of a directory that was moved meanwhile.
                 os.close(self._directories.pop())
                 self._names.pop()
                 name = "."
@@ -530,12 +543,9 @@ class _PathWalk:
         """
         if number not in _IS_LINK:
             return None
-        try:
+        with ignoring((errno.EINVAL,)):
             return os.readlink(name, dir_fd=self._directories[-1])
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return None
-            raise
+        return None
 
     def _from_here(self, link: str, target: str) -> list[str]:
         """Return the components of a link target, relative to the last directory.

@@ -18,6 +18,7 @@ from ckptcore.builtin.local_calls import (
     SystemCall,
     close_descriptor,
     close_in_children,
+    ignoring,
     local_error,
     open_inside,
     open_without_links,
@@ -63,12 +64,10 @@ def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
-    try:
+    # Nothing can have a name that is too long.
+    with SystemCall("list", directory), ignoring((*ABSENT, errno.ENAMETOOLONG)):
         return retry_stale(partial(_scan, directory))
-    except OSError as error:
-        if error.errno in ABSENT or error.errno == errno.ENAMETOOLONG:
-            return []
-        raise local_error(error, "list", directory) from error
+    return []
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:
@@ -365,6 +364,7 @@ class FileLock:
         # NFS refuses exclusive locks of directories, because these cannot be open for writing: see `NO_LOCKS`.
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
+        # Another process may have renamed or removed the file between the open and the lock.
         if not self.is_in_place():
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
 
@@ -375,13 +375,10 @@ class FileLock:
             StorageError
         """
         assert self._locked is not None, "acquire was called"
-        try:
+        with SystemCall("read the status of", self._path), ignoring(ABSENT):
             current = retry_stale(partial(os.stat, self._path, follow_symlinks=self._follows_links))
             return os.path.samestat(self._locked, current)
-        except OSError as error:
-            if error.errno in ABSENT:
-                return False
-            raise local_error(error, "read the status of", self._path) from error
+        return False
 
     def close(self) -> None:
         """Release the lock. Closing again is no error.
@@ -479,36 +476,23 @@ def lock_object(path: str) -> Iterator[int | None]:
     Raises:
         OSError
     """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
-        lock = FileLock(path)
+        lock, descriptor = FileLock(path), None
         try:
-            descriptor = _open_to_lock(lock)
-            if descriptor is None:
-                yield None
-                return
-            try:
-                lock.acquire(wait=True)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
+            with ignoring((errno.ENOENT, errno.ELOOP)):
+                try:
+                    # Network file systems lock only files that are open for writing.
+                    descriptor = lock.open(os.O_RDWR | flags)
+                except PermissionError:
+                    descriptor = lock.open(os.O_RDONLY | flags)
+            if descriptor is not None:
+                try:
+                    with ignoring(NO_LOCKS):
+                        lock.acquire(wait=True)
+                except FileNotFoundError:
+                    continue
             yield descriptor
             return
         finally:
             lock.close()
-
-
-def _open_to_lock(lock: FileLock) -> int | None:
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        try:
-            # Network file systems lock only files that are open for writing.
-            return lock.open(os.O_RDWR | flags)
-        except PermissionError:
-            return lock.open(os.O_RDONLY | flags)
-    except OSError as error:
-        # A symbolic link is not an object: a put replaces the link.
-        if error.errno in (errno.ENOENT, errno.ELOOP):
-            return None
-        raise

@@ -1,4 +1,4 @@
-"""The file system that is mounted at a path: which one it is, its locks and limits, and what it does if tried."""
+"""The file system that is mounted at a path: its identity, locks, limits and features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
-from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange
+from ckptcore.builtin.local_calls import ABSENT, AT_FDCWD, c_function, call_if_supported, exchange, ignoring
 from ckptcore.errors import AtomicityError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
@@ -60,9 +60,9 @@ _MAX_REMEMBERED: Final = 4096
 
 
 def mount_of(path: str, *, follow_links: bool = True) -> bytes | None:
-    """Return bytes that tell a mount from others, and since Linux 6.8 also from later ones at its place.
+    """Return bytes that identify the mount at a path. Since Linux 6.8, a later mount at the same place has others.
 
-    Systems other than Linux tell only devices apart.
+    On systems other than Linux they identify the device only.
 
     Returns:
         None if there is nothing at the path.
@@ -147,12 +147,9 @@ def limits_of(path: str) -> PlaceLimits:
     while (mount := mount_of(above)) is None and above != "/":
         above = os.path.dirname(above)
     name_bytes = os.pathconf(above, "PC_NAME_MAX")
-    try:
+    is_mount_point = False
+    with ignoring((errno.ENAMETOOLONG,)):  # nothing can have this name
         is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        is_mount_point = False  # nothing can have this name
     return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount or b"")
 
 
@@ -183,9 +180,9 @@ def _file_system_type(file: int | str) -> int | None:
 def has_locks_of_all_hosts(descriptor: int) -> bool:
     """Return True if a lock (`flock`) of an open file excludes processes on all hosts that can see the file.
 
-    The system does not tell this, so only types of file systems are trusted of which it is known. FUSE locks within one
-    host unless its program does more, and so do NFS with ``local_lock`` and BeeGFS by default; NFS without it has no
-    locks of directories.
+    The system does not report this, so only file systems whose locks are known are trusted. FUSE locks within one host
+    unless its program does more, and so do NFS with ``local_lock`` and BeeGFS by default. NFS without it has
+    no locks of directories.
 
     Raises:
         OSError

@@ -23,13 +23,21 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ckptcore.builtin.safetensors_files import METADATA, PART, PART_VERSION, SHARDING, encode_file, header_entry
+from ckptcore.builtin.safetensors_files import (
+    METADATA,
+    PART,
+    PART_VERSION,
+    SHARDING,
+    encode_file,
+    file_names,
+    header_entry,
+)
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.io.elements import flat_range
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -182,6 +190,7 @@ class SafetensorsLayout(Layout):
                 yield keys[number], [BytesSegment(head), *segments]
 
         store.write_many(objects())
+        # What is left belongs to files of which no process has all elements.
         left = [number for numbers in items.values() for number in numbers]
         if not own and not left and plan.session is None:
             return None
@@ -234,14 +243,24 @@ class SafetensorsLayout(Layout):
                 head, starts = encode_file(metadata, tensors)
                 for part, leaf, start in zip(slices, leaves, starts, strict=True):
                     columns.add(leaf, key, start, part.box)
-                segments = [_segment(snapshot, part, partial(releases.release, part.item)) for part in slices]
+                segments = [
+                    ArraySegment(
+                        part.box,
+                        plan.items[part.item].spec.numpy_dtype.itemsize,
+                        partial(_boxes_with_arrays, snapshot, part.item, part.positions),
+                        partial(releases.release, part.item),
+                    )
+                    for part in slices
+                ]
                 yield key, [BytesSegment(head), *segments]
 
         store.write_many(objects())
         return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Write the index if there are several files, and no slices.
+        """Merge the columns of all processes. Write an index of several files, or of files with names of their own.
+
+        There is no index if arrays are in slices.
 
         Raises:
             CheckpointError: a process wrote different files, because its layout has different options.
@@ -267,7 +286,7 @@ class SafetensorsLayout(Layout):
         keys = list(dict.fromkeys(key_of.values()))
         if not key_of and not slices:
             keys = list(self.file_names(tree))  # one file without arrays
-            if sessions:
+            if sessions:  # none of them could know that the others have no arrays either
                 store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
         if not slices and keys != file_names(self.stem, 1):
             names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
@@ -318,13 +337,6 @@ class SafetensorsLayout(Layout):
         from ckptcore.builtin.safetensors_directories import inspect_pipeline  # only for files of other software
 
         return inspect_pipeline(store)
-
-
-def file_names(stem: str, count: int) -> list[str]:
-    """Return the names of `count` files of whole arrays."""
-    if count == 1:
-        return [f"{stem}.safetensors"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _names(tree: TreeMetadata) -> dict[int, str]:
@@ -388,21 +400,18 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
         item = snapshot.plan.items[number]
         if item.spec.size:
             box = Box.whole(item.spec.shape) if len(items) == 1 else item.boxes[0]
-            part = _Slice(number, range(len(item.boxes)), box)
-            segments.append(_segment(snapshot, part, partial(snapshot.release, number)))
+            open_arrays = partial(_boxes_with_arrays, snapshot, number, range(len(item.boxes)))
+            release = partial(snapshot.release, number)
+            segments.append(ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, release))
         else:
             snapshot.release(number)
     return segments
 
 
-def _segment(snapshot: Snapshot, part: _Slice, release: Callable[[], None]) -> ArraySegment:
-    item = snapshot.plan.items[part.item]
-
-    def open_arrays() -> Sequence[tuple[Box, HostArray]]:
-        arrays = snapshot.take(part.item)
-        return tuple([(item.boxes[position], arrays[position]) for position in part.boxes])
-
-    return ArraySegment(part.box, item.spec.numpy_dtype.itemsize, open_arrays, release)
+def _boxes_with_arrays(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
+    """Return some boxes of an item, by their positions, with their elements."""
+    boxes, arrays = snapshot.plan.items[number].boxes, snapshot.take(number)
+    return [(boxes[position], arrays[position]) for position in positions]
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
@@ -429,12 +438,12 @@ class _Slice(NamedTuple):
 
     Attributes:
         item: the number of the item.
-        boxes: the numbers of the boxes of the item that form this box.
+        positions: the positions of the boxes of the item that form this box.
         box: the box.
     """
 
     item: int
-    boxes: Sequence[int]
+    positions: Sequence[int]
     box: Box
 
 

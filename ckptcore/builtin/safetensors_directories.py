@@ -166,8 +166,8 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    Its checkpointables are the directories that its list of models names, and that have weights. If there is one, also
-    those of models whose directory is missing, or has a config and no weights.
+    Its checkpointables are the listed directories with weights. If at least one has weights, a model whose directory is
+    missing, or has a config and no weights, is a checkpointable too.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.
@@ -232,7 +232,9 @@ def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
 
 
 def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | None:
-    indexes = {stem: name for name in sorted(names, key=_is_newer_index) if (stem := _stem_of_index(name)) is not None}
+    matches = [match for name in names if (match := _INDEX.fullmatch(name))]
+    matches.sort(key=lambda match: match[2] is None)  # an index as diffusers names it today replaces an older one
+    indexes = {".".join(filter(None, match.groups())): match[0] for match in matches}
     files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
         return None
@@ -259,18 +261,6 @@ def _with_config(store: ReadStore, content: _Content) -> _Content:
     return content._replace(metadata={**content.metadata, "adapter_config": config})
 
 
-def _stem_of_index(name: str) -> str | None:
-    """Return the stem and the variant that an index is for; None for other files."""
-    match = _INDEX.fullmatch(name)
-    return None if match is None else ".".join([part for part in match.groups() if part is not None])
-
-
-def _is_newer_index(name: str) -> bool:
-    """Return True for an index as diffusers names it today. Sorted by this, it replaces an older one in a dict."""
-    match = _INDEX.fullmatch(name)
-    return match is not None and match[2] is None
-
-
 def _stem_of_file(name: str) -> str:
     """Return the stem and the variant of a file that is whole or one of several."""
     shard = _SHARD.fullmatch(name)
@@ -294,7 +284,7 @@ def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
 
 
 def _prefers_other_files(stem: str | None, indexes: _Names, files: Sequence[str], names: Sequence[str]) -> bool:
-    """Return True if there are only variants, next to a file of another format that is none, and that is loaded."""
+    """Return True if all files are variants, and a file of another format, which is loaded, has the main weights."""
     if stem in _KNOWN_STEMS:
         return False
     stems = [stem] if stem is not None else [*indexes, *map(_stem_of_file, files)]

@@ -124,15 +124,10 @@ def encode_file(
         starts.append(position)
         position += record.spec.nbytes
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[-1], position]}
-    head = _encode(header, _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT)
-    return head, [len(head) + start for start in starts]
-
-
-def _encode(header: Mapping[str, JSON], alignment: int) -> bytes:
-    """Return the length and the JSON of a header, with spaces up to a multiple of the alignment."""
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    alignment = _LARGE_ALIGNMENT if position > 1 << 20 else _ALIGNMENT
     padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
-    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+    return padded.to_bytes(8, "little") + encoded.ljust(padded), [8 + padded + start for start in starts]
 
 
 def encode_header(
@@ -174,10 +169,18 @@ def encode_header(
             raise ValueError(f"tensor {name!r}: {dtype} elements of shape {list(shape)} do not fill whole bytes")
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
         position += nbytes
-    encoded = _encode(header, 8)
-    if (nbytes := len(encoded) - 8) > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header has {nbytes} bytes; safetensors allows {_MAX_HEADER_BYTES}. Save several files")
-    return encoded, names
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-len(encoded) // 8) * 8
+    if padded > _MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {padded} bytes; safetensors allows {_MAX_HEADER_BYTES}. Save several files")
+    return padded.to_bytes(8, "little") + encoded.ljust(padded), names
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of `count` files of whole arrays."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 class TensorEntry(NamedTuple):
@@ -216,7 +219,7 @@ _NAME: Final = r"(?a)\w{1,40}"
 
 
 def record_of(entry: TensorEntry) -> ArrayRecord | None:
-    """Return the array that a header describes; None if there is none, or its dtype is no name.
+    """Return the array that a header describes; None if no array has this shape, or if the dtype is not a name.
 
     A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
     lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
@@ -309,7 +312,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
     ):
         raise CorruptCheckpointError(f"the __metadata__ of {name} is not a map of strings", key=name)
     entries = [(_entry(tensor, described, name, start), tensor) for tensor, described in header.items()]
-    entries.sort(key=_position)
+    entries.sort(key=lambda pair: (pair[0].start, pair[0].stop))
     position = start
     for entry, tensor in entries:
         if entry.start != position:
@@ -375,6 +378,7 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
             offset = stop
     except (ValueError, KeyError, RecursionError):
         return None
+    # The pattern skips text between its matches, so their lengths must add up to the whole header.
     whole = (
         text[:1] == "{"
         and rest[-1:] == "}"
@@ -384,10 +388,6 @@ def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
         and position + offset == file_bytes
     )
     return FileHeader(tensors, metadata, position) if whole else None
-
-
-def _position(found: tuple[TensorEntry, str]) -> tuple[int, int]:
-    return found[0].start, found[0].stop
 
 
 def _entry(tensor: str, described: Any, name: str, start: int) -> TensorEntry:

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from ckptcore.builtin.containers import is_builtin_container
+from ckptcore.builtin.containers import BUILTIN_CONTAINERS
 from ckptcore.builtin.host_leaves import HostValueHandler
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.columns import COLUMN_KINDS, is_column, is_plain
@@ -121,11 +121,11 @@ _EXAMPLES: Final = (None, False, 0, 0.0, "")
 
 
 def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
-    """Return the rule for a save. Handlers of a Context for plain values, or for containers, get them as before."""
+    """Return the rule for a save. There are no columns if a handler of the Context takes plain values or containers."""
     first, *others = [plugins.dispatch(example).leaf for example in _EXAMPLES]
     containers = [plugins.dispatch(kind()).container for kind in COLUMN_KINDS]
-    is_builtin = all(leaf is first for leaf in others) and all(map(is_builtin_container, containers))
-    return SavedColumns(first if is_builtin else None, mappings)
+    is_builtin = all(isinstance(container, BUILTIN_CONTAINERS) for container in containers)
+    return SavedColumns(first if is_builtin and others.count(first) == len(others) else None, mappings)
 
 
 def requested_columns(tree: TreeMetadata) -> RequestedColumns | None:

@@ -194,6 +194,7 @@ class _Flattening:
             else:  # an error of the object, whose state can have any
                 kind = type(value).__qualname__
                 self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
+            # Take back what the value has added before it failed.
             self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
@@ -347,8 +348,9 @@ def per_process_objects(shape: Shape, path: TreePath = ()) -> Iterator[tuple[Tre
         else:
             yield from per_process_objects(shape.state, path)
     elif isinstance(shape, Container) and not isinstance(shape.like, PerProcess):
-        for child, inner, _ in shape.nodes(path):
-            yield from per_process_objects(child, inner)
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from per_process_objects(child, (*path, key))
 
 
 def per_process_values(shape: Shape, path: TreePath = ()) -> Iterator[TreePath]:
@@ -358,8 +360,9 @@ def per_process_values(shape: Shape, path: TreePath = ()) -> Iterator[TreePath]:
     elif isinstance(shape, Container) and isinstance(shape.like, PerProcess):
         yield path
     elif isinstance(shape, Container):
-        for child, inner, _ in shape.nodes(path):
-            yield from per_process_values(child, inner)
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from per_process_values(child, (*path, key))
 
 
 def per_process_leaves(flat: Flat) -> frozenset[int]:

@@ -160,11 +160,12 @@ class _TreeMerge:
 
     def aliases(self) -> dict[int, int]:
         """Map each tied leaf to the first leaf of its group. Leaves are not tied if a rank has them separately."""
-        classes = list(range(len(self.records)))
+        # Union-find: following `group_of` leads to the first leaf of a group.
+        group_of = list(range(len(self.records)))
 
         def first_of(leaf: int) -> int:
-            while classes[leaf] != leaf:
-                classes[leaf] = leaf = classes[classes[leaf]]
+            while group_of[leaf] != leaf:
+                group_of[leaf] = leaf = group_of[group_of[leaf]]
             return leaf
 
         numbers = [{number: leaf for leaf, of in enumerate(self.sources) if (number := of.get(tree)) is not None}
@@ -172,9 +173,9 @@ class _TreeMerge:
         for leaves, tree in zip(numbers, self.trees, strict=True):
             for alias, target in tree.aliases.items():
                 first, second = sorted((first_of(leaves[alias]), first_of(leaves[target])))
-                classes[second] = first
+                group_of[second] = first
         members: dict[int, list[int]] = {}
-        for leaf in range(len(classes)):
+        for leaf in range(len(group_of)):
             members.setdefault(first_of(leaf), []).append(leaf)
         return {
             leaf: first

@@ -22,17 +22,6 @@ class Container(NamedTuple):
     leaves: int
     order: tuple[int, ...] | None
 
-    def nodes(self, path: TreePath, start: int = 0) -> Iterator[tuple[Shape, TreePath, int]]:
-        """Yield the children that are not leaves, with their paths and the positions of their first leaves.
-
-        Args:
-            path, start: the path of the container, and the position of its first leaf.
-        """
-        for key, child in zip(self.keys, self.children, strict=True):
-            if child is not None:
-                yield child, (*path, key), start
-            start += 1 if child is None else child.leaves
-
 
 class ObjectNode(NamedTuple):
     """An object in a flattened value: itself, its handler, its state, and the leaves below it. See `Shape`."""
@@ -205,8 +194,10 @@ def _find_objects(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator
     if isinstance(shape, ObjectNode):
         yield LiveObject(path, shape, range(start, start + shape.leaves))
     elif isinstance(shape, Container):
-        for inner in shape.nodes(path, start):
-            yield from _find_objects(*inner)
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _find_objects(child, (*path, key), start)
+            start += 1 if child is None else child.leaves
 
 
 def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
@@ -228,8 +219,10 @@ def outer_parts(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[P
     is_object = shape.handler.is_object if isinstance(shape, ObjectNode) else shape.handler.is_object(shape.like)
     yield Part(path, shape.like, range(start, start + shape.leaves), is_object)
     if isinstance(shape, Container) and not is_object:
-        for inner in shape.nodes(path, start):
-            yield from outer_parts(*inner)
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from outer_parts(child, (*path, key), start)
+            start += 1 if child is None else child.leaves
 
 
 def lacks_object_at(shape: Shape, path: TreePath) -> bool:
