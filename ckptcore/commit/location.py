@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.commit.support import StorageSupport
@@ -208,6 +209,11 @@ class Location:
     def absolute(self) -> str:
         """The absolute location: a local path without links, or a URL."""
         return self.identity.partition(":")[2] or self.display
+
+    @property
+    def is_hidden(self) -> bool:
+        """True for the hidden directory of a save."""
+        return self.name.startswith(".") and is_hidden_name(self.name)
 
     @property
     def parent_name(self) -> str:

@@ -151,7 +151,7 @@ def find_existing(
     Raises:
         CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
     """
-    if is_hidden_name(location.name):
+    if location.is_hidden:
         raise InvalidLocationError(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
