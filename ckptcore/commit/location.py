@@ -138,7 +138,7 @@ class SubPath(IndirectLocation):
 
     def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """See `IndirectLocation`."""
-        if isinstance(self.location, IndirectLocation):
+        if isinstance(self.location, IndirectLocation) and not isinstance(self.location, SubPath):
             outer = resolve_location(self.location, storages, to_write=to_write).within(self.directory)
             return replace(outer, display=str(self))
         scheme, address = _address(self.location)
