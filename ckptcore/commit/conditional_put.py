@@ -103,21 +103,13 @@ class ConditionalPutTransaction:
         except AtomicityError as error:
             raise refuse_storage(self._location, f"its storage has no conditional puts: {error}") from error
         except StorageError as error:
-            # The put may have succeeded although its response was lost.
-            tag = self._own_tag()
-            if tag is not None:
-                return tag
+            with suppress(StorageError):
+                current = find_object(self._roots, ROOT_KEY)
+                if current is not None and current[0] == self._claim_bytes:
+                    return current[1]  # the put has succeeded, but its response was lost
             if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 raise
             raise save_lost(self._location) from error
-
-    def _own_tag(self) -> str | None:
-        """Return the tag of the root if it is this claim; None if it is not, or cannot be read."""
-        try:
-            current = find_object(self._roots, ROOT_KEY)
-        except StorageError:
-            return None
-        return current[1] if current is not None and current[0] == self._claim_bytes else None
 
     @property
     def root(self) -> tuple[bytes, str]:

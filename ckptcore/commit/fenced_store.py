@@ -120,7 +120,10 @@ class FencedStore(Subdirectory):
                 return super().put(key, data, condition=condition)
             except StorageError as error:
                 # The put may have succeeded although its response was lost.
-                existing = self._find_after(error, key)
+                try:
+                    existing = find_object(self, key)
+                except StorageError as failure:
+                    raise error from failure
                 if existing is not None and existing[0] == data:
                     return existing[1]
                 if not isinstance(error, ConditionFailedError | ObjectNotFoundError):
@@ -132,13 +135,6 @@ class FencedStore(Subdirectory):
             f"cannot write {key} to {self._location.display}: another object was found there {_ATTEMPTS} times, while "
             "this save had the claim. Check if other software writes there, and save again"
         )
-
-    def _find_after(self, error: BaseException, key: str) -> tuple[bytes, str] | None:
-        """Return the object after a failed put. Raise the error if it cannot be read."""
-        try:
-            return find_object(self, key)
-        except StorageError as failure:
-            raise error from failure
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`. Replaces only objects of failed saves; raises `SaveLostError` too."""
@@ -229,7 +225,12 @@ class _FencedWriter:
                         self._inner.abort()  # else the service keeps the uploaded pieces
                     return
                 if not isinstance(error, ConditionFailedError):
-                    self._expect_claim_after(error)
+                    try:
+                        self._store.expect_claim()  # without it, another save removed the pieces
+                    except StorageError:
+                        raise error from None  # it is unknown whether the claim is lost
+                    except SaveLostError as lost:
+                        raise lost from error
                     raise
             # A failed save wrote the object, and a listing missed it. The deletion checks the claim.
             self._store.delete([self._key])
@@ -237,15 +238,6 @@ class _FencedWriter:
             f"cannot complete {self._key}: it existed again {_ATTEMPTS} times after it was deleted. Check if other "
             "software writes there, and save again"
         )
-
-    def _expect_claim_after(self, error: StorageError) -> None:
-        """Raise `SaveLostError` if the claim is lost: another save removed the pieces. If unknown, raise `error`."""
-        try:
-            self._store.expect_claim()
-        except StorageError:
-            raise error from None
-        except SaveLostError as lost:
-            raise lost from error
 
     def _is_stored(self, error: StorageError) -> bool:
         """Return True if the stored object is the one that was written. Raise the error if it cannot be read."""

@@ -331,20 +331,27 @@ def absent_directory(display: str) -> StorageError:
 def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
     """Mark an expired lease as released, so that it cannot be renewed. Return False if it was renewed or removed."""
     broken = replace(seen.holder or new_holder(), released=True)
-    try:
-        store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
-    except (ConditionFailedError, ObjectNotFoundError):
-        return _found_after_put(store, seen.key, broken) is not None
-    return True
+    return _put_lease(store, seen.key, broken, IfTag(seen.tag)) is not None
 
 
-def _found_after_put(store: StorageBackend, key: str, holder: Holder) -> SeenLease | None:
-    """Return a lease if it has the record of a put whose condition failed: the storage repeated a put that succeeded.
+def _put_lease(store: StorageBackend, key: str, holder: Holder, condition: PutCondition) -> SeenLease | None:
+    """Put the record of a lease. Return None if the condition is not met.
 
-    No two puts write equal records, except when a lease is broken and released at the same time.
+    The condition also fails if the storage repeats a put that has succeeded. Then the object has this record: no two
+    puts write equal records, except when a lease is broken and released at the same time.
+
+    Raises:
+        StorageError: the storage failed. The record may have been written.
     """
-    lease = read_lease(store, key)
-    return lease if lease is not None and lease.holder == holder else None
+    try:
+        return SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
+    except (ConditionFailedError, ObjectNotFoundError) as error:
+        lease = read_lease(store, key)
+        if lease is not None and lease.holder == holder:
+            return lease
+        if isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
+            raise  # the directory disappeared
+        return None
 
 
 _EXPIRY_FACTOR: Final = 1.25
@@ -485,16 +492,13 @@ class Lease:
         """Replace the object. Return when the put began; None if the lease is lost."""
         for _ in range(_ATTEMPTS):
             began = self._clock.now()
-            try:
-                self._tag = self._store.put(self._key, holder.encode(), condition=IfTag(self._tag))
-            except (ConditionFailedError, ObjectNotFoundError):
-                seen = _found_after_put(self._store, self._key, holder)
-                if seen is None:
-                    self._look()
-                    if self._state == "lost":
-                        return None
-                    continue
-                self._tag = seen.tag
+            lease = _put_lease(self._store, self._key, holder, IfTag(self._tag))
+            if lease is None:
+                self._look()
+                if self._state == "lost":
+                    return None
+                continue
+            self._tag = lease.tag
             self._holder = holder
             return began
         raise StorageError(
@@ -554,13 +558,5 @@ def take_lease(
     """
     holder = new_holder(lease_seconds, number=number).after(before)
     began = clock.now()
-    try:
-        seen = SeenLease(key, store.put(key, holder.encode(), condition=condition), holder)
-    except (ConditionFailedError, ObjectNotFoundError) as error:
-        stored = _found_after_put(store, key, holder)
-        if stored is None and isinstance(error, ObjectNotFoundError) and not isinstance(condition, IfTag):
-            raise  # the directory disappeared
-        if stored is None:
-            return None
-        seen = stored
-    return Lease(store, seen, subject, at_close, began, clock, is_absent)
+    lease = _put_lease(store, key, holder, condition)
+    return None if lease is None else Lease(store, lease, subject, at_close, began, clock, is_absent)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
 from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.commit.support import StorageSupport
@@ -138,7 +139,7 @@ class SubPath(IndirectLocation):
 
     def resolve(self, storages: Storages, *, to_write: bool) -> Location:
         """See `IndirectLocation`."""
-        if isinstance(self.location, IndirectLocation):
+        if isinstance(self.location, IndirectLocation) and not isinstance(self.location, SubPath):
             outer = resolve_location(self.location, storages, to_write=to_write).within(self.directory)
             return replace(outer, display=str(self))
         scheme, address = _address(self.location)
@@ -209,6 +210,11 @@ class Location:
     def absolute(self) -> str:
         """The absolute location: a local path without links, or a URL."""
         return self.identity.partition(":")[2] or self.display
+
+    @property
+    def is_hidden(self) -> bool:
+        """True for the hidden directory of a save."""
+        return self.name.startswith(".") and is_hidden_name(self.name)
 
     @property
     def parent_name(self) -> str:

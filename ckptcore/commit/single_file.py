@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class FileTransaction:
-    """The right to write one file. One object appears as a whole with its last piece, so nothing is left to do for it.
+    """The right to write one file.
+
+    An object of an object store appears as a whole with its last piece, so its commit does nothing.
 
     Attributes:
         store: the storage to write to, under any key.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ckptcore.commit.names import is_hidden_name
@@ -152,7 +151,7 @@ def find_existing(
     Raises:
         CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
     """
-    if is_hidden_name(location.name):
+    if location.is_hidden:
         raise InvalidLocationError(
             f"{location.display} has the name of an uncommitted save: loads ignore such directories, and saves remove "
             "them. Save to a name that does not begin with a dot"
@@ -373,13 +372,6 @@ _MAX_CACHED_BYTES: Final = 1 << 20
 """Maximum size of a cached root in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedRoot(Generic[T]):
-    data: bytes
-    root: Root
-    kept: T
-
-
 class ParsedRoots(Generic[T]):
     """Cache of the last parsed roots, each with an object that its reader derived from it. Thread-safe.
 
@@ -390,7 +382,7 @@ class ParsedRoots(Generic[T]):
 
     def __init__(self) -> None:
         """Create an empty cache."""
-        self._known: tuple[_CachedRoot[T], ...] = ()
+        self._known: tuple[tuple[bytes, Root, T], ...] = ()
         self._lock = threading.Lock()
 
     def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
@@ -401,7 +393,7 @@ class ParsedRoots(Generic[T]):
             parse: parses the bytes; called if they are not in the cache.
         """
         known = self._find(data)
-        return parse() if known is None else known.root
+        return parse() if known is None else known[0]
 
     def keep(self, data: bytes, root: Root, make: Callable[[], T]) -> T:
         """Return the object that belongs to a root, and cache both.
@@ -412,17 +404,17 @@ class ParsedRoots(Generic[T]):
             make: creates the object; called if the root is not in the cache.
         """
         known = self._find(data)
-        if known is not None and known.root is root:
-            return known.kept
+        if known is not None and known[0] is root:
+            return known[1]
         kept = make()
         if not root.parts and len(data) <= _MAX_CACHED_BYTES and not _has_containers(root):
             with self._lock:
-                others = [other for other in self._known if other.data != data]
-                self._known = (_CachedRoot(data, root, kept), *others[: _MAX_CACHED - 1])
+                others = [other for other in self._known if other[0] != data]
+                self._known = ((data, root, kept), *others[: _MAX_CACHED - 1])
         return kept
 
-    def _find(self, data: bytes) -> _CachedRoot[T] | None:
-        return next((known for known in self._known if known.data == data), None)
+    def _find(self, data: bytes) -> tuple[Root, T] | None:
+        return next(((root, kept) for known, root, kept in self._known if known == data), None)
 
 
 def _has_containers(root: Root) -> bool:

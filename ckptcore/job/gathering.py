@@ -204,9 +204,7 @@ class Gathering:
         """The ranks of each block; one block of all ranks in a small job."""
         if self._groups is None:
             return (range(self.size),)
-        return [
-            range(first, min(first + self._block_ranks, self.size)) for first in range(0, self.size, self._block_ranks)
-        ]
+        return [self._block(number) for number in range(-(-self.size // self._block_ranks))]
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Send a payload to the leader. Returns all payloads in order of rank on the leader, and None on other ranks.

@@ -326,7 +326,7 @@ def _committed_root(
     if data is not None:
         parse = functools.partial(parse_root, location.store, data, location.display)
         root = parse() if known is None else known.root(data, parse)
-    if isinstance(root, Claim) or is_hidden_name(location.name):
+    if isinstance(root, Claim) or location.is_hidden:
         began = "" if root is None else f" (it began at {root.created})"
         raise UncommittedCheckpointError(
             f"{location.display} has a save that was not committed{began}: it is running or was interrupted. Load "
