@@ -78,7 +78,7 @@ class StoredFormat:
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
-        last = self._last
+        last = self._last  # tree and index are replaced together, so threads need no lock
         if last is None or last[0] is not tree:
             index = ChunkTable(tree, _NO_CHUNKS) if self.layout is None else self.layout.index(tree, self.state)
             last = self._last = (tree, index)

@@ -61,6 +61,7 @@ def map_pages(nbytes: int) -> Pages:
     """
     whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     huge = whole if (whole - nbytes) * _SPARE < nbytes else nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    # Room to begin at a huge page. Pages that are never touched take no memory.
     slack = max(huge - nbytes, 0) + HUGE_PAGE_BYTES if huge else 0
     try:
         mapping = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

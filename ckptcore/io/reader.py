@@ -163,7 +163,7 @@ class ObjectReader:
         if record is None or not self._verify or not record.checksums:
             return None
         sums = self._sums.get(key)
-        if sums is None:
+        if sums is None:  # two threads may both set it, to equal objects
             sums = self._sums[key] = RecordedChecksums(record, block_bytes=self._sizes.block)
         return sums
 
@@ -280,6 +280,7 @@ class ObjectReader:
             return
         reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self.progress)
         pool: WorkerPool | None = None
+        # Waking other threads takes longer than a small local read.
         if len(tasks) > 1 and (self._is_remote or nbytes >= self._sizes.inline):
             others = min(self._threads.parallelism(self._concurrency), len(tasks)) - 1
             pool = self._threads.start(reading.work, others, self._concurrency)
@@ -367,6 +368,7 @@ class _ChunkReading:
         scratch = _Scratch()
         while count:
             numbers: list[int] | BaseException | None = None
+            # The caller builds leaves from complete targets: it gets these before this thread reads more.
             if self._done.empty():
                 numbers = self._next(scratch)
             if numbers is None:
@@ -379,7 +381,7 @@ class _ChunkReading:
     def _next(self, scratch: _Scratch) -> list[int] | None:
         """Perform the next task. Return the targets that it completes; None if no task is left, or after a stop."""
         try:
-            task = self._tasks.popleft()
+            task = self._tasks.popleft()  # atomic, so threads take tasks without a lock
         except IndexError:
             return None
         sums = self._sums[task.key]
