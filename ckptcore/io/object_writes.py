@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
@@ -263,6 +264,7 @@ class _Small(NamedTuple):
     nbytes: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
 class _Large:
     """An object that several threads write.
 
@@ -272,18 +274,15 @@ class _Large:
         writer: None before the first task is written.
     """
 
-    __slots__ = ("_opening", "all_taken", "key", "number", "segments", "size", "sums", "unwritten", "writer")
-
-    def __init__(self, number: int, key: str, size: int, segments: ObjectSegments, sums: BlockChecksums | None) -> None:
-        self.number = number
-        self.key = key
-        self.size = size
-        self.segments = segments
-        self.sums = sums
-        self.unwritten = 0
-        self.all_taken = False
-        self.writer: ObjectWriter | None = None
-        self._opening = threading.Lock()
+    number: int
+    key: str
+    size: int
+    segments: ObjectSegments
+    sums: BlockChecksums | None
+    unwritten: int = 0
+    all_taken: bool = False
+    writer: ObjectWriter | None = None
+    _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, storage: StorageBackend) -> ObjectWriter:
         """Return the writer. The first caller opens it, perhaps by a request, while other objects are written."""

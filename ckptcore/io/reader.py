@@ -278,7 +278,7 @@ class ObjectReader:
         yield from complete
         if not tasks:
             return
-        reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self.progress)
+        reading = _ChunkReading(self, tasks, sums, waiting)
         pool: WorkerPool | None = None
         # Waking other threads takes longer than a small local read.
         if len(tasks) > 1 and (self._is_remote or nbytes >= self._sizes.inline):
@@ -332,15 +332,13 @@ class _ChunkReading:
     def __init__(
         self,
         reader: ObjectReader,
-        storage: StorageBackend,
         tasks: deque[ReadTask],
         sums: Mapping[str, RecordedChecksums | None],
         waiting: dict[int, int],
-        progress: Callable[[int], None] | None,
     ) -> None:
         self.stopped = False
         self._reader = reader
-        self._storage = storage
+        self._progress = reader.progress  # a later load may set another function
         self._tasks = tasks
         # Objects are open from their first task to their last one: there may be more of them than a process may open.
         self._objects: dict[str, RangeReader] = {}
@@ -348,8 +346,6 @@ class _ChunkReading:
         self._opening = threading.Lock()
         self._sums = sums
         self._waiting = waiting
-        self._progress = progress
-        self._counting = reader.counting
         self._done: queue.SimpleQueue[list[int] | BaseException] = queue.SimpleQueue()
 
     def work(self) -> None:
@@ -398,7 +394,7 @@ class _ChunkReading:
         if self.stopped:  # an array may be incomplete
             return None
         complete = []
-        with self._counting:
+        with self._reader.counting:
             self._reader.bytes_read += task.nbytes
             self._reader.requests += len(task.requests)
             for number in itertools.chain(task.numbers, checked):
@@ -415,7 +411,7 @@ class _ChunkReading:
         if reader is None:
             with self._opening:
                 if (reader := self._objects.get(key)) is None:
-                    reader = self._objects[key] = self._storage.open_reader(key)
+                    reader = self._objects[key] = self._reader._storage.open_reader(key)
         try:
             reader.get_into(ranges)
         except CorruptCheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -162,27 +163,18 @@ class ObjectSegments:
         return [segment.close for number in rest if isinstance(segment := self._segments[number], ArraySegment)]
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """Bytes `start` to `stop` of an object, in one segment. `segment` is -1 if it needs no closing.
 
     `checksum` is the inline checksum that covers them, or None.
     """
 
-    __slots__ = ("checksum", "segment", "source", "start", "stop")
-
-    def __init__(
-        self,
-        segment: int,
-        start: int,
-        stop: int,
-        source: memoryview | _Gathering | InlineChecksum,
-        checksum: InlineChecksum | None,
-    ) -> None:
-        self.segment = segment
-        self.start = start
-        self.stop = stop
-        self.source = source
-        self.checksum = checksum
+    segment: int
+    start: int
+    stop: int
+    source: memoryview | _Gathering | InlineChecksum
+    checksum: InlineChecksum | None
 
 
 class _Gathering:
