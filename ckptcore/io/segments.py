@@ -103,18 +103,13 @@ class ObjectSegments:
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
         while (position := self._position) < limit:
-            run = self._current_run()
+            run = self._run
+            if run is None or run.stop == position:
+                run = self._run = next(self._runs)  # opens the next segment, if the last one has no more runs
             stop = min(run.stop, limit)
             task.add(run, position, stop)
             self._position = stop
         return task
-
-    def _current_run(self) -> _Run:
-        """Return the run that contains the byte at the position. Opens runs when they are needed."""
-        run = self._run
-        if run is None or run.stop == self._position:
-            run = self._run = next(self._runs)
-        return run
 
     def _open_runs(self) -> Generator[_Run, None, None]:
         position = 0
