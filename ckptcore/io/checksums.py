@@ -125,12 +125,7 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        size = self._block_bytes
-        if len(data) <= size:
-            self._compare(start, len(data), xxh3_64_intdigest(data))
-            return
-        for begin in range(0, len(data), size):
-            self.verify(start + begin, data[begin : begin + size])
+        self.verify_pieces(start, (data,))
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.
