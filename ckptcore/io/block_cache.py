@@ -192,6 +192,7 @@ class BlockCache:
         stamp, marks = self._verified
         if marks.find(0, start // self._block_bytes, (stop - 1) // self._block_bytes + 1) < 0:
             self._fill(start, memory)
+            # Compared after the read: if the object changed meanwhile, the bytes are read again and verified.
             if self._stamp() == stamp:
                 return
         self._read_verified(start, stop, memory)

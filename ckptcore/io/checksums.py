@@ -56,6 +56,7 @@ class BlockChecksums:
             end = min(begin + self._block_bytes, self._size)
             piece = view[position - offset : min(end, stop) - offset]
             if len(piece) == end - begin:
+                # Without the lock: one thread has all bytes of this block, and setting an item of a list is atomic.
                 self._sums[block] = xxh3_64_intdigest(piece)
             else:
                 self._add_part(block, within, piece, end - begin)
@@ -124,12 +125,7 @@ class RecordedChecksums:
         Raises:
             ChecksumError: names the first block that differs.
         """
-        size = self._block_bytes
-        if len(data) <= size:
-            self._compare(start, len(data), xxh3_64_intdigest(data))
-            return
-        for begin in range(0, len(data), size):
-            self.verify(start + begin, data[begin : begin + size])
+        self.verify_pieces(start, (data,))
 
     def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
         """Verify bytes that are contiguous in the object but in several buffers. See `verify`.
@@ -235,9 +231,9 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 
 
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
-    """Return the number of the first segment that the checksum in segment `number` covers. It covers all from there.
+    """Return the number of the first segment that the checksum in segment `number` covers.
 
-    `before` is the number of the previous checksum segment, or -1.
+    It covers this segment and all others before itself. `before` is the number of the previous checksum segment, or -1.
 
     Raises:
         PluginError: it covers no segment, another checksum, or more segments than precede it.

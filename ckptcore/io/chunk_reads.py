@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -78,7 +78,7 @@ class StoredFormat:
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
-        last = self._last
+        last = self._last  # tree and index are replaced together, so threads need no lock
         if last is None or last[0] is not tree:
             index = ChunkTable(tree, _NO_CHUNKS) if self.layout is None else self.layout.index(tree, self.state)
             last = self._last = (tree, index)
@@ -102,8 +102,7 @@ def read_boxes(
     """
     native, specs = native_reader(index), index.stored_specs
     by_index: list[_Target] = []
-    exact: dict[tuple[int, int], _RequestedChunk] = {}
-    others: dict[int, dict[int, _RequestedChunk]] = {}
+    requested: dict[tuple[int, int], _RequestedChunk] = {}
     for number, (item, buffer) in enumerate(zip(items, buffers, strict=True)):
         box = item.box
         if (spec := specs.get(item.leaf)) is not None:
@@ -120,25 +119,19 @@ def read_boxes(
         waiting = 0
         for chunk in chunks:
             if waiting == _BATCH_CHUNKS:
-                yield from [done for done in _read_chunks(index, store, exact, others) if done != number]
-                exact, others, waiting = {}, {}, 0
+                yield from [done for done in _read_chunks(index, store, requested.values()) if done != number]
+                requested, waiting = {}, 0
             if chunk.box is box:
                 missing -= size
             elif (common := chunk.box.intersect(box)) is not None:
                 missing -= common.size
             else:
                 continue
-            if chunk.is_exact:
-                key = chunk.leaf, chunk.number
-                requested = exact.get(key)
-                if requested is None:
-                    requested = exact[key] = _RequestedChunk(chunk, [])
-            else:
-                of_leaf = others.setdefault(chunk.leaf, {})
-                requested = of_leaf.get(chunk.number)
-                if requested is None:
-                    requested = of_leaf[chunk.number] = _RequestedChunk(chunk, [])
-            requested.targets.append(target)
+            key = chunk.leaf, chunk.number
+            shared = requested.get(key)
+            if shared is None:
+                shared = requested[key] = _RequestedChunk(chunk, [])
+            shared.targets.append(target)
             waiting += 1
         if missing:
             raise CorruptCheckpointError(
@@ -151,19 +144,21 @@ def read_boxes(
         part = [ReadItem(items[number].leaf, box) for number, box, _ in by_index]
         for position in native.read(part, [buffer for _, _, buffer in by_index], store):
             yield by_index[position][0]
-    yield from _read_chunks(index, store, exact, others)
+    yield from _read_chunks(index, store, requested.values())
 
 
-def _read_chunks(
-    index: ChunkIndex,
-    store: ReadStore,
-    exact: Mapping[tuple[int, int], _RequestedChunk],
-    others: Mapping[int, Mapping[int, _RequestedChunk]],
-) -> Iterator[int]:
+def _read_chunks(index: ChunkIndex, store: ReadStore, requested: Iterable[_RequestedChunk]) -> Iterator[int]:
     """Read chunks. Yields the number of each target once all of these chunks of it are complete."""
-    reads = [_chunk_read(requested, requested.chunk.key, requested.chunk.offset, None) for requested in exact.values()]
-    if others:
-        yield from _Located(index, store, reads).results(others)
+    reads: list[ChunkRead] = []
+    by_leaf: dict[int, list[_RequestedChunk]] = {}
+    for request in requested:
+        chunk = request.chunk
+        if chunk.is_exact:
+            reads.append(_chunk_read(request, chunk.key, chunk.offset, None))
+        else:
+            by_leaf.setdefault(chunk.leaf, []).append(request)
+    if by_leaf:
+        yield from _Located(index, store, reads).results(by_leaf)
     else:
         yield from store.read_chunks(reads)
 
@@ -222,10 +217,10 @@ class _Located:
         self._copied: dict[int, None] = {}
         self._left: dict[int, int] = {}
 
-    def results(self, requested: Mapping[int, Mapping[int, _RequestedChunk]]) -> Iterator[int]:
+    def results(self, by_leaf: Mapping[int, Sequence[_RequestedChunk]]) -> Iterator[int]:
         """Yield the number of each target once all of its chunks are complete, including exact chunks."""
-        for of_leaf in requested.values():
-            self._locate(list(of_leaf.values()))
+        for chunks in by_leaf.values():
+            self._locate(chunks)
         for encoded in self._encoded:
             for number, _, _ in encoded.requested.targets:
                 self._left[number] = self._left.get(number, 0) + 1

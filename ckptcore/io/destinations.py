@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import prod
 from typing import Final, NamedTuple, TypeAlias
 
@@ -60,19 +61,19 @@ class ObjectShape(NamedTuple):
         return min(self.size, -(-position // self.step) * self.step)
 
 
+@dataclass(slots=True, eq=False)
 class RunDestination:
-    """An array that takes the bytes `start` to `stop` of an object unchanged, at one offset of its memory."""
+    """An array that takes the bytes `start` to `stop` of an object unchanged, at one offset of its memory.
 
-    __slots__ = ("_array", "_array_offset", "_memory", "number", "start", "stop")
+    `_array_offset` is this offset, in bytes; -1 if the bytes fill the array.
+    """
 
-    def __init__(self, number: int, start: int, stop: int, array: HostArray, array_offset: int) -> None:
-        """`array_offset` is the offset in the memory of the array, in bytes; -1 if the bytes fill the array."""
-        self.number = number
-        self.start = start
-        self.stop = stop
-        self._array = array
-        self._array_offset = array_offset
-        self._memory: memoryview | None = None
+    number: int
+    start: int
+    stop: int
+    _array: HostArray
+    _array_offset: int
+    _memory: memoryview | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
         """Return the memory for bytes `start` to `stop` of the object."""
@@ -97,65 +98,49 @@ class RunDestination:
         return stop - start
 
 
+@dataclass(slots=True, eq=False)
 class BoxDestination:
     """An array that takes a box of a chunk, which NumPy copies between strided views.
 
     Used if the runs of contiguous elements are short, or if the array does not have the byte order of the object.
+
+    Attributes:
+        number: the number of the target.
+        start, stop: the bytes of the object from the first element of the box to the last.
+        _offset: the position of the chunk in the object, in bytes.
+        _shape: the shape of the chunk.
+        _box: the box, relative to the chunk; not empty.
+        _array: an array of the little endian dtype of the object.
+        _origin: the first element of the array, relative to the chunk.
+        _strides: the strides of the chunk, in bytes.
     """
 
-    __slots__ = (
-        "_array",
-        "_box",
-        "_itemsize",
-        "_offset",
-        "_origin",
-        "_shape",
-        "_strides",
-        "number",
-        "start",
-        "stop",
-    )
+    number: int
+    _offset: int
+    _shape: tuple[int, ...]
+    _box: Box
+    _array: HostArray
+    _origin: tuple[int, ...]
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    _strides: tuple[int, ...] = field(init=False)
 
-    def __init__(
-        self,
-        number: int,
-        offset: int,
-        shape: tuple[int, ...],
-        box: Box,
-        array: HostArray,
-        origin: tuple[int, ...],
-    ) -> None:
-        """Fill a part of an array.
-
-        Args:
-            number: the number of the target.
-            offset: the position of the chunk in the object, in bytes.
-            shape: the shape of the chunk.
-            box: the box, relative to the chunk; not empty.
-            array: an array of the little endian dtype of the object.
-            origin: the first element of the array, relative to the chunk.
-        """
-        self.number = number
-        self._offset = offset
-        self._shape = shape
-        self._box = box
-        self._array = array
-        self._origin = origin
-        self._itemsize = array.itemsize
-        self._strides = tuple([stride * array.itemsize for stride in c_strides(shape)])
-        self.start = offset + sum(map(int.__mul__, box.start, self._strides))
-        last = sum([(index - 1) * stride for index, stride in zip(box.stop, self._strides, strict=True)])
-        self.stop = offset + last + array.itemsize
+    def __post_init__(self) -> None:
+        itemsize = self._array.itemsize
+        self._strides = tuple([stride * itemsize for stride in c_strides(self._shape)])
+        self.start = self._offset + sum(map(int.__mul__, self._box.start, self._strides))
+        last = sum([(index - 1) * stride for index, stride in zip(self._box.stop, self._strides, strict=True)])
+        self.stop = self._offset + last + itemsize
 
     def spans(self, most_gap: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of bytes of the object that cover the box, in ascending order."""
-        size = self._itemsize
+        size = self._array.itemsize
         for start, stop in spans(self._shape, self._box, most_gap // size):
             yield self._offset + start * size, self._offset + stop * size
 
     def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
         """See `RunDestination.take`."""
-        size = self._itemsize
+        size = self._array.itemsize
         first = max(self.start, start) - self._offset
         last = min(self.stop, stop) - self._offset
         taken = 0

@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,15 +28,13 @@ _SPARE: Final = 32
 2 MiB of small pages take longer to touch than many times as many bytes in huge pages."""
 
 
+@dataclass(slots=True, eq=False)
 class Pages:
     """Part of a memory mapping. The mapping is unmapped once no reference to it or to its arrays remains."""
 
-    __slots__ = ("_mapping", "_offset", "nbytes")
-
-    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-        self._mapping = mapping
-        self._offset = offset
-        self.nbytes = nbytes
+    _mapping: mmap.mmap
+    _offset: int
+    nbytes: int
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
         """Return an array at the start of the memory; not initialised."""
@@ -61,6 +60,7 @@ def map_pages(nbytes: int) -> Pages:
     """
     whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     huge = whole if (whole - nbytes) * _SPARE < nbytes else nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    # Room to begin at a huge page. Pages that are never touched take no memory.
     slack = max(huge - nbytes, 0) + HUGE_PAGE_BYTES if huge else 0
     try:
         mapping = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
@@ -23,32 +24,19 @@ class ObjectWrites:
     object, or starts the next one. The thread that writes the last piece of an object completes it.
     """
 
-    def __init__(
-        self,
-        storage: StorageBackend,
-        objects: Iterator[tuple[str, Sequence[Segment]]],
-        sizes: Sizes,
-        *,
-        checksums: bool,
-        bounce: list[memoryview],
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        """Write to `storage`.
+    def __init__(self, recorder: ObjectRecorder, objects: Iterator[tuple[str, Sequence[Segment]]]) -> None:
+        """Write to the storage of a recorder, with its options.
 
         Args:
-            storage: the storage.
+            recorder: the recorder. Its buffers of `Sizes.write` bytes, into which bytes are copied, are used again.
             objects: keys and segments; the next one is taken when a thread starts it.
-            sizes: the sizes of tasks and blocks.
-            checksums: True to compute checksums of blocks.
-            bounce: free buffers of `Sizes.write` bytes each, into which bytes are copied. Used buffers are returned.
-            progress: called after each write with the number of bytes of arrays in it.
         """
-        self._storage = storage
+        self._storage = recorder._storage
         self._objects = objects
-        self._sizes = sizes
-        self._checksums = checksums
-        self._bounce = bounce
-        self._progress = progress
+        self._sizes = recorder._sizes
+        self._checksums = recorder._checksums
+        self._bounce = recorder._bounce
+        self._progress = recorder._progress
         self._error: BaseException | None = None
         self._stopped = False
         self._taking = threading.Lock()
@@ -263,6 +251,7 @@ class _Small(NamedTuple):
     nbytes: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
 class _Large:
     """An object that several threads write.
 
@@ -272,18 +261,15 @@ class _Large:
         writer: None before the first task is written.
     """
 
-    __slots__ = ("_opening", "all_taken", "key", "number", "segments", "size", "sums", "unwritten", "writer")
-
-    def __init__(self, number: int, key: str, size: int, segments: ObjectSegments, sums: BlockChecksums | None) -> None:
-        self.number = number
-        self.key = key
-        self.size = size
-        self.segments = segments
-        self.sums = sums
-        self.unwritten = 0
-        self.all_taken = False
-        self.writer: ObjectWriter | None = None
-        self._opening = threading.Lock()
+    number: int
+    key: str
+    size: int
+    segments: ObjectSegments
+    sums: BlockChecksums | None
+    unwritten: int = 0
+    all_taken: bool = False
+    writer: ObjectWriter | None = None
+    _opening: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self, storage: StorageBackend) -> ObjectWriter:
         """Return the writer. The first caller opens it, perhaps by a request, while other objects are written."""
@@ -345,7 +331,7 @@ class ObjectRecorder:
         self._sizes = sizes.for_parts(requests.part_bytes)
         self._concurrency = requests.concurrency
         self._records: dict[str, ObjectRecord] = {}
-        self._bounce: list[memoryview] = []
+        self._bounce: list[memoryview] = []  # free buffers
 
     @property
     def address(self) -> StorageAddress | None:
@@ -409,14 +395,7 @@ class ObjectRecorder:
         return sum([segment.nbytes for segment in entry[1]]) < self._sizes.inline
 
     def _write_all(self, objects: Iterator[tuple[str, Sequence[Segment]]], parallelism: int, concurrency: int) -> None:
-        writing = ObjectWrites(
-            self._storage,
-            objects,
-            self._sizes,
-            checksums=self._checksums,
-            bounce=self._bounce,
-            progress=self._progress,
-        )
+        writing = ObjectWrites(self, objects)
         try:
             self._threads.run(writing.work, parallelism, concurrency)
         except BaseException as error:  # noqa: BLE001  # raised by `end`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Final
@@ -110,18 +111,16 @@ class ReadTask:
         self.checked_numbers: Sequence[int] = checked
 
 
+@dataclass(slots=True, eq=False)
 class _CheckedChunk:
     """Bytes `start` to `stop` of an object and their destinations. Their inline checksum ends at `end`."""
 
-    __slots__ = ("checksum", "destinations", "end", "reads", "start", "stop")
-
-    def __init__(self, start: int, stop: int, checksum: Checksum) -> None:
-        self.start = start
-        self.stop = stop
-        self.end = stop + checksum.nbytes
-        self.checksum = checksum
-        self.reads: list[ChunkRead] = []
-        self.destinations: list[Destination] = []
+    start: int
+    stop: int
+    end: int
+    checksum: Checksum
+    reads: list[ChunkRead] = field(default_factory=list)
+    destinations: list[Destination] = field(default_factory=list)
 
 
 def plan_object(
@@ -150,7 +149,7 @@ def plan_object(
             extent = read.offset, stop, checksum.name
             chunk = by_extent.get(extent)
             if chunk is None:
-                chunk = by_extent[extent] = _CheckedChunk(read.offset, stop, checksum)
+                chunk = by_extent[extent] = _CheckedChunk(read.offset, stop, stop + checksum.nbytes, checksum)
             chunk.reads.append(read)
             chunk.destinations.extend(destinations)
     if not by_extent:
@@ -187,16 +186,14 @@ def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
         stop = chunk.end
 
 
+@dataclass(slots=True, eq=False)
 class _Neighbours:
     """Chunks whose blocks are read together, with the bytes of the blocks, the chunks, and the gaps that are read."""
 
-    __slots__ = ("block_bytes", "chunk_bytes", "chunks", "gap_bytes")
-
-    def __init__(self) -> None:
-        self.chunks: list[_CheckedChunk] = []
-        self.block_bytes = 0
-        self.chunk_bytes = 0
-        self.gap_bytes = 0
+    chunks: list[_CheckedChunk] = field(default_factory=list)
+    block_bytes: int = 0
+    chunk_bytes: int = 0
+    gap_bytes: int = 0
 
 
 def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_CheckedChunk], list[_CheckedChunk]]:

@@ -167,7 +167,7 @@ class ObjectReader:
         if record is None or not self._verify or not record.checksums:
             return None
         sums = self._sums.get(key)
-        if sums is None:
+        if sums is None:  # two threads may both set it, to equal objects
             sums = self._sums[key] = RecordedChecksums(record, block_bytes=self._sizes.block)
         return sums
 
@@ -282,8 +282,9 @@ class ObjectReader:
         yield from complete
         if not tasks:
             return
-        reading = _ChunkReading(self, self._storage, tasks, sums, waiting, self.progress)
+        reading = _ChunkReading(self, tasks, sums, waiting)
         pool: WorkerPool | None = None
+        # Waking other threads takes longer than a small local read.
         if len(tasks) > 1 and (self._is_remote or nbytes >= self._sizes.inline):
             others = min(self._threads.parallelism(self._concurrency), len(tasks)) - 1
             pool = self._threads.start(reading.work, others, self._concurrency)
@@ -337,15 +338,13 @@ class _ChunkReading:
     def __init__(
         self,
         reader: ObjectReader,
-        storage: StorageBackend,
         tasks: deque[ReadTask],
         sums: Mapping[str, RecordedChecksums | None],
         waiting: dict[int, int],
-        progress: Callable[[int], None] | None,
     ) -> None:
         self.stopped = False
         self._reader = reader
-        self._storage = storage
+        self._progress = reader.progress  # a later load may set another function
         self._tasks = tasks
         # Objects are open from their first task to their last one: there may be more of them than a process may open.
         self._objects: dict[str, RangeReader] = {}
@@ -353,8 +352,6 @@ class _ChunkReading:
         self._opening = threading.Lock()
         self._sums = sums
         self._waiting = waiting
-        self._progress = progress
-        self._counting = reader.counting
         self._done: queue.SimpleQueue[list[int] | BaseException] = queue.SimpleQueue()
 
     def work(self) -> None:
@@ -373,6 +370,7 @@ class _ChunkReading:
         scratch = _Scratch()
         while count:
             numbers: list[int] | BaseException | None = None
+            # The caller builds leaves from complete targets: it gets these before this thread reads more.
             if self._done.empty():
                 numbers = self._next(scratch)
             if numbers is None:
@@ -385,7 +383,7 @@ class _ChunkReading:
     def _next(self, scratch: _Scratch) -> list[int] | None:
         """Perform the next task. Return the targets that it completes; None if no task is left, or after a stop."""
         try:
-            task = self._tasks.popleft()
+            task = self._tasks.popleft()  # atomic, so threads take tasks without a lock
         except IndexError:
             return None
         sums = self._sums[task.key]
@@ -402,7 +400,7 @@ class _ChunkReading:
         if self.stopped:  # an array may be incomplete
             return None
         complete = []
-        with self._counting:
+        with self._reader.counting:
             self._reader.bytes_read += task.nbytes
             self._reader.requests += len(task.requests)
             for number in itertools.chain(task.numbers, checked):
@@ -419,7 +417,7 @@ class _ChunkReading:
         if reader is None:
             with self._opening:
                 if (reader := self._objects.get(key)) is None:
-                    reader = self._objects[key] = self._storage.open_reader(key)
+                    reader = self._objects[key] = self._reader._storage.open_reader(key)
         try:
             reader.get_into(ranges)
         except CorruptCheckpointError as error:

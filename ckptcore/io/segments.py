@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -102,18 +103,13 @@ class ObjectSegments:
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
         while (position := self._position) < limit:
-            run = self._current_run()
+            run = self._run
+            if run is None or run.stop == position:
+                run = self._run = next(self._runs)  # opens the next segment, if the last one has no more runs
             stop = min(run.stop, limit)
             task.add(run, position, stop)
             self._position = stop
         return task
-
-    def _current_run(self) -> _Run:
-        """Return the run that contains the byte at the position. Opens runs when they are needed."""
-        run = self._run
-        if run is None or run.stop == self._position:
-            run = self._run = next(self._runs)
-        return run
 
     def _open_runs(self) -> Generator[_Run, None, None]:
         position = 0
@@ -162,27 +158,18 @@ class ObjectSegments:
         return [segment.close for number in rest if isinstance(segment := self._segments[number], ArraySegment)]
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """Bytes `start` to `stop` of an object, in one segment. `segment` is -1 if it needs no closing.
 
     `checksum` is the inline checksum that covers them, or None.
     """
 
-    __slots__ = ("checksum", "segment", "source", "start", "stop")
-
-    def __init__(
-        self,
-        segment: int,
-        start: int,
-        stop: int,
-        source: memoryview | _Gathering | InlineChecksum,
-        checksum: InlineChecksum | None,
-    ) -> None:
-        self.segment = segment
-        self.start = start
-        self.stop = stop
-        self.source = source
-        self.checksum = checksum
+    segment: int
+    start: int
+    stop: int
+    source: memoryview | _Gathering | InlineChecksum
+    checksum: InlineChecksum | None
 
 
 class _Gathering:

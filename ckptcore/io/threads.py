@@ -116,6 +116,7 @@ class _ThreadGroup:
             if self._waiting <= 0 and self._started < most:
                 thread = threading.Thread(
                     target=_serve,
+                    # A weak reference: threads must not keep alive the group whose end ends them.
                     args=(self._work, weakref.ref(self), self._idle_seconds),
                     name="ckptcore-io",
                     daemon=True,

@@ -28,7 +28,7 @@ _WITHOUT_TARGETS: Final[tuple[JSON, ...]] = (None, [], "dummy-target-modules")
 """Values of ``target_modules`` with which a config may train other modules only."""
 
 _PARTNERS: Final = {"lora_A": "lora_B", "lora_B": "lora_A"} | {
-    f"lora_embedding_{one}": f"lora_embedding_{other}" for one, other in ("AB", "BA")
+    f"lora_embedding_{side}": f"lora_embedding_{other}" for side, other in ("AB", "BA")
 }
 
 _HEADS: Final[tuple[JSON, ...]] = ("classifier", "score")

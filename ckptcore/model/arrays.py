@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -314,15 +315,6 @@ class StridedMemory(NamedTuple):
         return bool((np.diff(np.sort(offsets)) < self.itemsize).any())
 
 
-class _Interface:
-    """An object that NumPy treats as an array at an address."""
-
-    __slots__ = ("__array_interface__",)
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-
 def _addresses(memory: StridedMemory) -> HostArray:
     """Return an array of the same addresses. Its elements must not be read: the memory may be on a device."""
     interface = {
@@ -332,7 +324,7 @@ def _addresses(memory: StridedMemory) -> HostArray:
         "strides": memory.strides,
         "typestr": f"|V{memory.itemsize}",
     }
-    return np.asarray(_Interface(interface))
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 WHOLE_SAMPLE_BYTES: Final = 256 << 10

@@ -11,7 +11,16 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
-from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
+from ckptcore.model.tree import (
+    JSON,
+    Skeleton,
+    TreePath,
+    damaged_tree,
+    leaf_count,
+    leaf_paths,
+    skeleton_from_json,
+    skeleton_to_json,
+)
 
 PLAIN_ARRAY: Final = "array"
 """The kind of a plain array."""
@@ -189,9 +198,7 @@ class TreeMetadata:
         except (CorruptCheckpointError, UnsupportedLeafError):
             raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-            raise CorruptCheckpointError(
-                f"the saved tree cannot be read: the leaf table is damaged: {error!r}"
-            ) from error
+            raise damaged_tree(f"the leaf table is damaged: {error!r}") from error
 
 
 class _NoteTable:
@@ -224,26 +231,22 @@ def _decode(encoded: JSON) -> TreeMetadata:
     values = _expect(table["values"], list)
     extras = _expect(table["extras"], dict)
     count = _natural(table["count"])
-    if len(dtype_column) != len(shape_column) or count != len(dtype_column) + len(values):
-        raise CorruptCheckpointError("the saved tree cannot be read: its columns have different lengths")
     note_table: list[Mapping[str, JSON]] = [_expect(notes, dict) for notes in _expect(table.get("notes", []), list)]
     note_column = _expect(table["note"], list) if note_table else [None] * len(shape_column)
-    if len(note_column) != len(shape_column):
-        raise CorruptCheckpointError("the saved tree cannot be read: its columns have different lengths")
+    if not len(dtype_column) == len(shape_column) == len(note_column) == count - len(values):
+        raise damaged_tree("its columns have different lengths")
     skeleton = skeleton_from_json(table["skeleton"], count)
     if leaf_count(skeleton) != count:
-        raise CorruptCheckpointError(
-            "the saved tree cannot be read: its skeleton and its leaf table have different numbers of leaves"
-        )
+        raise damaged_tree("its skeleton and its leaf table have different numbers of leaves")
     leaves: list[LeafRecord | None] = [None] * count
     for number, kind, value in values:
         number = _natural(number)
         if leaves[number] is not None:
-            raise CorruptCheckpointError("the saved tree cannot be read: a leaf has two values")
+            raise damaged_tree("a leaf has two values")
         leaves[number] = ValueRecord(_expect(kind, str), value)
     _check_shapes(shape_column)
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
-        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has other values")
+        raise damaged_tree("a column of numbers has other values")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
     arrays = _array_records(note_column, dtype_column, shape_column, note_table, dtype_names)
     if not values:
@@ -255,7 +258,8 @@ def _decode(encoded: JSON) -> TreeMetadata:
         for number, plain in zip(free, arrays, strict=True):
             extra = extras.get(str(number))
             if extra is not None:
-                leaves[number] = _record_with_extra(plain.spec, plain.notes, _expect(extra, dict))
+                kind = _expect(_expect(extra, dict).get("kind", PLAIN_ARRAY), str)
+                leaves[number] = plain._replace(kind=kind, cuts=_cuts(extra.get("cuts"), plain.spec))
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
         record, original = leaves[_natural(alias)], leaves[_natural(target)]
@@ -266,7 +270,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
             or target >= alias
             or target in aliases
         ):
-            raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
+            raise damaged_tree(f"leaf {alias} cannot share leaf {target}")
         aliases[alias] = target
     held_by = _held_by(table.get("held_by", []), count)
     return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # all are set
@@ -293,24 +297,22 @@ def _plain_record(
     note: int | None, dtype_number: int, shape: tuple[int, ...], notes: list[Mapping[str, JSON]], dtypes: list[str]
 ) -> ArrayRecord:
     if len(shape) > 64:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
+        raise damaged_tree(f"an array has {len(shape)} axes")
     if min(shape, default=0) < 0:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: {min(shape)} is not a valid length of an axis")
+        raise damaged_tree(f"{min(shape)} is not a valid length of an axis")
     spec = ArraySpec(shape, dtypes[_natural(dtype_number)])
     if 0 in shape and not spec.is_possible:  # others are compared with the sizes of their objects
-        raise CorruptCheckpointError(f"the saved tree cannot be read: an array cannot be {spec}")
+        raise damaged_tree(f"an array cannot be {spec}")
     return ArrayRecord(spec, notes=_NO_NOTES if note is None else notes[_natural(note)])
 
 
 def _check_shapes(column: list[Any]) -> None:
     """Refuse anything but lists of integers. Checks whole columns, for checkpoints with very many arrays."""
     if {*map(type, column)} - {list, tuple}:
-        raise CorruptCheckpointError("the saved tree cannot be read: a shape is not a list")
+        raise damaged_tree("a shape is not a list")
     kinds = {*map(type, itertools.chain.from_iterable(column))} - {int}
     if kinds:
-        raise CorruptCheckpointError(
-            f"the saved tree cannot be read: a {kinds.pop().__name__} is not a valid length of an axis"
-        )
+        raise damaged_tree(f"a {kinds.pop().__name__} is not a valid length of an axis")
 
 
 def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
@@ -318,16 +320,12 @@ def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
     for ranks_json, numbers in _expect(encoded, list):
         ranks = tuple([_natural(rank) for rank in _expect(ranks_json, list)])
         if not ranks or any(first >= second for first, second in itertools.pairwise(ranks)):
-            raise CorruptCheckpointError("the saved tree cannot be read: the ranks that hold a leaf are not in order")
+            raise damaged_tree("the ranks that hold a leaf are not in order")
         for number in _expect(numbers, list):
             if _natural(number) >= count or number in held:
-                raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {number} has no valid ranks")
+                raise damaged_tree(f"leaf {number} has no valid ranks")
             held[number] = ranks
     return held
-
-
-def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mapping[str, JSON]) -> ArrayRecord:
-    return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), _cuts(extra.get("cuts"), spec), notes)
 
 
 def _cuts(encoded: JSON, spec: ArraySpec) -> tuple[tuple[int, ...], ...] | None:
@@ -344,15 +342,13 @@ def _cuts(encoded: JSON, spec: ArraySpec) -> tuple[tuple[int, ...], ...] | None:
 
 def _expect(found: Any, kind: type[T]) -> T:
     if not isinstance(found, kind):
-        raise CorruptCheckpointError(
-            f"the saved tree cannot be read: expected a {kind.__name__}, found {str(found)[:80]!r}"
-        )
+        raise damaged_tree(f"expected a {kind.__name__}, found {str(found)[:80]!r}")
     return found
 
 
 def _natural(found: JSON) -> int:
     if type(found) is not int or found < 0:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: expected a count, found {str(found)[:80]!r}")
+        raise damaged_tree(f"expected a count, found {str(found)[:80]!r}")
     return found
 
 

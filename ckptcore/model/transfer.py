@@ -223,7 +223,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         key: the object that contains it.
-        offset: its first byte in the object; if the metadata does not have it, a number that orders chunks.
+        offset: its first byte in the object. If the metadata does not state it, any number that grows in the order in
+            which chunks are stored.
         box: its box in the array. It may reach beyond the end of the array if the format stores whole chunks there.
         is_plain: True if any of its elements can be read, and verified, without the rest of the chunk.
         is_exact: True if its elements are known to be at this offset of this object, in C order, little endian,

@@ -313,7 +313,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
         _take_leaves(1, left)
         return LEAF
     if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: it is deeper than {MAX_DEPTH} containers")
+        raise damaged_tree(f"it is deeper than {MAX_DEPTH} containers")
     if not isinstance(encoded, list) or not 3 <= len(encoded) <= 5:
         raise _bad_skeleton(encoded)
     kind, keys_json, children_json, *rest = encoded
@@ -353,7 +353,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
 def _take_leaves(count: int, left: list[int]) -> None:
     left[0] -= count
     if left[0] < 0:
-        raise CorruptCheckpointError("the saved tree cannot be read: it has more leaves than its leaf table")
+        raise damaged_tree("it has more leaves than its leaf table")
 
 
 def _key_to_json(key: Key) -> JSON:
@@ -381,6 +381,9 @@ def _plain_key_from_json(encoded: JSON, depth: int) -> PlainKey:
 
 
 def _bad_skeleton(found: object) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"the saved tree cannot be read: expected a container or a leaf, found {str(found)[:120]!r}"
-    )
+    return damaged_tree(f"expected a container or a leaf, found {str(found)[:120]!r}")
+
+
+def damaged_tree(reason: str) -> CorruptCheckpointError:
+    """Return the error for metadata that are not a tree."""
+    return CorruptCheckpointError(f"the saved tree cannot be read: {reason}")
