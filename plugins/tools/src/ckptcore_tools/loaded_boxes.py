@@ -14,7 +14,6 @@ from ckptcore_collective.pieces import BatchSizes, ChunkLookup, Order, StoredPie
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
-from ckptcore.io.background import BackgroundThreads
 from ckptcore.io.threads import BackgroundThreads
 from ckptcore.loading.load import LoadRequest, bytes_requested, fill_report, transformed
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
