@@ -94,7 +94,7 @@ def read_members(fetch: Callable[[int, int], bytes], size: int, key: str) -> Ite
                 records = _pax(content, key, position)
                 name = records.get("path", name)
                 length = _pax_size(records.get("size", "-1"), key, position)
-                if any(one.startswith("GNU.sparse.") for one in records):
+                if any(record.startswith("GNU.sparse.") for record in records):
                     raise _damaged(key, position, "a sparse file", "Unpack it, and load what it contains")
             position = start + -(-nbytes // _BLOCK) * _BLOCK
             continue
@@ -352,7 +352,7 @@ class _ArchiveStorage(StorageBackend):
 
     def _of_zip(self, size: int) -> Mapping[str, _Content]:
         members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
-        return self._named([(name, self._of_member(one)) for name, one in members.items() if name[-1:] != "/"])
+        return self._named([(name, self._of_member(member)) for name, member in members.items() if name[-1:] != "/"])
 
     def _of_member(self, member: ZipMember) -> _Content:
         if member.problem:

@@ -206,7 +206,7 @@ def proxy_of(url: str) -> str | None:
 def _redact(record: logging.LogRecord) -> bool:
     """Redact a record of urllib3, which logs URLs with their queries if its level is DEBUG. Always return True."""
     if isinstance(record.args, tuple):
-        record.args = tuple([redacted(one) if isinstance(one, str) else one for one in record.args])
+        record.args = tuple([redacted(item) if isinstance(item, str) else item for item in record.args])
     return True
 
 

@@ -117,11 +117,11 @@ def sharding_notes(mesh: Any, placements: Sequence[Placement]) -> dict[str, JSON
     """Return the mesh and placements as JSON."""
     described: list[JSON] = []
     for placement in placements:
-        one: dict[str, JSON] = {"kind": type(placement).__name__}
+        value: dict[str, JSON] = {"kind": type(placement).__name__}
         for name in ("dim", "split_factor"):
             if hasattr(placement, name):
-                one[name] = int(getattr(placement, name))
-        described.append(one)
+                value[name] = int(getattr(placement, name))
+        described.append(value)
     names = mesh.mesh_dim_names
     return {"mesh": list(mesh.shape), "names": None if names is None else list(names), "placements": described}
 

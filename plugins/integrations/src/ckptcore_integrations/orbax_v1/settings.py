@@ -59,7 +59,7 @@ def context_of(context: v1.Context) -> ckptcore.Context:
     """
     _refuse(_of_all(context))
     memory = context.memory
-    limits = [one for one in (memory.write_concurrent_bytes, memory.transfer_concurrent_bytes) if one is not None]
+    limits = [limit for limit in (memory.write_concurrent_bytes, memory.transfer_concurrent_bytes) if limit is not None]
     return _context(
         min(limits, default=None), memory.read_concurrent_bytes, context.array.loading.use_load_and_broadcast
     )

@@ -205,9 +205,9 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
 
 
 def _print_steps(report: StepsCopyReport, destination: str) -> None:
-    for step, one in report.steps.items():
+    for step, copied in report.steps.items():
         print_line(
-            f"step {step}", "  ", (format_size(one.nbytes), "cyan"), "" if one.sent_bytes else "  already exists"
+            f"step {step}", "  ", (format_size(copied.nbytes), "cyan"), "" if copied.sent_bytes else "  already exists"
         )
     for step in report.skipped:
         reason = ": written by other software, and its directory exists at the destination"
@@ -221,7 +221,7 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
             print_line(f"step {step}", "  ", (state, "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
     print_line(("copied", "bold green"), f": {content}; {format_size(report.sent_bytes)} sent")
-    _print_unverified({key for one in report.steps.values() for key in one.unverified})
+    _print_unverified({key for copied in report.steps.values() for key in copied.unverified})
 
 
 @checkpoint_command("convert", "Convert a checkpoint to another layout.")
@@ -292,7 +292,7 @@ def convert_command(
     written = describe_checkpoint(destination, context)
     one_tree = not written.is_composite
     trees = {"": written} if one_tree else written.checkpointables
-    leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]
+    leaves = [leaf for metadata in trees.values() for leaf in metadata.tree.leaves]
     arrays = sum(isinstance(leaf, ArrayRecord) for leaf in leaves)
     if as_json:
         print_document(

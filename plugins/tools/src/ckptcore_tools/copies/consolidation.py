@@ -292,8 +292,10 @@ def _digest(
     source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str], metadata: Mapping[str, str]
 ) -> JSON:
     """Return a digest that is equal on all ranks if they read the same save and plan the same items and files."""
-    opened = source.opened
-    saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
+    checkpoint = source.opened
+    saved: JSON = (
+        checkpoint.root.save_id if checkpoint.root is not None else [checkpoint.tree.to_json(), checkpoint.state]
+    )
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
     document = json.dumps([saved, list(source.subtree.sources), items, list(files), dict(metadata)], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(document.encode())
@@ -354,17 +356,17 @@ class _ConsolidatedFiles:
         Raises:
             CorruptCheckpointError: also `_SourceReplacedError`.
         """
-        opened = self._source.opened
+        checkpoint = self._source.opened
         snapshot: Snapshot = self._snapshot
         if self._progress is not None:
             self._progress.plan(sum(item.nbytes for item in part.plan.items))
             snapshot = CountedSnapshot(snapshot, self._progress)
-        with _detecting_replacement(opened):
+        with _detecting_replacement(checkpoint):
             state = part.layout.write(snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
-        if not opened.version.still_exists(opened.location):
-            raise _SourceReplacedError(opened)
+        if not checkpoint.version.still_exists(checkpoint.location):
+            raise _SourceReplacedError(checkpoint)
         return state
 
     def close(self) -> None:
@@ -373,23 +375,23 @@ class _ConsolidatedFiles:
 
 
 @converts_errors
-def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
+def _detecting_replacement(checkpoint: Checkpoint) -> Iterator[None]:
     """Add the names of arrays to read errors. If the source was replaced, raise `_SourceReplacedError`."""
     try:
-        with naming_arrays(opened):
+        with naming_arrays(checkpoint):
             yield
     except CheckpointError as error:
-        if opened.version.is_current(opened.location):
+        if checkpoint.version.is_current(checkpoint.location):
             raise
-        raise _SourceReplacedError(opened) from error
+        raise _SourceReplacedError(checkpoint) from error
 
 
 class _SourceReplacedError(CorruptCheckpointError):
     """The source was replaced or deleted after it was opened."""
 
-    def __init__(self, opened: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(
-            f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
+            f"{checkpoint.location.display} was replaced during the consolidation. Try again while no job saves there"
         )
 
 
