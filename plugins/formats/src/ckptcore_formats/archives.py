@@ -16,12 +16,7 @@ from typing import Final, NamedTuple, NoReturn
 
 from ckptcore_dcp.pickle_reading import STORED, ZipMember, inflated_blocks, read_zip
 
-from ckptcore.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    InvalidLocationError,
-    ObjectNotFoundError,
-)
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.model.file_kinds import part_of_archive
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities

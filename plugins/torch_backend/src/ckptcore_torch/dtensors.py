@@ -22,17 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model import (
-    JSON,
-    ArrayRecord,
-    ArraySpec,
-    Box,
-    HostArray,
-    LeafRecord,
-    Pending,
-    Shard,
-    StridedMemory,
-)
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, StridedMemory
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import FRAMEWORK, elements_as, encoding_of

@@ -14,11 +14,7 @@ from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arrays import axis_of
 from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
-from ckptcore_transforms.transform import (
-    TreeTransform,
-    naming,
-    not_invertible,
-)
+from ckptcore_transforms.transform import TreeTransform, naming, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _MAX_DIGITS: Final = 10

@@ -18,15 +18,7 @@ from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import (
-    CheckpointInfo,
-    HostBytes,
-    Layout,
-    Snapshot,
-    StorageBackend,
-    Transaction,
-    WriteStore,
-)
+from ckptcore.protocols import CheckpointInfo, HostBytes, Layout, Snapshot, StorageBackend, Transaction, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import FilesDescription, SavePart
 from ckptcore.saving.requests import Save
