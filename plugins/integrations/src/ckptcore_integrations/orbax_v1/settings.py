@@ -113,12 +113,11 @@ def storage_options(context: v1.Context, tree: Any) -> dict[tuple[Any, ...], Any
     return arguments
 
 
-def array_rules(context: v1.Context, name: str, options: Mapping[tuple[Any, ...], Any]) -> dict[str, ArrayRule]:
+def array_rules(context: v1.Context, options: Mapping[tuple[Any, ...], Any]) -> dict[str, ArrayRule]:
     """Return the rules for arrays whose chunk size differs from that of the Context, by name of the array.
 
     Args:
         context: the Context of Orbax.
-        name: name of the checkpointable, for errors.
         options: storage options of each leaf, by key path.
     """
     usual = context.array.saving.storage_options.chunk_byte_size

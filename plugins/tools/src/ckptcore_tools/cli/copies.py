@@ -263,20 +263,7 @@ def convert_command(
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
-    transforms: list[Transform] = []
-    if map_name is None and (head_dim is not None or rope_type is not None or prefix):
-        raise click.UsageError("--head-dim, --rope-type and --prefix need --map.")
-    if dequantize is not None:
-        try:
-            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
-        except TypeError as error:
-            raise click.UsageError(f"--dequantize: {dequantize!r} is not a dtype of NumPy or ml_dtypes") from error
-    if map_name is not None:
-        try:
-            transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
-        except TransformError as error:
-            text = str(error).replace("head_dim", "--head-dim").replace("rope_type", "--rope-type")
-            raise TransformError(f"--map: {text}") from error
+    transforms = _transforms(map_name, head_dim, prefix, rope_type, dequantize)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.copy(
@@ -309,6 +296,33 @@ def convert_command(
         summary = f": {content} of {format_size(written.nbytes)} to {printable(destination)} as {layout}"
         print_line(("written", "bold green"), summary)
     return ExitCode.OK
+
+
+def _transforms(
+    map_name: str | None,
+    head_dim: int | None,
+    prefix: str,
+    rope_type: Literal["default", "llama3.1"] | None,
+    dequantize: str | None,
+) -> list[Transform]:
+    """Return the transforms that the options of `convert_command` name."""
+    import ckptcore
+
+    transforms: list[Transform] = []
+    if map_name is None and (head_dim is not None or rope_type is not None or prefix):
+        raise click.UsageError("--head-dim, --rope-type and --prefix need --map.")
+    if dequantize is not None:
+        try:
+            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
+        except TypeError as error:
+            raise click.UsageError(f"--dequantize: {dequantize!r} is not a dtype of NumPy or ml_dtypes") from error
+    if map_name is not None:
+        try:
+            transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
+        except TransformError as error:
+            text = str(error).replace("head_dim", "--head-dim").replace("rope_type", "--rope-type")
+            raise TransformError(f"--map: {text}") from error
+    return transforms
 
 
 _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?)B?", re.IGNORECASE)

@@ -15,7 +15,7 @@ from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import Layout, Transforms
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
-from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
+from ckptcore_tools.copies.consolidation import Consolidation, FilePath, TiedNames
 from ckptcore_tools.copies.conversion import convert_checkpoint
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 from ckptcore_tools.copies.steps import StepsCopyReport, copy_run
@@ -164,10 +164,9 @@ def copy(
         names = tied or "each"
         if names not in ("each", "once"):
             raise ValueError(f"copy(tied={tied!r}): expected 'each' or 'once'")
+        request = Consolidation(source, destination, subtree, written, names, files, leave_out, overwrite, context)
         with runtime_of(context).show_progress(progress, "consolidating") as report:
-            consolidate_checkpoint(
-                source, destination, subtree, written, names, files, leave_out, overwrite, report, context
-            )
+            request.run(report)
         return None
     if layout is not None:
         with runtime_of(context).show_progress(progress, "converting") as report:
