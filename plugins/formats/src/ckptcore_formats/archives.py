@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, NoReturn
 
-from ckptcore_dcp.pickle_reading import STORED, ZipMember, inflated_blocks, read_zip
+from ckptcore_dcp.reading import STORED, ZipMember, inflated_blocks, read_zip
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.model import check_directory_key, check_key

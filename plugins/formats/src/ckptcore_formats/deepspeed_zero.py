@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from ckptcore_dcp.pickle_reading import StoredTensor
+from ckptcore_dcp.reading import StoredTensor
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Key

@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     STORED,
     Leaf,
     LocationColumns,
+    ReadOnlyLayout,
     StorageIndex,
     StoredBytes,
     StoredTensor,
     leaf_record,
     read_zip,
 )
-from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import (
     CheckpointError,

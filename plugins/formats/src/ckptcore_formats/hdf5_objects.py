@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import h5py  # type: ignore[import-untyped]
 import numpy as np
-from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
+from ckptcore_dcp.reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton

@@ -19,7 +19,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     Call,
     DenseFileError,
     EmbeddedStorages,
@@ -27,6 +27,7 @@ from ckptcore_dcp.pickle_reading import (
     Global,
     OutOfLine,
     Places,
+    ReadOnlyLayout,
     StorageIndex,
     Value,
     Window,
@@ -36,7 +37,6 @@ from ckptcore_dcp.pickle_reading import (
     read_pickle,
     tree_of,
 )
-from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, ChunkRead, HostArray, TreeMetadata
