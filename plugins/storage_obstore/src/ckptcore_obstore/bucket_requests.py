@@ -137,7 +137,7 @@ class PlainRequests:
         if self.has_digests and method == "PUT":
             given["content-md5"] = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         sent = dict(self._service.sign(method, url, given))
-        if body or method in ("PUT", "POST"):
+        if body or method in ("PUT", "POST"):  # services answer 411 if it is missing, also without a body
             sent["content-length"] = str(len(body))
         try:
             pieces: Any = _pieces(body) if body else None  # urllib3's annotations lack memoryview

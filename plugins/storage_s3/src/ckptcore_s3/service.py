@@ -64,6 +64,7 @@ def signed_headers(
     if credentials.token:
         signed["x-amz-security-token"] = credentials.token
     names = ";".join(sorted(signed))
+    # The service folds spaces inside a header value before it signs, so the canonical request does, too.
     canonical = "\n".join(
         [
             method,
