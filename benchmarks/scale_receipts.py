@@ -260,8 +260,8 @@ def expect_alike(built: Receipt, real: Receipt) -> None:
     _expect_alike(built.state, real.state, f"rank {real.rank}")
     sizes = [sorted((record.key, record.size) for record in receipt.objects) for receipt in (built, real)]
     assert [key for key, _ in sizes[0]] == [key for key, _ in sizes[1]], f"other objects of rank {real.rank}"
-    for (_, one), (_, other) in zip(*sizes, strict=True):
-        assert abs(one - other) < 4_000_000 + other // 1000, f"rank {real.rank}: {one} and {other} bytes"
+    for (_, size), (_, other) in zip(*sizes, strict=True):
+        assert abs(size - other) < 4_000_000 + other // 1000, f"rank {real.rank}: {size} and {other} bytes"
 
 
 def _expect_alike(built: Any, real: Any, where: str) -> None:

@@ -119,8 +119,8 @@ def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
 
     def loading() -> None:
         for array, start in wanted:
-            with ckptcore.open(directory / "safetensors", context=_FAST) as opened:
-                _ = opened[array][start : start + _ROWS]
+            with ckptcore.open(directory / "safetensors", context=_FAST) as checkpoint:
+                _ = checkpoint[array][start : start + _ROWS]
 
     ours, *others = [
         Contender(_named(layout, context), _opening_and_reading(directory / layout, context, wanted))
@@ -168,9 +168,9 @@ def _opening_and_reading(
     def run() -> None:
         with ckptcore.open(
             location, context=context or ckptcore.Context(io=ckptcore.context.IOOptions(verify=verify))
-        ) as opened:
+        ) as checkpoint:
             for name, start in wanted:
-                opened[name][start : start + _ROWS]
+                checkpoint[name][start : start + _ROWS]
 
     return run
 

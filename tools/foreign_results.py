@@ -61,7 +61,7 @@ def read_results(path: Path = RESULTS) -> Results:
     if not path.exists():
         return {}
     return {
-        library: LibraryResults(stored["version"], {name: FileResult(**one) for name, one in stored["files"].items()})
+        library: LibraryResults(stored["version"], {name: FileResult(**file) for name, file in stored["files"].items()})
         for library, stored in json.loads(path.read_text(encoding="utf-8")).items()
     }
 
@@ -122,5 +122,5 @@ def _common_directory(files: Mapping[str, FileResult]) -> str:
     parents = [PurePosixPath(path).parent.parts for path in files]
     common = parents[0]
     for parts in parents[1:]:
-        common = tuple([one for one, other in zip(common, parts, strict=False) if one == other])
+        common = tuple([part for part, other in zip(common, parts, strict=False) if part == other])
     return "/".join(common)

@@ -37,15 +37,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.foreign_replacement import CALLS, REPLACED_LIBRARY, TESTED_LIBRARY
-from tools.foreign_results import (
-    NOTE,
-    FileResult,
-    LibraryResults,
-    Results,
-    fill_tables,
-    read_results,
-    write_results,
-)
+from tools.foreign_results import NOTE, FileResult, LibraryResults, Results, fill_tables, read_results, write_results
 
 _DISTRIBUTIONS: Final = {"orbax": "orbax-checkpoint", "safetensors": "safetensors", "torch": "torch"}
 

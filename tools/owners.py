@@ -110,7 +110,7 @@ def _allowed() -> list[Any]:
     allowed += [collections.Counter, collections.OrderedDict]
     allowed += [reconstruct, scalar, (reconstruct, "numpy.core.multiarray._reconstruct")]
     allowed += [(scalar, "numpy.core.multiarray.scalar"), set, frozenset, bytearray, complex, slice, list, tuple, int]
-    return allowed + [one for one in vars(numpy.dtypes).values() if isinstance(one, type)]
+    return allowed + [kind for kind in vars(numpy.dtypes).values() if isinstance(kind, type)]
 
 
 def _read_numpy(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:

@@ -160,8 +160,8 @@ class Broadcasts:
     def _start_reading(self, message: Message, memory: HostArray, readers: BackgroundThreads) -> Future[None] | None:
         if self._failed:
             return None
-        opened, views = self._reading.checkpoint, self._views(message, memory)
-        return readers.submit(lambda: _read_all(opened, message.pieces, views))
+        checkpoint, views = self._reading.checkpoint, self._views(message, memory)
+        return readers.submit(lambda: _read_all(checkpoint, message.pieces, views))
 
     def _start_sending(self, message: Message, memory: HostArray) -> Pending[None]:
         if len(message.members) == 1:
@@ -268,8 +268,8 @@ class _RoundBuffers:
 class _DirectReads:
     """Boxes that are read directly into their destination, on a separate thread."""
 
-    def __init__(self, opened: Checkpoint, items: Sequence[ReadItem], destinations: _RoundBuffers) -> None:
-        self._opened = opened
+    def __init__(self, checkpoint: Checkpoint, items: Sequence[ReadItem], destinations: _RoundBuffers) -> None:
+        self._opened = checkpoint
         self._items = items
         self._buffers = [destinations.memory_of(item) for item in items]
         self._completed: queue.SimpleQueue[ReadItem | None] = queue.SimpleQueue()
@@ -277,10 +277,10 @@ class _DirectReads:
 
     def read(self) -> None:
         """Read all boxes. Runs on the separate thread."""
-        opened = self._opened
+        checkpoint = self._opened
         try:
-            plan = ReadPlan(opened.tree, tuple(self._items))
-            for number in opened.read(plan, self._buffers):
+            plan = ReadPlan(checkpoint.tree, tuple(self._items))
+            for number in checkpoint.read(plan, self._buffers):
                 if self._is_stopped:
                     break
                 self._completed.put(self._items[number])
@@ -309,10 +309,10 @@ class _DirectReads:
             yield item
 
 
-def _read_all(opened: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
+def _read_all(checkpoint: Checkpoint, items: Sequence[ReadItem], buffers: Sequence[HostArray]) -> None:
     """Fill buffers with boxes."""
     missing = set(range(len(items)))
-    plan = ReadPlan(opened.tree, tuple(items))
-    missing.difference_update(opened.read(plan, buffers))
+    plan = ReadPlan(checkpoint.tree, tuple(items))
+    missing.difference_update(checkpoint.read(plan, buffers))
     if missing:
-        raise incomplete_read(opened, items[min(missing)].leaf)
+        raise incomplete_read(checkpoint, items[min(missing)].leaf)

@@ -49,16 +49,16 @@ class SharedArray:
     is_stored: bool = False
 
     @classmethod
-    def of(cls, opened: Checkpoint, leaf: int) -> SharedArray:
+    def of(cls, checkpoint: Checkpoint, leaf: int) -> SharedArray:
         """Return the identity of an array that is not an alias.
 
         Args:
-            opened: the checkpoint, as this rank reads it.
+            checkpoint: the checkpoint, as this rank reads it.
             leaf: the number of the array in it.
         """
-        record = opened.tree.leaves[leaf]
+        record = checkpoint.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # who wants a box wants an array
-        derived = opened.derived
+        derived = checkpoint.derived
         if derived is None:
             return cls(leaf, "", record.spec, is_stored=True)
         common, change = derived.changes.get(leaf, (leaf, ""))
@@ -98,11 +98,11 @@ class SharedArray:
         return [Chunk(key, number * stride, band, is_plain=True) for number, band in enumerate(bands)]
 
 
-def stored_checkpoint(opened: Checkpoint) -> Checkpoint:
+def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """Return the stored checkpoint from which a checkpoint may be derived."""
-    while opened.derived is not None:
-        opened = opened.derived.sources[0]
-    return opened
+    while checkpoint.derived is not None:
+        checkpoint = checkpoint.derived.sources[0]
+    return checkpoint
 
 
 def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
@@ -153,7 +153,7 @@ class SharedAttempt(CollectiveAttempt[T]):
     _own_request: Sequence[JSON]
     _decided: Any
 
-    def _message(self, opened: Checkpoint, reading: TreeRead) -> JSON:
+    def _message(self, checkpoint: Checkpoint, reading: TreeRead) -> JSON:
         """Return a digest of the boxes that this rank requests, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.checkpoint, leaf) for leaf in wanted}
@@ -165,7 +165,7 @@ class SharedAttempt(CollectiveAttempt[T]):
             memory.exchange_bytes,
             _transforms_of(reading.checkpoint),
         ]
-        return [_digest(self._own_request), self._version(opened), options, socket.gethostname()]
+        return [_digest(self._own_request), self._version(checkpoint), options, socket.gethostname()]
 
     def _agree(self, messages: Sequence[JSON], reading: TreeRead) -> bool:
         decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(messages))
@@ -181,13 +181,13 @@ class SharedAttempt(CollectiveAttempt[T]):
         self._requests = self._exchange_requests(self._own_request, stored_checkpoint(reading.checkpoint))
         return True
 
-    def _version(self, opened: Checkpoint) -> str:
+    def _version(self, checkpoint: Checkpoint) -> str:
         """Return a text that is equal on ranks that opened the same save."""
-        root = opened.version.root
+        root = checkpoint.version.root
         return (
             xxhash.xxh3_128_hexdigest(root)
             if isinstance(root, bytes)
-            else "tree " + _digest([opened.tree.to_json(), opened.state])
+            else "tree " + _digest([checkpoint.tree.to_json(), checkpoint.state])
         )
 
     def _exchange_requests(self, own: Sequence[JSON], stored: Checkpoint) -> list[Mapping[SharedArray, Sequence[Box]]]:
@@ -230,7 +230,7 @@ class SharedAttempt(CollectiveAttempt[T]):
             return all(self._take_step(name, work) is not None for name, work in steps)
 
     def _shares(self, reading: TreeRead) -> SharedPlan:
-        opened, rank = reading.checkpoint, self._agreement.rank
+        checkpoint, rank = reading.checkpoint, self._agreement.rank
         group = _group_of(rank, self._load.context.job.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
@@ -241,7 +241,7 @@ class SharedAttempt(CollectiveAttempt[T]):
             for request in self._requests
         ]
         specs = {number: array.spec for number, array in enumerate(arrays)}
-        memory, stored = self._load.context.memory, stored_checkpoint(opened)
+        memory, stored = self._load.context.memory, stored_checkpoint(checkpoint)
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MAX_MESSAGES)), round=memory.load_bytes
         )
@@ -298,9 +298,9 @@ class _NoChannels:
         """Do nothing."""
 
 
-def _transforms_of(opened: Checkpoint) -> str:
+def _transforms_of(checkpoint: Checkpoint) -> str:
     """Return a description of the transforms, which must be equal on all ranks: they determine leaf numbers."""
-    text = "" if opened.derived is None else opened.derived.description
+    text = "" if checkpoint.derived is None else checkpoint.derived.description
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_digest(text)})"
 
 

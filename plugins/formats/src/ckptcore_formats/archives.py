@@ -14,14 +14,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, NoReturn
 
-from ckptcore_dcp.pickle_reading import STORED, ZipMember, inflated_blocks, read_zip
+from ckptcore_dcp.reading import STORED, ZipMember, inflated_blocks, read_zip
 
-from ckptcore.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    InvalidLocationError,
-    ObjectNotFoundError,
-)
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.model.file_kinds import part_of_archive
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageCapabilities
@@ -94,7 +89,7 @@ def read_members(fetch: Callable[[int, int], bytes], size: int, key: str) -> Ite
                 records = _pax(content, key, position)
                 name = records.get("path", name)
                 length = _pax_size(records.get("size", "-1"), key, position)
-                if any(one.startswith("GNU.sparse.") for one in records):
+                if any(record.startswith("GNU.sparse.") for record in records):
                     raise _damaged(key, position, "a sparse file", "Unpack it, and load what it contains")
             position = start + -(-nbytes // _BLOCK) * _BLOCK
             continue
@@ -352,7 +347,7 @@ class _ArchiveStorage(StorageBackend):
 
     def _of_zip(self, size: int) -> Mapping[str, _Content]:
         members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)
-        return self._named([(name, self._of_member(one)) for name, one in members.items() if name[-1:] != "/"])
+        return self._named([(name, self._of_member(member)) for name, member in members.items() if name[-1:] != "/"])
 
     def _of_member(self, member: ZipMember) -> _Content:
         if member.problem:

@@ -9,16 +9,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     STORED,
+    Column,
     Leaf,
     LocationColumns,
+    ReadOnlyLayout,
     StorageIndex,
     StoredBytes,
     StoredTensor,
+    TensorPart,
+    check_bounds,
     leaf_record,
+    read_torch_file,
 )
-from ckptcore_dcp.reading import Column, ReadOnlyLayout, TensorPart, check_bounds, read_torch_file
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import (

@@ -88,7 +88,7 @@ def _missing(
         if name not in values:
             yield name, _WEIGHT
         own = frozenset(states.get(name, ()))
-        expected = next((one for one in kinds if own < one), frozenset())
+        expected = next((rank for rank in kinds if own < rank), frozenset())
         for kind in sorted(map(str, expected - own)):
             yield name, kind
 

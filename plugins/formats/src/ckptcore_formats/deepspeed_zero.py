@@ -8,19 +8,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from ckptcore_dcp.pickle_reading import StoredTensor
+from ckptcore_dcp.reading import StoredTensor
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Key
-from ckptcore_formats.assembly import (
-    RESTORE,
-    Divided,
-    Entry,
-    Part,
-    PartReader,
-    Refused,
-    Run,
-)
+from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, PartReader, Refused, Run
 from ckptcore_formats.flat_vectors import Vector, guarded, in_slices, in_vectors, stored_run
 from ckptcore_formats.rank_files import merge_parts
 

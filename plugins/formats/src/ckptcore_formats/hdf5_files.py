@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     STORED,
     Leaf,
     LocationColumns,
+    ReadOnlyLayout,
     StorageIndex,
     StoredBytes,
     StoredTensor,
     leaf_record,
     read_zip,
 )
-from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import (
     CheckpointError,
@@ -333,7 +333,7 @@ class _Hdf5Index(StorageIndex):
     def read(self, items: Sequence[ReadItem], buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """See `NativeReader.read`."""
         ranged = [number for number, item in enumerate(items) if item.leaf not in self._datasets]
-        for position in super().read([items[one] for one in ranged], [buffers[one] for one in ranged], store):
+        for position in super().read([items[part] for part in ranged], [buffers[part] for part in ranged], store):
             yield ranged[position]
         by_file: dict[tuple[str, int, int], list[int]] = {}
         for number, item in enumerate(items):

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import h5py  # type: ignore[import-untyped]
 import numpy as np
-from ckptcore_dcp.pickle_reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
+from ckptcore_dcp.reading import Fields, Leaf, StoredTensor, Unreadable, arrays_of, c_strides
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, Node, Skeleton
@@ -151,7 +151,7 @@ class StoredFile(io.RawIOBase):
         if stop - start >= _DIRECT_BYTES:
             data = self._fetch(first, stop)
         else:
-            found = next((one for one in self._windows if one[0] <= first and stop <= one[0] + len(one[1])), None)
+            found = next((span for span in self._windows if span[0] <= first and stop <= span[0] + len(span[1])), None)
             if found is None:
                 found = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
                 self._windows.append(found)
@@ -371,8 +371,8 @@ def _ordered(names: list[str], attributes: Any) -> list[str]:
     """Return names in the order of the layers and weights that Keras 2 lists, if it lists them all."""
     for attribute in ("layer_names", "weight_names"):
         if attribute in attributes:
-            listed = [_plain(one) for one in np.asarray(attributes[attribute]).reshape(-1).tolist()]
-            firsts = list(dict.fromkeys([one if one in names else one.partition("/")[0] for one in listed]))
+            listed = [_plain(text) for text in np.asarray(attributes[attribute]).reshape(-1).tolist()]
+            firsts = list(dict.fromkeys([text if text in names else text.partition("/")[0] for text in listed]))
             if set(firsts) <= set(names):
                 return [*firsts, *[name for name in names if name not in firsts]]
     return names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptcore_dcp.pickle_reading import Leaf, LocationColumns, StoredBytes, StoredTensor, leaf_record
+from ckptcore_dcp.reading import Leaf, LocationColumns, StoredBytes, StoredTensor, leaf_record
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import LeafRecord, Skeleton, TreeMetadata, ValueRecord, format_path, unreadable_leaf

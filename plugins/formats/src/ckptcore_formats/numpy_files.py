@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     DEFLATED,
     STORED,
     Fetch,
     Fields,
     Leaf,
     Places,
+    ReadOnlyLayout,
     StoredBytes,
     StoredTensor,
     Unreadable,
@@ -36,7 +37,6 @@ from ckptcore_dcp.pickle_reading import (
     read_zip,
     tree_of,
 )
-from ckptcore_dcp.reading import ReadOnlyLayout
 from isal import isal_zlib
 
 from ckptcore.errors import CorruptCheckpointError

@@ -19,7 +19,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from ckptcore_dcp.pickle_reading import (
+from ckptcore_dcp.reading import (
     Call,
     DenseFileError,
     EmbeddedStorages,
@@ -27,6 +27,7 @@ from ckptcore_dcp.pickle_reading import (
     Global,
     OutOfLine,
     Places,
+    ReadOnlyLayout,
     StorageIndex,
     Value,
     Window,
@@ -36,7 +37,6 @@ from ckptcore_dcp.pickle_reading import (
     read_pickle,
     tree_of,
 )
-from ckptcore_dcp.reading import ReadOnlyLayout
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, ChunkRead, HostArray, TreeMetadata
@@ -269,7 +269,7 @@ class _Decompressed(ReadStore):
 
     def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
         """See `ReadStore`."""
-        return [self.get(*one) for one in ranges]
+        return [self.get(*bounds) for bounds in ranges]
 
     def size(self, key: str) -> int:
         """See `ReadStore`."""
@@ -292,7 +292,7 @@ class _Decompressed(ReadStore):
     def _fill(self, read: ChunkRead, band: Box) -> None:
         """Copy rows of a chunk to its targets."""
         common = [(box.intersect(band), box, buffer) for _, box, buffer in read.targets]
-        if not any(one is not None for one, _, _ in common):
+        if not any(own is not None for own, _, _ in common):
             return
         before = 0
         if band.start:
@@ -302,12 +302,12 @@ class _Decompressed(ReadStore):
         data = self.get(self.key, start, start + band.size * read.itemsize)
         if len(data) != band.size * read.itemsize:
             raise CorruptCheckpointError(f"{self.key!r} is cut off: restore it from a copy", key=self.key)
-        for one, box, buffer in common:
-            if one is not None:
+        for own, box, buffer in common:
+            if own is not None:
                 elements = np.frombuffer(data, buffer.dtype).reshape(band.shape)
                 # The ellipsis keeps arrays without axes from becoming scalars.
-                to: tuple[Any, ...] = (*one.within(box), ...)
-                of: tuple[Any, ...] = (*one.within(band), ...)
+                to: tuple[Any, ...] = (*own.within(box), ...)
+                of: tuple[Any, ...] = (*own.within(band), ...)
                 buffer[to] = elements[of]
 
     def read_boxes(self, index: ChunkIndex, items: Any, buffers: Sequence[HostArray]) -> Iterator[int]:

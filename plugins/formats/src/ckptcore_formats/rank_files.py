@@ -13,8 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptcore_dcp.pickle_reading import Leaf, StoredTensor, Unreadable
-from ckptcore_dcp.reading import RANK_FILE, Column, TensorPart
+from ckptcore_dcp.reading import RANK_FILE, Column, Leaf, StoredTensor, TensorPart, Unreadable
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, Key, Node, Skeleton

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from ckptcore_dcp.pickle_reading import read_pickle
+from ckptcore_dcp.reading import read_pickle
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Key

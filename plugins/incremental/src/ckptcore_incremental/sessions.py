@@ -167,14 +167,14 @@ class _SessionCommit:
         """
         location, partial, rank = self._location, self._planned.partial, self._save.agreement.rank
         try:
-            found = find_partial(location)
+            table = find_partial(location)
         except CheckpointError as unreadable:
             raise CommitUnknownError(
                 f"{location.display}: unknown whether this session is complete: {error}; the session table cannot be "
                 f"read: {unreadable}"
             ) from error
         first = partial.owner
-        if found is None or found.save_id != partial.save_id or all(one.first != first for one in found.sessions):
+        if table is None or table.save_id != partial.save_id or all(each.first != first for each in table.sessions):
             raise CommitUnknownError(
                 f"{location.display}: this session is not complete, or not yet: {error}; check the sessions again "
                 f"before saving (rank {rank})"

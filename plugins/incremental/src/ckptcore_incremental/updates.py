@@ -199,9 +199,9 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
     (description,) = draft.descriptions
     assert isinstance(description, TreeDescription)  # an update is one tree
     with agreement.stage("base") as stage:
-        opened = open_checkpoint(base, context)
-        root = _expect_root(opened)
-        update = _plan_references(draft.save.target.location, opened, root, description, context)
+        origin = open_checkpoint(base, context)
+        root = _expect_root(origin)
+        update = _plan_references(draft.save.target.location, origin, root, description, context)
         written = _renumber_leaves(description, stored_tree(update.tree, update.references))
         written.layout.check(written.tree, agreement.size)
         stage.payload = root.save_id
@@ -210,7 +210,7 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
     def compare() -> None:
         if len(set(saves)) > 1:
             raise CheckpointError(
-                f"the base {opened.location.display} was replaced while the ranks opened it: they found the save ids "
+                f"the base {origin.location.display} was replaced while the ranks opened it: they found the save ids "
                 f"{sorted(set(saves))}; save again. Nothing was written"
             )
 
@@ -241,26 +241,26 @@ def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDe
     )
 
 
-def _expect_root(opened: Checkpoint) -> Root:
-    if opened.root is None:
+def _expect_root(checkpoint: Checkpoint) -> Root:
+    if checkpoint.root is None:
         raise CheckpointError(
-            f"{opened.location.display} was not written by ckptcore, so an update cannot refer to it: copy it with "
+            f"{checkpoint.location.display} was not written by ckptcore, so an update cannot refer to it: copy it with "
             "ckptcore.copy(..., layout=...), and use the copy as the base. Nothing was written"
         )
-    return opened.root
+    return checkpoint.root
 
 
 def _plan_references(
-    location: Location, opened: Checkpoint, root: Root, description: TreeDescription, context: Context
+    location: Location, checkpoint: Checkpoint, root: Root, description: TreeDescription, context: Context
 ) -> _PlannedReferences:
-    if opened.location.identity == location.identity:
+    if checkpoint.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
-    refuse_other_spelling(opened.location, "refer to")
-    direct = Base(_base_path(location, opened.location), root.save_id)
+    refuse_other_spelling(checkpoint.location, "refer to")
+    direct = Base(base_path(location, checkpoint.location), root.save_id)
     further = [
-        Base(_base_path(location, base_location(opened.location, first, context)), first.save_id)
+        Base(base_path(location, base_location(checkpoint.location, first, context)), first.save_id)
         for first in root.references.bases
     ]
     overlaid = overlay(root.tree, description.tree, *description.placeholders)
@@ -285,7 +285,7 @@ def _plan_references(
     for at in base_locations:
         if at.is_within(location):
             raise InvalidLocationError(
-                f"arrays of {opened.location.display} are stored in {at.display}, which the update to "
+                f"arrays of {checkpoint.location.display} are stored in {at.display}, which the update to "
                 f"{location.display} would replace: save the update to another location. Nothing was written"
             )
     return _PlannedReferences(overlaid.tree, references, base_locations)

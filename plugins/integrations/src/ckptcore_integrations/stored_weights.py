@@ -281,12 +281,12 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         boxes: dict[int, list[Box]] = {}
         sources: dict[int, StoredArray] = {}
         shared = context is not self._alone
-        for copy, one in zip(copies, found, strict=True):
+        for copy, copied in zip(copies, found, strict=True):
             source = copy.weight._source
             sources[id(source)] = source
             # Shards of a group cut blocks, which are read and verified whole: many columns are in one block. So a group
             # requests whole arrays, of which each process reads a part that ends at a block.
-            boxes.setdefault(id(source), []).append(Box.whole(source.shape) if shared else one.box)
+            boxes.setdefault(id(source), []).append(Box.whole(source.shape) if shared else copied.box)
         request: dict[Key, Any] = {}
         for number, of_source in boxes.items():
             stored = sources[number]
@@ -294,12 +294,12 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             _container(request, stored)[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
         loaded = ckptcore.load(self._location, request, matching=_PART, context=context)
         with torch.no_grad():
-            for copy, one in zip(copies, found, strict=True):
+            for copy, copied in zip(copies, found, strict=True):
                 stored = copy.weight._source
                 array = _container(loaded, stored)[_plain(stored.path[-1])]
-                shard = next(shard for shard in array.shards if _contains(shard.box, one.box))
-                part = shard.elements[tuple([slice(*ends) for ends in _within(one.box, shard.box)])]
-                copy.target.copy_(_strided(np.ascontiguousarray(part), one, copy.weight))
+                shard = next(shard for shard in array.shards if _contains(shard.box, copied.box))
+                part = shard.elements[tuple([slice(*ends) for ends in _within(copied.box, shard.box)])]
+                copy.target.copy_(_strided(np.ascontiguousarray(part), copied, copy.weight))
 
 
 def _container(tree: dict[Key, Any], stored: StoredArray) -> dict[Key, Any]:

@@ -251,7 +251,7 @@ class CkptcoreStorage(Storage):
         elif self._place(source).pending and not self._place(source).file:
             self._commit(self._place(source), destination)
         elif self._is_file(src_path, source):
-            self._move(src_path, source, dst_path, destination)
+            self._move(src_path, dst_path, destination)
         else:
             raise OSError(
                 errno.ENOTSUP,
@@ -424,7 +424,7 @@ class CkptcoreStorage(Storage):
                 raise _occupied(destination) from error
         storage.delete([f"{name}/{key}" for key in objects if not key.startswith(start)])  # of jobs that were killed
 
-    def _move(self, src_path: Path, source: str, dst_path: Path, destination: str) -> None:
+    def _move(self, src_path: Path, dst_path: Path, destination: str) -> None:
         """Copy a file by parts, and delete it."""
         if self.isdir(dst_path):
             raise _occupied(destination)

@@ -31,12 +31,7 @@ from torchtitan.tools.logging import logger
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, Context, Matching
-from ckptcore.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedLeafError,
-)
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.policies import LatestN
 from ckptcore.redaction import redacted_location
 from ckptcore.results import SaveHandle

@@ -105,8 +105,8 @@ class CheckpointLoader(BaseModelLoader):
         """
         location = self._location(model_config)
         digest = ckptcore.metadata(location, context=self._context).digest
-        with ckptcore.open(location, context=self._context) as opened:
-            tree = opened if self._subtree is None else opened[self._subtree]
+        with ckptcore.open(location, context=self._context) as checkpoint:
+            tree = checkpoint if self._subtree is None else checkpoint[self._subtree]
             if not isinstance(tree, StoredTree):
                 raise TreeMismatchError(
                     f"{self._subtree!r} in {redacted_location(location)} is one leaf: expected a container of weights",

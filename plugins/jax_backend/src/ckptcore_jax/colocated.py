@@ -168,12 +168,12 @@ class ColocatedExecutor(StagedExecutor):
         """Begin to copy the device arrays that contain the boxes of a worker to the memory of its host."""
         parts: list[jax.Array] = []
         cuts = []
-        for one in leaves:
-            array = data_array(with_elements(one.leaf))
+        for leaf in leaves:
+            array = data_array(with_elements(leaf.leaf))
             positions = self._placement(array.sharding, array.shape).boxes[worker]
             numbers: dict[int, int] = {}
             of_leaf = []
-            for box in one.boxes:
+            for box in leaf.boxes:
                 outer, position = next((outer, found) for outer, found in positions.items() if outer.contains(box))
                 if position not in numbers:
                     numbers[position] = len(parts)

@@ -125,7 +125,7 @@ def _sharding_to_json(sharding: Sharding) -> JSON:
         noted["devices"] = ids
     types = getattr(mesh, "axis_types", None)  # versions before 0.6 have none, or a dict with only Auto
     if isinstance(types, tuple):
-        names = [str(one.name) for one in types]
+        names = [str(axis.name) for axis in types]
         if names != ["Auto"] * len(names):
             noted["axis_types"] = names
     return noted

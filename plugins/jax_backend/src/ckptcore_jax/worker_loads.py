@@ -85,19 +85,19 @@ class WorkerLoad:
                 if reading.progress is not None:
                     reading.progress.complete(leaf_read.nbytes)
 
-    def _read_leaves(self, opened: Checkpoint, leaves: Sequence[WantedLeaf], context: Context) -> Sequence[object]:
+    def _read_leaves(self, checkpoint: Checkpoint, leaves: Sequence[WantedLeaf], context: Context) -> Sequence[object]:
         """Read the boxes that each worker needs, and build the leaves there. All workers read concurrently.
 
         Args:
-            opened: the checkpoint. Workers open it themselves, and fail if they find another save.
+            checkpoint: the checkpoint. Workers open it themselves, and fail if they find another save.
             leaves: the leaves to build; the results have this order.
             context: the options of the controller.
 
         Raises:
             CheckpointError: the first error of a worker; further errors are its notes.
         """
-        executor, save_id = self._executor, None if opened.root is None else opened.root.save_id
-        options, recipes = WorkerOptions.of(context), DerivationRecipe.all_of(opened)
+        executor, save_id = self._executor, None if checkpoint.root is None else checkpoint.root.save_id
+        options, recipes = WorkerOptions.of(context), DerivationRecipe.all_of(checkpoint)
         stages = {}
         for worker in range(len(executor.workers)):
             reads = [
@@ -105,7 +105,7 @@ class WorkerLoad:
                 for leaf in leaves
             ]
             if any(read.boxes for read in reads):
-                stages[worker] = ReadBoxes(opened.location.address, save_id, tuple(reads), options, recipes)
+                stages[worker] = ReadBoxes(checkpoint.location.address, save_id, tuple(reads), options, recipes)
         result = executor.run_reads(stages, leaves)
         failed: list[Exception] = []
         for worker, report in result.reports.items():

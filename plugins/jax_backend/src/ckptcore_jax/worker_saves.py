@@ -243,9 +243,9 @@ class _WorkerElements:
         self.commits: dict[str, _WorkerCommit] = {}
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
         """By worker and id of a leaf, the boxes that the worker writes of it."""
-        for one in (save, *save.further):
-            for part in one.parts:
-                self._plan(part, is_further=one is not save)
+        for each in (save, *save.further):
+            for part in each.parts:
+                self._plan(part, is_further=each is not save)
 
     def _plan(self, part: SavePart, *, is_further: bool) -> None:
         leaves = dict(self._leaves(part))

@@ -181,22 +181,22 @@ class DerivationRecipe:
     most_bytes: int
     further: tuple[LocationAddress, ...]
 
-    def derive(self, opened: Checkpoint, open_further: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
+    def derive(self, checkpoint: Checkpoint, open_further: Callable[[LocationAddress], Checkpoint]) -> Checkpoint:
         """Return the derived checkpoint.
 
         Args:
-            opened: the first source.
+            checkpoint: the first source.
             open_further: opens a further source.
         """
         further = [open_further(address) for address in self.further]
         return derive(
-            opened, self.tree, self.derivations, values=self.values, additional=further, most_bytes=self.most_bytes
+            checkpoint, self.tree, self.derivations, values=self.values, additional=further, most_bytes=self.most_bytes
         )
 
     @classmethod
-    def all_of(cls, opened: Checkpoint) -> tuple[DerivationRecipe, ...]:
+    def all_of(cls, checkpoint: Checkpoint) -> tuple[DerivationRecipe, ...]:
         """Return the recipes that derive a checkpoint from the stored one, in order."""
-        if not isinstance(derived := opened.derived, Derived) or derived.is_builtin:
+        if not isinstance(derived := checkpoint.derived, Derived) or derived.is_builtin:
             return ()
         first, *further = derived.sources
         for other in further:
@@ -240,12 +240,12 @@ class ReadBoxes:
             return _error_report(error), ()
 
     def _read(self) -> Sequence[Sequence[HostArray]]:
-        opened = self._open(self.address)
-        save_id = None if opened.root is None else opened.root.save_id
+        checkpoint = self._open(self.address)
+        save_id = None if checkpoint.root is None else checkpoint.root.save_id
         for recipe in self.recipes if save_id == self.save_id else ():
-            opened = recipe.derive(opened, self._open)
+            checkpoint = recipe.derive(checkpoint, self._open)
         for read in self.reads if save_id == self.save_id else ():
-            record = opened.tree.leaves[read.leaf] if read.leaf < len(opened.tree.leaves) else None
+            record = checkpoint.tree.leaves[read.leaf] if read.leaf < len(checkpoint.tree.leaves) else None
             if not isinstance(record, ArrayRecord) or record.spec != read.spec:
                 save_id = "another tree"
         if save_id != self.save_id:
@@ -256,11 +256,11 @@ class ReadBoxes:
         arrays = [[allocate(ArraySpec(box.shape, read.spec.dtype)) for box in read.boxes] for read in self.reads]
         buffers = [array for of_leaf in arrays for array in of_leaf]
         owners = [read.leaf for read in self.reads for _ in read.boxes]
-        plan = plan_read(opened.tree, [(read.leaf, read.boxes) for read in self.reads])
-        filled = set(opened.read(plan, buffers))
+        plan = plan_read(checkpoint.tree, [(read.leaf, read.boxes) for read in self.reads])
+        filled = set(checkpoint.read(plan, buffers))
         missing = next((leaf for number, leaf in enumerate(owners) if number not in filled), None)
         if missing is not None:
-            raise incomplete_read(opened, missing)
+            raise incomplete_read(checkpoint, missing)
         return arrays
 
     def _open(self, address: LocationAddress) -> Checkpoint:

@@ -69,7 +69,7 @@ class StorageIndex(ChunkIndex):
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
         """See `ChunkIndex.stored_specs`. Fields of structures are read as bytes."""
-        return {leaf: one.tensor.spec for leaf, one in self._locations.items() if one.elements is not None}
+        return {leaf: place.tensor.spec for leaf, place in self._locations.items() if place.elements is not None}
 
     def chunk_rows(self, leaf: int) -> int | None:
         """See `ChunkIndex.chunk_rows`. An array that is compressed, or not in C order, is read whole."""
@@ -111,7 +111,7 @@ class ZipIndex(StorageIndex):
         """See `ChunkIndex.unverified`. Also compares the CRC-32 of members without arrays, such as code."""
         if (location := self._locations.get(leaf)) is not None and location.key not in self._verified_files:
             self._verified_files.add(location.key)
-            known = {one.storage.start for one in self._locations.values() if one.key == location.key}
+            known = {place.storage.start for place in self._locations.values() if place.key == location.key}
             verify_other_members(store, location.key, known)
         return super().unverified(leaf, store)
 

@@ -27,7 +27,7 @@ _METADATA: Final = ".metadata"
 _OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _FILE: Final = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp", re.ASCII)
 _COMMON: Final = "common.pt"
-"""The file that Megatron writes next to ``.metadata``, with ``metadata.json``. See `common_files`."""
+"""The file that Megatron writes next to ``.metadata``, with ``metadata.json``. See `with_common`."""
 _OWN: Final = re.compile(r"\.metadata|__[0-9]+\.metadata|[^/]+\.distcp", re.ASCII)
 """The names of files that torch.distributed.checkpoint writes."""
 _OWN_SAFETENSORS: Final = re.compile(r"(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII)

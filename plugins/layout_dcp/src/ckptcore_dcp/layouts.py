@@ -62,7 +62,7 @@ class DcpLayout(Layout):
 
     def __reduce__(self) -> tuple[Callable[[], DcpLayout], tuple[()]]:
         """Pickle the options only. The cache of names is not copied."""
-        options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        options = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return functools.partial(type(self), **options), ()
 
     name = "dcp"

@@ -52,13 +52,13 @@ def read_legacy(
     magic, version, _, value, keys = values
     if magic != _MAGIC or version != _VERSION:
         raise _corrupt_file(key, 0, position, f"expected version {_VERSION}, found {brief(version)}")
-    if not isinstance(keys, list) or not all(type(one) in (str, int) for one in keys):
+    if not isinstance(keys, list) or not all(type(item) in (str, int) for item in keys):
         raise _corrupt_file(key, 0, position, "the list of storages is missing")
     pickle_bytes = position
     sizes = _storage_sizes(value, key)
     storages: dict[str, StoredBytes] = {}
-    for one in keys:
-        name = str(one)
+    for item in keys:
+        name = str(item)
         known = sizes.get(name)
         if known is None or name in storages:
             raise _corrupt_file(key, position, position, f"the storage {name[:80]!r} is listed twice or not used")
@@ -74,7 +74,7 @@ def read_legacy(
     if position != size:
         # The counts before the storages allow a check of the sizes in the pickle. The check needs a
         # request per storage, so it is made only if the file has bytes after the last storage.
-        for (count, _), storage in zip((sizes[str(one)] for one in keys), storages.values(), strict=True):
+        for (count, _), storage in zip((sizes[str(item)] for item in keys), storages.values(), strict=True):
             if fetch(storage.start - _COUNT_BYTES, storage.start) != count.to_bytes(_COUNT_BYTES, "little"):
                 raise _corrupt_file(key, storage.start, size, "the storages are not as long as the pickle states")
     return value, storages, pickle_bytes

@@ -247,17 +247,17 @@ class LocationColumns:
             "files": list(self._files),
             "storages": [
                 [
-                    self._files[one.key],
-                    one.start,
-                    one.nbytes,
-                    one.size,
-                    one.crc,
-                    one.descriptor,
-                    one.compression,
-                    int(one.big_endian),
-                    *([one.skip] if one.skip else []),
+                    self._files[item.key],
+                    item.start,
+                    item.nbytes,
+                    item.size,
+                    item.crc,
+                    item.descriptor,
+                    item.compression,
+                    int(item.big_endian),
+                    *([item.skip] if item.skip else []),
                 ]
-                for one in self._storages
+                for item in self._storages
             ],
             "arrays": self._rows,
         }

@@ -15,12 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ckptcore.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-    UnsupportedLeafError,
-)
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import (
     JSON,
     LEAF,

@@ -217,7 +217,7 @@ def read_entries(
         name_bytes = data[name_start:extra_start]
         if FULL32 in (nbytes, size, offset) or disk == FULL16:
             extra = data[extra_start : extra_start + extra_n]
-            size, nbytes, offset, disk = _zip64_numbers(extra, size, nbytes, offset, disk, key)
+            size, nbytes, offset, disk = _zip64_numbers(extra, size, nbytes, offset, disk)
         name = _name(name_bytes, flags, key)
         header = window.start + offset
         problem = ""
@@ -248,7 +248,7 @@ def read_entries(
     return [entry if counts[entry.name] == 1 else entry._replace(problem="there twice") for entry in entries]
 
 
-def _zip64_numbers(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:
+def _zip64_numbers(extra: bytes, size: int, nbytes: int, offset: int, disk: int) -> tuple[int, int, int, int]:
     """Return the numbers of an entry. Numbers that are too large for it are in its zip64 field (4.5.3)."""
     position = 0
     while position + 4 <= len(extra):

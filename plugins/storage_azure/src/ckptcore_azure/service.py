@@ -58,7 +58,7 @@ def shared_key_headers(
     """
     sent = {**headers, "x-ms-date": format_datetime(now or datetime.now(UTC), usegmt=True)}
     lines = [method, *[sent.get(name, "") for name in _SIGNED]]
-    if sent.get("content-length") == "0":
+    if sent.get("content-length") == "0":  # signed as an empty value since version 2015-02-21 of the protocol
         lines[1 + _SIGNED.index("content-length")] = ""
     lines += [f"{name}:{' '.join(sent[name].split())}" for name in sorted(sent) if name.startswith("x-ms-")]
     parts = urlsplit(url)

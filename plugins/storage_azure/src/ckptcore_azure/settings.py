@@ -101,50 +101,34 @@ def settings_of(
     kinds = [name for name in _KINDS if given.get(name)]
     if len(kinds) > 1:
         raise ValueError(f"{named}: set only one of {', '.join(kinds)}")
-    account = host.partition(".")[0]
-    if account and given.get("account_name") not in (None, "", account):
-        raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
-    account = account or given.get("account_name", "")
-    if not _NAME.fullmatch(account or _NAME_EXAMPLE):
-        raise ValueError(
-            f"{named}: account_name is {redacted_location(account)!r}; expected 3 to 24 lower-case letters and digits, "
-            f"such as {_NAME_EXAMPLE} for https://{_NAME_EXAMPLE}.blob.{_SUFFIX}"
-        )
+    account = _named_account(given, host, named)
     connection = _connection(given["connection_string"], named) if given.get("connection_string") else {}
     is_local = connection.get("usedevelopmentstorage", "").lower() == "true"
-    of_string = EMULATOR_ACCOUNT if is_local else connection.get("accountname", "")
-    blobs = connection.get("blobendpoint", "")
-    if not of_string and (".blob." in blobs or _is_address(urlsplit(blobs).hostname or "")):  # else it has any name
-        of_string = _account_of(blobs)
+    of_string = EMULATOR_ACCOUNT if is_local else _account_of_string(connection)
     if of_string and account not in ("", of_string):
         raise ValueError(
             f"{named}: the connection string is that of the storage account {of_string!r}, but the URL or the option "
             f"'account_name' names {account!r}"
         )
-    from_environment = _of_environment(environment)
+    ambient = _of_environment(environment)
     is_named = (account or _account_of(given.get("endpoint") or "")) in ("", EMULATOR_ACCOUNT) and not host
-    emulates = given.get("use_emulator", from_environment.emulates and is_named)
+    emulates = given.get("use_emulator", ambient.emulates and is_named)
     if emulates or is_local:
         account = account or EMULATOR_ACCOUNT
-        place = (from_environment.endpoint if from_environment.emulates else "") or _EMULATOR_URL
+        place = (ambient.endpoint if ambient.emulates else "") or _EMULATOR_URL
         connection = {"accountkey": EMULATOR_KEY, "blobendpoint": place, **connection}
     account = account or of_string
-    endpoint = given.get("endpoint") or ("" if host else connection.get("blobendpoint", ""))
+    of_host = "https://" + host.replace(".dfs.", ".blob.", 1)
+    endpoint = given.get("endpoint") or (of_host if host else connection.get("blobendpoint", ""))
     credential = _given_credential(given, connection)
-    if not endpoint and host:
-        endpoint = "https://" + host.replace(".dfs.", ".blob.", 1)
     if not account and not endpoint:
-        account, endpoint = from_environment.account, from_environment.endpoint
-    is_found = from_environment.account in ("", account or _account_of(endpoint))
-    if from_environment.account and (
-        host or not account
-    ):  # the name is part of a URL, which may be that of another service
-        is_found = is_found and endpoint.rstrip("/") == (
-            from_environment.endpoint or _endpoint_of(from_environment.account)
-        ).rstrip("/")
+        account, endpoint = ambient.account, ambient.endpoint
+    is_found = ambient.account in ("", account or _account_of(endpoint))
+    if ambient.account and (host or not account):  # the name is part of a URL, which may be that of another service
+        is_found = is_found and endpoint.rstrip("/") == (ambient.endpoint or _endpoint_of(ambient.account)).rstrip("/")
     account = account or _account_of(endpoint)
     if credential is None and not kinds and is_found:
-        credential = from_environment.credential
+        credential = ambient.credential
     if not account:
         raise InvalidLocationError(
             f"cannot open {scheme}://{container}: no storage account is named; set the option 'account_name' or "
@@ -152,8 +136,8 @@ def settings_of(
         )
     if credential is not None and (wrong := _wrong(credential)):
         raise ValueError(f"{named}, or the environment, for the storage account {account!r}: {wrong}")
-    if not endpoint and from_environment.account == account:
-        endpoint = from_environment.endpoint
+    if not endpoint and ambient.account == account:
+        endpoint = ambient.endpoint
     endpoint = endpoint or _endpoint_of(account, connection)
     return Settings(
         container=container,
@@ -164,6 +148,28 @@ def settings_of(
         tuning=tuning_of(given),
         environment=frozenset([(name, value) for name, value in environment.items() if name.startswith(_OF_AZURE)]),
     )
+
+
+def _named_account(given: Mapping[str, Any], host: str, named: str) -> str:
+    """Return the account that the URL or the option names; empty if neither does."""
+    account = host.partition(".")[0]
+    if account and given.get("account_name") not in (None, "", account):
+        raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
+    account = account or given.get("account_name", "")
+    if not _NAME.fullmatch(account or _NAME_EXAMPLE):
+        raise ValueError(
+            f"{named}: account_name is {redacted_location(account)!r}; expected 3 to 24 lower-case letters and digits, "
+            f"such as {_NAME_EXAMPLE} for https://{_NAME_EXAMPLE}.blob.{_SUFFIX}"
+        )
+    return account
+
+
+def _account_of_string(connection: Mapping[str, str]) -> str:
+    """Return the account of a connection string; empty if its endpoint may have any name."""
+    account, blobs = connection.get("accountname", ""), connection.get("blobendpoint", "")
+    if not account and (".blob." in blobs or _is_address(urlsplit(blobs).hostname or "")):
+        return _account_of(blobs)
+    return account
 
 
 @dataclass(frozen=True, slots=True)

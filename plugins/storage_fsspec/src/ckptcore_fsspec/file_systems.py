@@ -14,13 +14,7 @@ from typing import IO, Any, Final, Protocol, TypeVar, cast
 import fsspec  # type: ignore[import-untyped]  # it has no types
 from fsspec.dircache import DirCache  # type: ignore[import-untyped]  # it has no types
 
-from ckptcore.errors import (
-    CheckpointError,
-    InvalidLocationError,
-    PluginError,
-    StorageError,
-    UnknownPluginError,
-)
+from ckptcore.errors import CheckpointError, InvalidLocationError, PluginError, StorageError, UnknownPluginError
 from ckptcore.model.tree import JSON
 from ckptcore.redaction import chainable, redacted_location
 from ckptcore_fsspec.failures import converted_errors, failure, first_line, is_about_credentials

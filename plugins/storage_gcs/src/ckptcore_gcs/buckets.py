@@ -141,7 +141,7 @@ class GcsBuckets:
                 f"cannot open {redacted_location(url)!r}: expected a URL such as gs://bucket/directory"
             )
         name, _, directory = path.partition("/")
-        if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
+        if not name or not name.isascii() or not all(char.isalnum() or char in ".-_" for char in name):
             raise InvalidLocationError(
                 f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as gs://bucket/directory"
             )

@@ -39,7 +39,6 @@ class Settings:
     Attributes:
         bucket: name of the bucket.
         endpoint: URL of the service, without ``/`` at the end.
-        emulator: True if the endpoint is the emulator that the environment names.
         credentials_file: file of credentials; None for Google's default credentials.
         access_token: a fixed token, or None.
         anonymous: True to send no token.
@@ -51,7 +50,6 @@ class Settings:
 
     bucket: str
     endpoint: str
-    emulator: bool
     credentials_file: str | None
     access_token: str | None = field(repr=False)
     anonymous: bool
@@ -102,7 +100,6 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     return Settings(
         bucket=bucket,
         endpoint=endpoint,
-        emulator=emulator,
         credentials_file=given.get("credentials_file") or None,
         access_token=given.get("access_token") or None,
         anonymous=anonymous,

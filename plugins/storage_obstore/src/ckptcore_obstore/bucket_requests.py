@@ -137,7 +137,7 @@ class PlainRequests:
         if self.has_digests and method == "PUT":
             given["content-md5"] = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         sent = dict(self._service.sign(method, url, given))
-        if body or method in ("PUT", "POST"):
+        if body or method in ("PUT", "POST"):  # services answer 411 if it is missing, also without a body
             sent["content-length"] = str(len(body))
         try:
             pieces: Any = _pieces(body) if body else None  # urllib3's annotations lack memoryview
@@ -206,7 +206,7 @@ def proxy_of(url: str) -> str | None:
 def _redact(record: logging.LogRecord) -> bool:
     """Redact a record of urllib3, which logs URLs with their queries if its level is DEBUG. Always return True."""
     if isinstance(record.args, tuple):
-        record.args = tuple([redacted(one) if isinstance(one, str) else one for one in record.args])
+        record.args = tuple([redacted(item) if isinstance(item, str) else item for item in record.args])
     return True
 
 

@@ -254,8 +254,8 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
         return failure_of_response(int(status[1]), body[0].encode() if body else b"", refusals)
     if "redirect without LOCATION" in cleaned:  # object_store's text for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects to another region")
-    if (one := _DELETE_FAILURE.search(cleaned)) is not None:
-        return Failure(_kind(200, one[2], refusals), None, one[2], _one_line(one[1]))
+    if (failed := _DELETE_FAILURE.search(cleaned)) is not None:
+        return Failure(_kind(200, failed[2], refusals), None, failed[2], _one_line(failed[1]))
     kind = FailureKind.OTHER
     if "Wanted range starting at" in cleaned:  # object_store's text for an answer without the first byte
         kind = FailureKind.RANGE

@@ -68,7 +68,7 @@ class AdaptiveLimit:
 
     def succeeded(self) -> None:
         """Raise the limit after an answered request: by about one when as many requests succeed as the limit allows."""
-        if self._allowed >= self._max_requests:
+        if self._allowed >= self._max_requests:  # without the lock: an outdated value only delays a raise by a request
             return
         with self._changed:
             self._allowed = min(self._max_requests, self._allowed + 1 / max(1.0, self._allowed))

@@ -91,7 +91,7 @@ class ObjectStoreDirectory(StorageBackend):
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset. One request reads ranges with small gaps between them."""
         whole = self._full_key(key)
-        wanted = sorted([one for one in ranges if len(one[1])], key=lambda one: one[0])
+        wanted = sorted([piece for piece in ranges if len(piece[1])], key=lambda piece: piece[0])
         if not wanted:
             self.size(key)
             return

@@ -64,6 +64,7 @@ def signed_headers(
     if credentials.token:
         signed["x-amz-security-token"] = credentials.token
     names = ";".join(sorted(signed))
+    # The service folds spaces inside a header value before it signs, so the canonical request does, too.
     canonical = "\n".join(
         [
             method,
@@ -293,7 +294,7 @@ class S3Buckets:
                 f"cannot open {redacted_location(url)!r}: expected a URL such as s3://bucket/directory"
             )
         name, _, directory = url[len(_SCHEME) :].partition("/")
-        if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
+        if not name or not name.isascii() or not all(char.isalnum() or char in ".-_" for char in name):
             raise InvalidLocationError(
                 f"cannot open {redacted_location(url)!r}: invalid bucket name; expected a URL such as s3://bucket/directory"
             )

@@ -10,12 +10,7 @@ from types import TracebackType
 from typing import Final, TypeAlias
 from urllib.parse import unquote
 
-from ckptcore.errors import (
-    ConditionFailedError,
-    CorruptCheckpointError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from ckptcore.errors import ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.metadata import check_key
 from ckptcore.protocols import (
     IF_ABSENT,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from ckptcore_tools.copies import copy_whole
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot
@@ -48,32 +48,31 @@ from ckptcore_tiers.hosts import Hosts
 from ckptcore_tiers.near_tier import Deadline
 
 
+class StepUpload(NamedTuple):
+    """A committed step to copy to the far directory.
+
+    Attributes:
+        step: number of the step.
+        name: name of its directory in the far directory.
+        replaces: True to replace an existing step of that name.
+        progress: called with the bytes done and the total bytes.
+        is_stopped: polled during the copy; True stops it.
+        before_commit: called when everything but the root is copied. An error prevents the commit.
+    """
+
+    step: int
+    name: str
+    replaces: bool
+    progress: Callable[[int, int], None]
+    is_stopped: Callable[[], bool]
+    before_commit: Callable[[], None]
+
+
 class StepSender(Protocol):
     """Copies a committed step to the far directory, and commits it there."""
 
-    def __call__(
-        self,
-        step: int,
-        name: str,
-        *,
-        replaces: bool,
-        progress: Callable[[int, int], None],
-        is_stopped: Callable[[], bool],
-        before_commit: Callable[[], None],
-    ) -> int:
-        """Copy a step, or resume an interrupted copy. Return once it is committed.
-
-        Args:
-            step: number of the step.
-            name: name of its directory in the far directory.
-            replaces: True to replace an existing step of that name.
-            progress: called with the bytes done and the total bytes.
-            is_stopped: polled during the copy; True stops it.
-            before_commit: called when everything but the root is copied. An error prevents the
-                commit.
-
-        Returns:
-            Number of bytes sent.
+    def __call__(self, upload: StepUpload) -> int:
+        """Copy a step, or resume an interrupted copy. Return the number of bytes sent once it is committed.
 
         Raises:
             CancelledError: if `is_stopped` returned True. The next call resumes the copy.
@@ -98,27 +97,18 @@ class WholeStepSender:
         self._far = far
         self._context = context
 
-    def __call__(
-        self,
-        step: int,
-        name: str,
-        *,
-        replaces: bool,
-        progress: Callable[[int, int], None],
-        is_stopped: Callable[[], bool],
-        before_commit: Callable[[], None],
-    ) -> int:
+    def __call__(self, upload: StepUpload) -> int:
         """See `StepSender`."""
         # Copy also the arrays that the step refers to in other checkpoints (its bases), because the
         # policies may not upload or keep the bases themselves.
         report = copy_whole(
-            self._near.location(step),
-            SubPath(self._far.directory, name),
+            self._near.location(upload.step),
+            SubPath(self._far.directory, upload.name),
             self._context,
-            overwrite="non-atomic" if replaces else False,
-            progress=progress,
-            is_stopped=is_stopped,
-            before_commit=before_commit,
+            overwrite="non-atomic" if upload.replaces else False,
+            progress=upload.progress,
+            is_stopped=upload.is_stopped,
+            before_commit=upload.before_commit,
         )
         return report.sent_bytes
 
@@ -237,41 +227,34 @@ class LeaderSender:
         self._context = context
         store.delete([_CURRENT])
 
-    def __call__(
-        self,
-        step: int,
-        name: str,
-        *,
-        replaces: bool,
-        progress: Callable[[int, int], None],
-        is_stopped: Callable[[], bool],
-        before_commit: Callable[[], None],
-    ) -> int:
+    def __call__(self, upload: StepUpload) -> int:
         """See `StepSender`. Progress and result count only the bytes of this host."""
         context = self._context
-        near = resolve_location(self._near.location(step), runtime_of(context).storages)
+        near = resolve_location(self._near.location(upload.step), runtime_of(context).storages)
         part = _read_host_part(near)
         copy_id, total = part.manifest.copy_id, part.manifest.nbytes
-        to = resolve_location(SubPath(self._far.directory, name), runtime_of(context).storages, to_write=True)
+        to = resolve_location(SubPath(self._far.directory, upload.name), runtime_of(context).storages, to_write=True)
         claimed = Claim(copy_id, save_created())
-        claim = to.commit_method.begin(to, claimed, "non-atomic" if replaces else False, resume=True)
+        claim = to.commit_method.begin(to, claimed, "non-atomic" if upload.replaces else False, resume=True)
         done = 0
 
         def count(nbytes: int) -> None:
             nonlocal done
             done += nbytes  # not atomic: concurrent updates only make the progress imprecise
-            progress(done, total)
+            upload.progress(done, total)
 
         try:
             claim.expect_distinct(part.keys)
             claim.show_claim()
-            self._store.put(_CURRENT, json.dumps({"step": step, "name": name, "copy_id": copy_id}).encode())
-            sent = _send_host_part(part, claim.store, context, count, is_stopped)
-            self._wait_for_others(copy_id, is_stopped)
+            self._store.put(
+                _CURRENT, json.dumps({"step": upload.step, "name": upload.name, "copy_id": copy_id}).encode()
+            )
+            sent = _send_host_part(part, claim.store, context, count, upload.is_stopped)
+            self._wait_for_others(copy_id, upload.is_stopped)
             self._expect_sizes(part, claim.store)
             root = part.manifest.root
             assert root is not None  # `_read_host_part` always sets it
-            before_commit()
+            upload.before_commit()
             claim.commit(root.data, root.parts)
         except (NameCollisionError, InvalidLocationError):
             claim.abort()  # no attempt can succeed

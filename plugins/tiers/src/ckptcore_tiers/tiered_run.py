@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ckptcore.commit.location import LocationLike, SubPath
@@ -22,11 +24,80 @@ from ckptcore.training.path_directory import OwnedDirectory, refuse_existing, wr
 from ckptcore.training.run_directory import Ownership, SavedStep, StepTarget
 from ckptcore.training.steps import StepDirectory
 from ckptcore_tiers.host_saves import HostSave
+from ckptcore_tiers.host_sending import HostSender, LeaderSender, StepSender, WholeStepSender
 from ckptcore_tiers.hosts import Hosts, HostSteps, find_hosts, has_expected_sizes_on_host
 from ckptcore_tiers.near_tier import Deadline, NearTier
 from ckptcore_tiers.status import UploadStatus
 from ckptcore_tiers.tiered_steps import TieredSteps
-from ckptcore_tiers.uploads import Uploads, begin_uploads
+from ckptcore_tiers.uploader import Uploader
+
+
+@dataclass(frozen=True, slots=True)
+class Uploads:
+    """The role of one process in the uploads of a run.
+
+    The leader uploads. If hosts have separate near directories, the first process of every other
+    host sends the part of its host. Other processes do nothing.
+
+    Attributes:
+        uploader: uploads steps; None except on the leader.
+        stop_sending: on the leader, tells the other hosts that it sends no more steps; on the first
+            process of another host, stops its `HostSender`. None on other processes, and if all
+            processes share one near directory.
+        close_sending: on the first process of a host other than the leader's, waits until the
+            leader's uploads end, or a deadline, and stops the `HostSender`. Else None.
+    """
+
+    uploader: Uploader | None = None
+    stop_sending: Callable[[Deadline], None] | None = None
+    close_sending: Callable[[Deadline], None] | None = None
+
+    def resume(self) -> None:
+        """Start to upload, beginning with steps that an earlier run did not upload."""
+        if self.uploader is not None:
+            self.uploader.resume()
+
+    def committed(self, step: int, epoch: int | None, *, preempted: bool) -> None:
+        """See `Uploader.committed`."""
+        if self.uploader is not None:
+            self.uploader.committed(step, epoch, preempted=preempted)
+
+    def pending(self) -> frozenset[int]:
+        """Return steps whose near files are still needed."""
+        return frozenset() if self.uploader is None else self.uploader.pending()
+
+    def cancel(self, step: int) -> None:
+        """See `Uploader.cancel`."""
+        if self.uploader is not None:
+            self.uploader.cancel(step)
+
+    @property
+    def status(self) -> UploadStatus:
+        """Progress of the uploads; empty without an uploader."""
+        return UploadStatus() if self.uploader is None else self.uploader.status
+
+    def raise_unreported(self) -> None:
+        """See `Uploader.raise_unreported`."""
+        if self.uploader is not None:
+            self.uploader.raise_unreported()
+
+    def close(self, until: Deadline) -> None:
+        """Wait for uploads until a deadline, then stop.
+
+        Raises:
+            UploadError: see `Uploader.close`.
+        """
+        if self.uploader is not None:
+            self.uploader.close(until)
+        if self.close_sending is not None:
+            self.close_sending(until)
+
+    def stop(self, until: Deadline) -> None:
+        """Stop without waiting for the remaining uploads."""
+        if self.uploader is not None:
+            self.uploader.stop(until)
+        if self.stop_sending is not None:
+            self.stop_sending(until)
 
 
 class TieredRun:
@@ -85,19 +156,39 @@ class TieredRun:
     def begin(self) -> None:
         """See `OwnedRun`. Starts uploads, first of steps that an earlier run did not upload."""
         self.steps.is_owned = self.far is not None
-        self.uploads = begin_uploads(
-            self._options,
-            self.steps,
-            self.far,
-            self.hosts,
-            self._context,
-            self._agreement,
-            kept=self._saves.last_steps,
-            uploaded=self._begin_collecting,
-        )
+        self.uploads = self._role()
         self.uploads.resume()  # before deletions, which must not delete waiting steps
         if self.near is not None:
             self._deletions.begin(self.near.deleter.clean)
+
+    def _role(self) -> Uploads:
+        """Return the role of this process in the uploads. Every rank calls this. Uploads begin with `resume`."""
+        near, to = self.steps.directories
+        send: StepSender
+        stop_sending: Callable[[Deadline], None] | None = None
+        if self.hosts is not None:
+            run = self._agreement.lead("run", lambda: secrets.token_hex(8))
+            if self.far is None:
+                if self._agreement.rank not in self.hosts.firsts:
+                    return Uploads()
+                sender = HostSender(self._agreement.rank, run, near, to, to.open_to_write(), self._context)
+                return Uploads(stop_sending=sender.stop, close_sending=sender.close)
+            send = leader = LeaderSender(near, to, self.far.store, self.hosts, self._context)
+            stop_sending = partial(leader.close, run)
+        elif self.far is None:
+            return Uploads()
+        else:
+            send = WholeStepSender(near, to, self._context)
+        uploader = Uploader(
+            self._options,
+            near,
+            self.far,
+            send,
+            kept=self._saves.last_steps,
+            uploaded=self._begin_collecting,
+            observers=self._context.observers,
+        )
+        return Uploads(uploader, stop_sending)
 
     # --- saves ------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from ckptcore.results import Progress
 from ckptcore.training.path_directory import OwnedDirectory
 from ckptcore.training.save_decisions import LastSave
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tiers.host_sending import StepSender
+from ckptcore_tiers.host_sending import StepSender, StepUpload
 from ckptcore_tiers.near_tier import Deadline, NearTier
 from ckptcore_tiers.status import UploadState, UploadStatus
 
@@ -404,13 +404,9 @@ class Uploader:
             return 0
         name = steps.name(step)
         self._far.deleter.keep_claim(step)
+        is_cancelled = functools.partial(self._is_cancelled, step)
         sent = self._send(
-            step,
-            name,
-            replaces=replaces,
-            progress=self._note_progress,
-            is_stopped=functools.partial(self._is_cancelled, step),
-            before_commit=self._far.lock.check,
+            StepUpload(step, name, replaces, self._note_progress, is_cancelled, before_commit=self._far.lock.check)
         )
         steps.add(step, name)
         self._far.steps.broken.discard(step)

@@ -101,11 +101,11 @@ class FilesComparison:
         return [key for key, own in self._a.objects.items() if key in theirs and theirs[key].size == own.size]
 
 
-def _bytes(opened: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
+def _bytes(checkpoint: Checkpoint, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    data = np.frombuffer(checkpoint.store.get(key, start, stop), np.uint8)
     if data.size != stop - start:
         raise CorruptCheckpointError(
-            f"{opened.location.display}: {key} ends at byte {start + data.size}, expected at least {stop} bytes",
+            f"{checkpoint.location.display}: {key} ends at byte {start + data.size}, expected at least {stop} bytes",
             key=key, start=start + data.size, stop=stop,
         )  # fmt: skip
     return data

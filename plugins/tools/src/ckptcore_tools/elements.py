@@ -50,20 +50,20 @@ class BoxReader:
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
         """Read one box of each of these arrays. Keys are leaf numbers."""
-        return self._state.guard(lambda opened: _read(opened, boxes))
+        return self._state.guard(lambda checkpoint: _read(checkpoint, boxes))
 
 
-def _read(opened: Checkpoint, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
-    check_sizes(opened, boxes)
+def _read(checkpoint: Checkpoint, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
+    check_sizes(checkpoint, boxes)
     elements = {
-        leaf: allocate_for(opened, leaf, ArraySpec(box.shape, record.spec.dtype))
+        leaf: allocate_for(checkpoint, leaf, ArraySpec(box.shape, record.spec.dtype))
         for leaf, box in boxes.items()
-        if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)
+        if isinstance(record := checkpoint.tree.leaves[leaf], ArrayRecord)
     }
-    plan = plan_read(opened.tree, [(leaf, (box,)) for leaf, box in boxes.items()])
-    missing = set(range(len(boxes))).difference(opened.read(plan, list(elements.values())))
+    plan = plan_read(checkpoint.tree, [(leaf, (box,)) for leaf, box in boxes.items()])
+    missing = set(range(len(boxes))).difference(checkpoint.read(plan, list(elements.values())))
     if missing:
-        raise incomplete_read(opened, list(boxes)[min(missing)])
+        raise incomplete_read(checkpoint, list(boxes)[min(missing)])
     return elements
 
 
@@ -122,8 +122,8 @@ class Distance:
     def within(self, box: Box) -> Distance:
         """Return the same difference for arrays in which the compared arrays are a box. Shifts the positions."""
         shifted = [
-            one._replace(position=tuple([start + at for start, at in zip(box.start, one.position, strict=True)]))
-            for one in self.worst
+            worst._replace(position=tuple([start + at for start, at in zip(box.start, worst.position, strict=True)]))
+            for worst in self.worst
         ]
         return replace(self, worst=tuple(shifted))
 

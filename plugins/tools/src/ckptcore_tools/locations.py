@@ -81,7 +81,7 @@ def first_directories(location: AnyLocation, context: Context) -> Mapping[str, s
             return {}
         return {
             # The last is not checked: no other is left to show.
-            name: next((one for one in directories[:-1] if not is_deleted(checkpoint, one)), directories[-1])
+            name: next((path for path in directories[:-1] if not is_deleted(checkpoint, path)), directories[-1])
             for name, directories in present_members(checkpoint).items()
         }
 

@@ -93,12 +93,12 @@ def statistics_of(boxes: Iterable[HostArray]) -> ArrayStatistics | None:
 
 
 def read_statistics(
-    opened: OpenCheckpoint, paths: Sequence[TreePath], add_progress: Callable[[int], None]
+    checkpoint: OpenCheckpoint, paths: Sequence[TreePath], add_progress: Callable[[int], None]
 ) -> Mapping[TreePath, ArrayStatistics | None]:
     """Read some arrays of a checkpoint, and return their statistics by path. Reads no other array.
 
     Args:
-        opened: the checkpoint.
+        checkpoint: the checkpoint.
         paths: the paths of arrays. Tied arrays are read once.
         add_progress: called with the bytes of each box that was read.
 
@@ -110,7 +110,7 @@ def read_statistics(
     if not paths:
         return statistics
     running: dict[TreePath, _Summary] = {}  # boxes are in storage order, so an array may begin before another one ends
-    for box in opened.iter_boxes(select=select.names(*paths)):
+    for box in checkpoint.iter_boxes(select=select.names(*paths)):
         summary = running.setdefault(box.path, _Summary())
         summary.add(box.elements)
         if summary.elements >= box.spec.size:

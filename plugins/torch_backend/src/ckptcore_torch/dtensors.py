@@ -22,17 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model import (
-    JSON,
-    ArrayRecord,
-    ArraySpec,
-    Box,
-    HostArray,
-    LeafRecord,
-    Pending,
-    Shard,
-    StridedMemory,
-)
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, StridedMemory
 from ckptcore.protocols import CheckpointableHandler, HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import FRAMEWORK, elements_as, encoding_of
@@ -117,11 +107,11 @@ def sharding_notes(mesh: Any, placements: Sequence[Placement]) -> dict[str, JSON
     """Return the mesh and placements as JSON."""
     described: list[JSON] = []
     for placement in placements:
-        one: dict[str, JSON] = {"kind": type(placement).__name__}
+        value: dict[str, JSON] = {"kind": type(placement).__name__}
         for name in ("dim", "split_factor"):
             if hasattr(placement, name):
-                one[name] = int(getattr(placement, name))
-        described.append(one)
+                value[name] = int(getattr(placement, name))
+        described.append(value)
     names = mesh.mesh_dim_names
     return {"mesh": list(mesh.shape), "names": None if names is None else list(names), "placements": described}
 

@@ -349,9 +349,9 @@ def _refuse_other_wrappers(
     )
 
 
-def _prefixes(one: str, other: str) -> tuple[str, ...]:
+def _prefixes(first: str, other: str) -> tuple[str, ...]:
     """Return the parts of two names before the parts that are equal at the end."""
-    parts, others = one.split("."), other.split(".")
+    parts, others = first.split("."), other.split(".")
     while parts and others and parts[-1] == others[-1]:
         parts.pop()
         others.pop()

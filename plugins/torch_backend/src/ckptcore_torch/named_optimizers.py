@@ -142,8 +142,8 @@ class NamedOptimizerHandler(CheckpointableHandler):
         copies = [OptimizerCopy(optimizer) for optimizer in target.optimizers]
 
         def restore() -> None:
-            for one in copies:
-                one.restore()
+            for member in copies:
+                member.restore()
 
         return restore
 
@@ -385,10 +385,10 @@ def _source_groups(
                 if not _equal_options(options.get(name), others.get(name))
             ]
             if differing:
-                one, other = (
+                group, other = (
                     next(name for name in own["params"] if group_of[name] == at) for at in (sources[0], source)
                 )
-                difference = f"{one} and {other} were saved with different options ({', '.join(differing)})"
+                difference = f"{group} and {other} were saved with different options ({', '.join(differing)})"
                 raise TreeMismatchError(
                     f"{difference} but are now in one group; use the same groups as when the optimizer was saved",
                     [difference],
@@ -397,11 +397,11 @@ def _source_groups(
     return result
 
 
-def _equal_options(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+def _equal_options(first: Any, other: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and first.dtype == other.dtype and torch.equal(first, other)
+    return bool(first == other)
 
 
 def _format_option(options: Mapping[str, Any], name: str) -> str:

@@ -166,8 +166,8 @@ def refuse_other_class(
         return
     options = _Options.of(optimizer, stored_groups)
     states = _States.of(optimizer, own_states, stored_states)
-    is_other = bool(options) and all(one.is_of_another_class for one in options)
-    is_same = bool(options) and not any(one.extra or one.missing for one in options)
+    is_other = bool(options) and all(option.is_of_another_class for option in options)
+    is_same = bool(options) and not any(option.extra or option.missing for option in options)
     if not (states.are_foreign(same_options=is_same) or (is_other and not states.agree)):
         return
     differences = [*_lines(options), *states.lines()]
@@ -263,9 +263,9 @@ class _Options:
 def _lines(groups: Sequence[_Options]) -> Iterator[str]:
     """Yield the differences of groups. Groups with the same differences have one line."""
     numbers: dict[str, list[int]] = {}
-    for number, one in enumerate(groups):
+    for number, group in enumerate(groups):
         parts = []
-        for names, text in ((one.extra, "stored and not its own"), (one.missing, "its own and not stored")):
+        for names, text in ((group.extra, "stored and not its own"), (group.missing, "its own and not stored")):
             if names:
                 verb = "option is" if len(names) == 1 else "options are"
                 parts.append(f"{len(names)} {verb} {text} ({', '.join(names)})")
@@ -333,7 +333,7 @@ class _States:
         if self.lacking and self.own <= self.stored:
             yield f"states of {self.count} parameters: not every one has {', '.join(sorted(self.lacking))}"
         elif self.own != self.stored:
-            stored, own = (", ".join(sorted(one)) or "nothing" for one in (self.stored, self.own))
+            stored, own = (", ".join(sorted(names)) or "nothing" for names in (self.stored, self.own))
             verb = "is" if len(self.stored) == 1 else "are"
             yield f"states of {self.count} parameters: {stored} {verb} stored instead of {own}"
 

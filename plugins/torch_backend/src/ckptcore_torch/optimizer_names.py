@@ -13,12 +13,7 @@ from ckptcore.model import AbstractArray
 from ckptcore_torch.abstracts import abstract_state_like
 from ckptcore_torch.names import plain_names
 from ckptcore_torch.optimizer_objects import wrapped_objects
-from ckptcore_torch.optimizers import (
-    OptimizerHandler,
-    numbered_parameters,
-    numbers_parameters,
-    with_parameter_shapes,
-)
+from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters, numbers_parameters, with_parameter_shapes
 
 
 @dataclass(frozen=True, slots=True)

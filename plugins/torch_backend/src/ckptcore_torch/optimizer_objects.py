@@ -175,7 +175,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         if _ATOMS.issuperset(map(type, value)):
             return value
         items = type(value)(map(change, value))
-        return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+        return items if any(item is not other for item, other in zip(items, value, strict=True)) else value
     return value
 
 

@@ -19,16 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model import (
-    ArrayRecord,
-    ArraySpec,
-    Box,
-    HostArray,
-    LeafRecord,
-    Pending,
-    Shard,
-    StridedMemory,
-)
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, StridedMemory
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device

@@ -271,14 +271,14 @@ class DequantizeAsConfigured(TreeTransform):
             if not isinstance(leaf, ArrayLeaf) or leaf.record.kind != PLAIN_ARRAY:
                 continue
             try:
-                one = search.quantized(text, leaf)
+                array = search.quantized(text, leaf)
             except ValueError as error:
                 problems.append(f"{format_path(path)}: {error}")
                 continue
-            if one is not None:
-                quantized.append(one)
+            if array is not None:
+                quantized.append(array)
                 dropped.update(dict.fromkeys(search.of_activations(text)))
-        scales = {one.scales for one in quantized}
+        scales = {array.scales for array in quantized}
         if config.has_cache_scales:
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
         if not quantized and not problems:

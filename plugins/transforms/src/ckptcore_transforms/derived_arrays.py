@@ -202,7 +202,7 @@ class Computed(WholeArray):
         """
         given = iter(parts)
         arrays = [
-            next(given) if one.spec.size else np.empty(one.spec.shape, one.spec.numpy_dtype) for one in self.inputs
+            next(given) if item.spec.size else np.empty(item.spec.shape, item.spec.numpy_dtype) for item in self.inputs
         ]
         result: HostArray = np.asarray(self.function(*arrays))
         if result.shape != self.spec.shape or result.dtype != self.spec.numpy_dtype:
@@ -236,13 +236,13 @@ def stack(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     if not inputs:
         raise ValueError("there is no array to stack")
     first = inputs[0].spec
-    for one in inputs:
-        if one.spec != first:
-            raise ValueError(f"cannot stack {first} and {one.spec}: they must be equal")
+    for array in inputs:
+        if array.spec != first:
+            raise ValueError(f"cannot stack {first} and {array.spec}: they must be equal")
     if not 0 <= axis <= len(first.shape):
         raise ValueError(f"cannot stack arrays of {first} along axis {axis}: they have {len(first.shape)} axes")
     shape = (*first.shape[:axis], 1, *first.shape[axis:])
-    return concatenate([reshape(one, shape) for one in inputs], axis)
+    return concatenate([reshape(array, shape) for array in inputs], axis)
 
 
 def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype: str | None = None) -> DerivedArray:
@@ -259,10 +259,10 @@ def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype
     """
     if not inputs or len(inputs) != len(weights):
         raise ValueError(f"there are {len(inputs)} arrays and {len(weights)} weights")
-    for one in inputs:
-        if one.spec.shape != inputs[0].spec.shape:
-            raise ValueError(f"cannot sum {inputs[0].spec} and {one.spec}: their shapes must be equal")
-        _expect_real(one.spec)
+    for array in inputs:
+        if array.spec.shape != inputs[0].spec.shape:
+            raise ValueError(f"cannot sum {inputs[0].spec} and {array.spec}: their shapes must be equal")
+        _expect_real(array.spec)
     return WeightedSum(tuple(inputs), tuple(map(float, weights)), dtype or inputs[0].spec.dtype)
 
 
@@ -279,8 +279,8 @@ def merge_low_rank(base: DerivedArray, up: DerivedArray, down: DerivedArray, sca
     )
     if not fit:
         raise ValueError(f"{base.spec} + {up.spec} @ {down.spec} does not fit: expected (n, m), (n, r) and (r, m)")
-    for one in (base, up, down):
-        _expect_real(one.spec)
+    for matrix in (base, up, down):
+        _expect_real(matrix.spec)
     if is_int_or_bool(base.spec.numpy_dtype):
         raise ValueError(f"cannot add fractions to the integers of {base.spec}")
     return LowRankMerge(base, up, down, float(scale))

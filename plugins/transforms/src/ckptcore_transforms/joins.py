@@ -14,11 +14,7 @@ from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arrays import axis_of
 from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.patterns import FieldMatch, Fields, Pattern, Template
-from ckptcore_transforms.transform import (
-    TreeTransform,
-    naming,
-    not_invertible,
-)
+from ckptcore_transforms.transform import TreeTransform, naming, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 _MAX_DIGITS: Final = 10
@@ -117,9 +113,9 @@ class Unstack(TreeTransform):
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
             for number in range(shape[axis]):
-                one = reshape(cut(array, Box.whole(shape).band(axis, number, number + 1)), rest)
+                part = reshape(cut(array, Box.whole(shape).band(axis, number, number + 1)), rest)
                 numbered = {**fields, counter: FieldMatch(str(number))}
-                parts[to.path(numbered)] = ArrayLeaf.of(one)
+                parts[to.path(numbered)] = ArrayLeaf.of(part)
             replacements[path] = parts
         tree.replace(replacements)
 
@@ -150,7 +146,7 @@ class Split(TreeTransform):
 
     def rewrite(self, tree: TreeRewriter) -> None:
         """Split the arrays."""
-        templates = [Template(one) for one in self.to]
+        templates = [Template(text) for text in self.to]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in tree.arrays(Template(self.pattern)):
             with naming(path):
@@ -207,11 +203,11 @@ class Fuse(TreeTransform):
     def rewrite(self, tree: TreeRewriter) -> None:
         """Concatenate the arrays."""
         to = Template(self.to)
-        matched = tree.find_each([Template(one) for one in self.patterns])
-        by_pattern = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
+        matched = tree.find_each([Template(text) for text in self.patterns])
+        by_pattern = [_by_fields(text, of_pattern) for text, of_pattern in zip(self.patterns, matched, strict=True)]
         replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for key in dict.fromkeys([key for of_pattern in by_pattern for key in of_pattern]):
-            absent = [one for one, of_pattern in zip(self.patterns, by_pattern, strict=True) if key not in of_pattern]
+            absent = [text for text, of_pattern in zip(self.patterns, by_pattern, strict=True) if key not in of_pattern]
             if absent:
                 path = next(of_pattern[key][0] for of_pattern in by_pattern if key in of_pattern)
                 raise TransformError(f"the part {absent[0]!r} that belongs to {format_path(path)} is missing")
@@ -226,7 +222,7 @@ class Fuse(TreeTransform):
     def _fused(self, arrays: Sequence[DerivedArray]) -> DerivedArray:
         axis = axis_of(arrays[0].spec, self.axis)
         fused = concatenate(arrays, axis)
-        sizes = [one.spec.shape[axis] for one in arrays]
+        sizes = [array.spec.shape[axis] for array in arrays]
         if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):
             sizes_text = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
             raise ValueError(f"expected parts {sizes_text} along axis {axis}, found {sizes}; set Fuse(..., sizes=)")
@@ -239,8 +235,8 @@ class Fuse(TreeTransform):
     def inverse(self) -> Transform:
         """Return the `Split`."""
         pattern = Template(self.to)
-        for one in self.patterns:
-            pattern = Template(pattern.spanning_as(Template(one)))
+        for text in self.patterns:
+            pattern = Template(pattern.spanning_as(Template(text)))
         assert isinstance(pattern.pattern, str)  # a template is a str
         return Split(pattern.pattern, self.patterns, self.axis, self.sizes)
 
@@ -257,7 +253,7 @@ def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Te
     """
     by_fields: dict[_Texts, tuple[TreePath, Fields]] = {}
     for path, fields in matched.items():
-        key = tuple(sorted((name, one.text) for name, one in fields.items()))
+        key = tuple(sorted((name, field.text) for name, field in fields.items()))
         if key in by_fields:
             raise TransformError(
                 f"{format_path(by_fields[key][0])} and {format_path(path)} both match {pattern!r} "

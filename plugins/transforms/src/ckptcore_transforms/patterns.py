@@ -152,7 +152,7 @@ class Template:
                 first, *others = part.split("/")
                 segment.append(first)
                 for text in others:
-                    keys.extend(self._keys([one for one in segment if one], fields))
+                    keys.extend(self._keys([token for token in segment if token], fields))
                     segment = [text]
         return tuple(keys)
 
@@ -164,7 +164,7 @@ class Template:
         """
         if not segment:
             return ("",)
-        text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
+        text = "".join([token if isinstance(token, str) else self._known(token, fields).text for token in segment])
         if len(segment) == 1 and isinstance(alone := segment[0], _Field):
             field = fields[alone.name]
             if alone.kind == ":d" and field.text.isdecimal():

@@ -196,10 +196,10 @@ def _excluded_modules(section: Mapping[str, JSON], names: Collection[str], probl
         modules = section.get(name)
         if modules is None:
             continue
-        if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
+        if not isinstance(modules, list) or not all(isinstance(module, str) for module in modules):
             problems.append(f"{name} is {reprlib.repr(modules)}; expected a list of names")
             break
-        return frozenset([one for one in modules if isinstance(one, str)])
+        return frozenset([module for module in modules if isinstance(module, str)])
     return frozenset()
 
 

@@ -67,21 +67,21 @@ def _differences(differences: Differences) -> str:
     compared = f"{format_count(differences.leaves, 'leaf', 'leaves')}, {format_size(differences.nbytes)}"
     facts = [("A", differences.a), ("B", differences.b), ("compared", compared)]
     headings = ["path", "what differs", "A", "B", "elements", "largest error", "norm"]
-    rows = [_difference_row(one) for one in differences[:_MAX_ROWS]]
+    rows = [_difference_row(row) for row in differences[:_MAX_ROWS]]
     return (
         _heading(text) + _facts(facts) + (_table(headings, rows) if rows else "") + _more(len(differences) - len(rows))
     )
 
 
-def _difference_row(one: Difference) -> Sequence[str]:
-    path = f"{one.checkpointable}: {one.path}" if one.checkpointable else one.path
-    sides = ["" if side is None else str(side)[:_MAX_CHARACTERS] for side in (one.a, one.b)]
-    distance = one.distance
+def _difference_row(row: Difference) -> Sequence[str]:
+    path = f"{row.checkpointable}: {row.path}" if row.checkpointable else row.path
+    sides = ["" if side is None else str(side)[:_MAX_CHARACTERS] for side in (row.a, row.b)]
+    distance = row.distance
     if distance is None:
-        return [path, one.kind.replace("_", " "), *sides, "", "", ""]
-    differing = f"{distance.differing:,} of {one.elements:,}" if one.elements else ""
+        return [path, row.kind.replace("_", " "), *sides, "", "", ""]
+    differing = f"{distance.differing:,} of {row.elements:,}" if row.elements else ""
     numbers = ["" if number is None else f"{number:.6g}" for number in (distance.largest, distance.norm)]
-    return [path, one.kind, *sides, differing, *numbers]
+    return [path, row.kind, *sides, differing, *numbers]
 
 
 def _tree(tree: TreeMetadata) -> str:

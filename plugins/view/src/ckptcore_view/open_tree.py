@@ -124,5 +124,5 @@ class OpenTree:
 
     def is_current(self) -> bool:
         """Return True if the checkpoint was not replaced since it was opened."""
-        opened = self.checkpoint
-        return opened.version.has_current_root(opened.location)
+        checkpoint = self.checkpoint
+        return checkpoint.version.has_current_root(checkpoint.location)

@@ -167,11 +167,11 @@ class _Collector:
         self._reads_all = False
         runs = self._add("runs", **self._policy)
         self._documents[_key("runs")] = runs
-        for one in runs["runs"]:
-            if one["kind"] == "checkpoint":
-                self._add_checkpoint(one["name"], ())
-            elif "steps" in one:
-                self._add_run(one["name"])
+        for run in runs["runs"]:
+            if run["kind"] == "checkpoint":
+                self._add_checkpoint(run["name"], ())
+            elif "steps" in run:
+                self._add_run(run["name"])
 
     @property
     def _policy(self) -> Mapping[str, str]:
@@ -194,8 +194,8 @@ class _Collector:
     def _add_older(self, place: str) -> None:
         """Add a step without reading its arrays: those of the newest step were read from it, for their norms."""
         checkpoint = self._add("checkpoint", at=place)
-        for one in checkpoint.get("checkpointables", ()):
-            for directory in one["places"][:1]:
+        for item in checkpoint.get("checkpointables", ()):
+            for directory in item["places"][:1]:
                 self._add_older(f"{place}/{directory}")
         if checkpoint["kind"] != "tree":
             return
@@ -232,10 +232,10 @@ class _Collector:
             self._add_tree(place, steps)
             return
         parts = checkpoint.get("checkpointables", ())
-        nbytes = sum(one["nbytes"] for one in parts if one["kind"] == "tree")
+        nbytes = sum(part["nbytes"] for part in parts if part["kind"] == "tree")
         self._reads_all = nbytes * self._times(steps) <= _READ_BYTES
-        for one in parts:
-            for directory in one["places"][:1]:
+        for part in parts:
+            for directory in part["places"][:1]:
                 self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
 
     def _times(self, steps: Sequence[str]) -> int:
@@ -245,8 +245,8 @@ class _Collector:
     def _add_tree(self, place: str, steps: Sequence[str]) -> None:
         tree = self._add("tree", at=place)
         self._versions[place] = tree.get("version", "")
-        described, read = self._viewed.read(place, lambda opened: self._choose(opened, self._times(steps)))
-        opened_paths = self._viewed.read(place, lambda opened: opened.tree.paths)
+        described, read = self._viewed.read(place, lambda open_tree: self._choose(open_tree, self._times(steps)))
+        opened_paths = self._viewed.read(place, lambda open_tree: open_tree.tree.paths)
         for leaf in described:
             self._add("array", at=place, leaf=leaf)
         for leaf in read:
@@ -269,9 +269,9 @@ class _Collector:
             if leaf in in_both:
                 self._add("difference", at=place, other=other, leaf=leaf)
 
-    def _choose(self, opened: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
+    def _choose(self, open_tree: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the arrays that are described, and those that are also read, from so many checkpoints."""
-        tree = opened.tree
+        tree = open_tree.tree
         arrays = [leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)]
         if self._filters is None:
             reads_all = self._reads_all and tree.nbytes * times <= _READ_BYTES

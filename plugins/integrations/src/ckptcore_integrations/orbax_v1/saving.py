@@ -198,7 +198,7 @@ def prepare(path: Any, checkpointables: dict[str, Any], overwrite: bool, custom_
                 options = storage_options(context, value)
                 values[name] = _stored(value, options)
                 handlers[name] = TREE_HANDLER
-                rules.update(array_rules(context, name, options))
+                rules.update(array_rules(context, options))
             else:
                 if jax.process_count() > 1:
                     raise NotImplementedError(

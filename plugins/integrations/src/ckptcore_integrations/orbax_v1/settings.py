@@ -59,7 +59,7 @@ def context_of(context: v1.Context) -> ckptcore.Context:
     """
     _refuse(_of_all(context))
     memory = context.memory
-    limits = [one for one in (memory.write_concurrent_bytes, memory.transfer_concurrent_bytes) if one is not None]
+    limits = [limit for limit in (memory.write_concurrent_bytes, memory.transfer_concurrent_bytes) if limit is not None]
     return _context(
         min(limits, default=None), memory.read_concurrent_bytes, context.array.loading.use_load_and_broadcast
     )
@@ -113,12 +113,11 @@ def storage_options(context: v1.Context, tree: Any) -> dict[tuple[Any, ...], Any
     return arguments
 
 
-def array_rules(context: v1.Context, name: str, options: Mapping[tuple[Any, ...], Any]) -> dict[str, ArrayRule]:
+def array_rules(context: v1.Context, options: Mapping[tuple[Any, ...], Any]) -> dict[str, ArrayRule]:
     """Return the rules for arrays whose chunk size differs from that of the Context, by name of the array.
 
     Args:
         context: the Context of Orbax.
-        name: name of the checkpointable, for errors.
         options: storage options of each leaf, by key path.
     """
     usual = context.array.saving.storage_options.chunk_byte_size

@@ -260,7 +260,7 @@ def _plain(node: Skeleton, abstract: Any) -> Any:
     if not isinstance(node, Node):
         return abstract
     children = list(abstract.values()) if isinstance(abstract, dict) else list(abstract)
-    made = [_plain(child, one) for child, one in zip(node.children, children, strict=True)]
+    made = [_plain(child, inner) for child, inner in zip(node.children, children, strict=True)]
     if node.kind in ("list", "tuple"):
         return made if made or node.kind == "list" else ()
     if node.kind == "object":

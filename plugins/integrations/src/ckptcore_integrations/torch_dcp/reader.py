@@ -108,14 +108,14 @@ class Reader(StorageReader):
         """
         self.failure = None
         try:
-            opened = self._opened = _Entries.of(ckptcore.metadata(self.path, context=self._context))
+            entries = self._opened = _Entries.of(ckptcore.metadata(self.path, context=self._context))
         except Exception as error:
             self.failure = error
             raise
         return Metadata(
-            {name: opened.storage_metadata(entry) for name, entry in opened.entries.items()},
-            planner_data=opened.paths,
-            storage_meta=StorageMeta(opened.checkpoint_id, opened.save_id, self.load_id),
+            {name: entries.storage_metadata(entry) for name, entry in entries.entries.items()},
+            planner_data=entries.paths,
+            storage_meta=StorageMeta(entries.checkpoint_id, entries.save_id, self.load_id),
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -137,11 +137,11 @@ class Reader(StorageReader):
             TreeMismatchError: the checkpoint was replaced by a different one since `read_metadata`.
             UnsupportedLeafError: a value is an object that only its own code can build.
         """
-        opened = self._opened
-        assert opened is not None  # the protocol calls `read_metadata` first
+        entries = self._opened
+        assert entries is not None  # the protocol calls `read_metadata` first
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        requests = _requests([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner, opened)
-        arrays = self._load(opened, requests, [opened.entries[item.storage_index.fqn] for item in values])
+        requests = _requests([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner, entries)
+        arrays = self._load(entries, requests, [entries.entries[item.storage_index.fqn] for item in values])
         for request in requests:
             request.finish()
             planner.commit_tensor(request.item, request.target)
@@ -154,27 +154,27 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _load(self, opened: _Entries, requests: Sequence[_Request], values: Sequence[Entry]) -> list[Any]:
+    def _load(self, entries: _Entries, requests: Sequence[_Request], values: Sequence[Entry]) -> list[Any]:
         """Read boxes into the memory of the requests, and return values."""
         shards: dict[str, list[ckptcore.ArrayShard]] = {}
         for request in requests:
             shards.setdefault(request.item.storage_index.fqn, []).append(request.shard)
-        wanted = dict(itertools.chain.from_iterable(map(opened.value_leaves, values)))
-        wanted.update(itertools.starmap(opened.sharded, shards.items()))
-        target = _target(opened.tree.skeleton, wanted, itertools.count())
+        wanted = dict(itertools.chain.from_iterable(map(entries.value_leaves, values)))
+        wanted.update(itertools.starmap(entries.sharded, shards.items()))
+        target = _target(entries.tree.skeleton, wanted, itertools.count())
         if wanted:
             with CheckpointError.offering():
                 ckptcore.load_into(self.path, target, context=self._context)
-        return [opened.value(entry, target) for entry in values]
+        return [entries.value(entry, target) for entry in values]
 
 
-def _requests(items: Sequence[ReadItem], planner: LoadPlanner, opened: _Entries) -> list[_Request]:
+def _requests(items: Sequence[ReadItem], planner: LoadPlanner, entries: _Entries) -> list[_Request]:
     """Resolve the tensors to fill with the planner. Each memory is read into once: tied tensors are copied."""
     requests, known = [], set()
     for item in items:
         target = planner.resolve_tensor(item).detach()
         address = target.data_ptr()
-        requests.append(_Request.of(item, target, opened.dtype_of(item), in_place=address not in known))
+        requests.append(_Request.of(item, target, entries.dtype_of(item), in_place=address not in known))
         known.add(address)
     return requests
 

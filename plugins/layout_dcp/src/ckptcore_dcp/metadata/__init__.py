@@ -14,12 +14,10 @@ metadata.py and filesystem.py)::
 Classes are recognised by name, in every module that contained them in some version of torch. Data
 that other software adds (Megatron-LM: ``mcore_data``) is ignored.
 
-- `entries`: the contents as data, and the names of torch's classes
-- `chunk_rows`: the chunks of all tensors as columns
-- `opcode_rows`: encodes columns as pickle opcodes, all rows at once
+- `entries`: the contents as data, with the chunks of all tensors as columns, and the names of torch's classes
 - `reading`: decodes a pickle that may be hostile
 - `fast`: decodes the chunks and locations of a large pickle, each in one step
-- `writing`: encodes entries as a pickle that torch reads
+- `writing`: encodes entries as a pickle that torch reads, all rows of a column at once
 """
 
 from ckptcore_dcp.metadata.entries import (

@@ -3,13 +3,11 @@
 No object of a pickle is imported or called. The result of a class or function becomes a `Call` that
 records the function and its arguments; the caller decides what it means.
 
-- `values`: the values of a pickle, and errors about pickles
-- `windows`: a long file in parts, without its long literals
+- `values`: the values of a pickle, errors about pickles, and limits of the cost of hashing dict keys
 - `machine`: executes the opcodes of protocols 0 to 5
 - `opcodes`: the table of opcodes
 - `state`: what the opcodes that were read have built
-- `literals`: opcodes that contain a value
-- `keys`: limits the cost of hashing dict keys
+- `literals`: opcodes that contain a value, and a long file in parts, without its long literals
 - `known_calls`: results of a few known functions
 - `encoder`: encodes values with protocols 2 and 4
 """

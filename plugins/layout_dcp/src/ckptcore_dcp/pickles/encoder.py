@@ -451,12 +451,12 @@ class _Encoder:
         work.reverse()
         self._todo.extend(work)
 
-    def _batches(self, items: Iterable[Any], one: bytes, many: bytes) -> list[Any]:
+    def _batches(self, items: Iterable[Any], opcodes: bytes, many: bytes) -> list[Any]:
         """Return work list entries that add items, or pairs, to the container on the reader's stack.
 
         Args:
             items: the items, or pairs if `many` is SETITEMS.
-            one: opcode that adds a single item or pair.
+            opcodes: opcode that adds a single item or pair.
             many: opcode that adds the items or pairs after a MARK.
         """
         rows: Sequence[Any] = list(items)
@@ -464,7 +464,7 @@ class _Encoder:
             return []
         flat = many == b"u"
         if len(rows) == 1:
-            return [*(rows[0] if flat else rows), _Opcodes(one)]
+            return [*(rows[0] if flat else rows), _Opcodes(opcodes)]
         work: list[Any] = []
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]

@@ -146,7 +146,6 @@ def item_files(
     *,
     use_ocdbt: bool,
     use_zarr3: bool,
-    custom: JSON = None,
 ) -> dict[str, bytes]:
     """Return the metadata files of an item, by their names in its directory.
 
@@ -158,7 +157,6 @@ def item_files(
         shapes: write shape and read chunk shape of each array leaf, by its number.
         use_ocdbt: True if a database contains the arrays.
         use_zarr3: True if the arrays are zarr 3, not 2.
-        custom: the user's metadata for this tree.
     """
     names = [orbax_name(path) for path in tree.paths]
     counts = Counter(names)
@@ -178,7 +176,7 @@ def item_files(
             arrays.append(ArrayMetadata(name, write_shape, chunk_shape, _random_key_impl(record)))
     write_shapes = {number: write_shape for number, (write_shape, _) in shapes.items()}
     files = {
-        TREE_FILE: encode_tree(tree, write_shapes, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3, custom=custom),
+        TREE_FILE: encode_tree(tree, write_shapes, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3),
         SHARDING_FILE: encode_shardings(shardings),
     }
     if strings:

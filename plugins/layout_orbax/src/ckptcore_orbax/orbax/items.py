@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
-from ckptcore.model import (
-    JSON,
-    LEAF,
-    PLAIN_ARRAY,
-    ArrayRecord,
-    ArraySpec,
-    Node,
-    TreeMetadata,
-)
+from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, file_kind
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, OTHER_PROCESSES, is_aggregate, parse_aggregate

@@ -85,7 +85,7 @@ class _OrbaxLayout(Layout):
 
     def __reduce__(self) -> tuple[Callable[[], _OrbaxLayout], tuple[()]]:
         """Pickle the options only. Cached databases are not copied."""
-        options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        options = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         return functools.partial(type(self), **options), ()
 
     def _layout_options(self) -> LayoutOptions:

@@ -160,7 +160,6 @@ def encode_tree(
     *,
     use_ocdbt: bool,
     use_zarr3: bool,
-    custom: JSON = None,
 ) -> bytes:
     """Return the file `_METADATA` of a tree.
 
@@ -173,7 +172,6 @@ def encode_tree(
         write_shapes: shape of a shard, which one process writes at once, for leaves that are JAX arrays.
         use_ocdbt: True if a database contains the arrays.
         use_zarr3: True if the arrays are zarr 3, not 2.
-        custom: the user's metadata for this tree.
     """
     table: dict[str, JSON] = {}
     leaves = iter(enumerate(tree.leaves))
@@ -190,7 +188,7 @@ def encode_tree(
             "use_ocdbt": use_ocdbt,
             "use_zarr3": use_zarr3,
             "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": custom,
+            "custom_metadata": None,
         }
     )
 

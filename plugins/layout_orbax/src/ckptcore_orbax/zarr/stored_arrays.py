@@ -149,9 +149,6 @@ def _check_unique(names: Mapping[int, str], paths: Mapping[int, TreePath]) -> No
             )
 
 
-_MIN_CHUNK_BYTES: Final = 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayOptions:
     """Storage options of an array.

@@ -205,9 +205,9 @@ def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
 
 
 def _print_steps(report: StepsCopyReport, destination: str) -> None:
-    for step, one in report.steps.items():
+    for step, copied in report.steps.items():
         print_line(
-            f"step {step}", "  ", (format_size(one.nbytes), "cyan"), "" if one.sent_bytes else "  already exists"
+            f"step {step}", "  ", (format_size(copied.nbytes), "cyan"), "" if copied.sent_bytes else "  already exists"
         )
     for step in report.skipped:
         reason = ": written by other software, and its directory exists at the destination"
@@ -221,7 +221,7 @@ def _print_steps(report: StepsCopyReport, destination: str) -> None:
             print_line(f"step {step}", "  ", (state, "bold red"), f": {printable(' '.join(shell_text(error).split()))}")
     content = f"{format_count(len(report.steps), 'step')}, {format_size(report.nbytes)} to {printable(destination)}"
     print_line(("copied", "bold green"), f": {content}; {format_size(report.sent_bytes)} sent")
-    _print_unverified({key for one in report.steps.values() for key in one.unverified})
+    _print_unverified({key for copied in report.steps.values() for key in copied.unverified})
 
 
 @checkpoint_command("convert", "Convert a checkpoint to another layout.")
@@ -263,20 +263,7 @@ def convert_command(
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
-    transforms: list[Transform] = []
-    if map_name is None and (head_dim is not None or rope_type is not None or prefix):
-        raise click.UsageError("--head-dim, --rope-type and --prefix need --map.")
-    if dequantize is not None:
-        try:
-            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
-        except TypeError as error:
-            raise click.UsageError(f"--dequantize: {dequantize!r} is not a dtype of NumPy or ml_dtypes") from error
-    if map_name is not None:
-        try:
-            transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
-        except TransformError as error:
-            text = str(error).replace("head_dim", "--head-dim").replace("rope_type", "--rope-type")
-            raise TransformError(f"--map: {text}") from error
+    transforms = _transforms(map_name, head_dim, prefix, rope_type, dequantize)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.copy(
@@ -292,7 +279,7 @@ def convert_command(
     written = describe_checkpoint(destination, context)
     one_tree = not written.is_composite
     trees = {"": written} if one_tree else written.checkpointables
-    leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]
+    leaves = [leaf for metadata in trees.values() for leaf in metadata.tree.leaves]
     arrays = sum(isinstance(leaf, ArrayRecord) for leaf in leaves)
     if as_json:
         print_document(
@@ -309,6 +296,33 @@ def convert_command(
         summary = f": {content} of {format_size(written.nbytes)} to {printable(destination)} as {layout}"
         print_line(("written", "bold green"), summary)
     return ExitCode.OK
+
+
+def _transforms(
+    map_name: str | None,
+    head_dim: int | None,
+    prefix: str,
+    rope_type: Literal["default", "llama3.1"] | None,
+    dequantize: str | None,
+) -> list[Transform]:
+    """Return the transforms that the options of `convert_command` name."""
+    import ckptcore
+
+    transforms: list[Transform] = []
+    if map_name is None and (head_dim is not None or rope_type is not None or prefix):
+        raise click.UsageError("--head-dim, --rope-type and --prefix need --map.")
+    if dequantize is not None:
+        try:
+            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
+        except TypeError as error:
+            raise click.UsageError(f"--dequantize: {dequantize!r} is not a dtype of NumPy or ml_dtypes") from error
+    if map_name is not None:
+        try:
+            transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
+        except TransformError as error:
+            text = str(error).replace("head_dim", "--head-dim").replace("rope_type", "--rope-type")
+            raise TransformError(f"--map: {text}") from error
+    return transforms
 
 
 _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?)(i?)B?", re.IGNORECASE)

@@ -64,7 +64,7 @@ def _document(difference: Difference) -> dict[str, object]:
     if distance is not None and difference.elements:
         document |= {"differing": distance.differing, "elements": difference.elements}
     if distance is not None and difference.kind != "bytes":
-        worst = [_worst_document(one) for one in distance.worst]
+        worst = [_worst_document(element) for element in distance.worst]
         document |= {"max_absolute_error": distance.largest, "norm": distance.norm, "worst": worst or UNSET}
     return document
 

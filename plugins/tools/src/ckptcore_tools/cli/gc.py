@@ -13,13 +13,7 @@ from ckptcore.context import Context
 from ckptcore.policies import PreservationPolicy
 from ckptcore.training.deletion import StepDeleter
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.cli.command import (
-    NAMED_HELP,
-    TAKE_OVER_HELP,
-    ExitCode,
-    checkpoint_command,
-    command_context,
-)
+from ckptcore_tools.cli.command import NAMED_HELP, TAKE_OVER_HELP, ExitCode, checkpoint_command, command_context
 from ckptcore_tools.cli.output import Cell, Column, print_document, print_line, print_table, printable
 from ckptcore_tools.cli.steps import step_names
 from ckptcore_tools.formatting import format_age, format_count, format_metrics, format_size

@@ -95,7 +95,7 @@ def command(
         raise click.BadParameter(str(error), param_hint="--filter") from error
     checkpoint, files = describe_and_check(location, command_context())
     directories = first_directories(location, command_context()) if checkpoint.is_composite else {}
-    trees = {name: one.tree for name, one in _parts(checkpoint).items() if not one.is_files}
+    trees = {name: metadata.tree for name, metadata in _parts(checkpoint).items() if not metadata.is_files}
     locations = {name: child_location(location, directories.get(name, name)) if name else location for name in trees}
     chosen = {name: choose(tree) for name, tree in trees.items()}
     if as_json:
@@ -130,12 +130,12 @@ def command(
     elif not checkpoint.is_composite:
         _print_content(checkpoint, drawings.get(""), show_objects)
     else:
-        for number, (name, one) in enumerate(checkpoint.checkpointables.items()):
+        for number, (name, metadata) in enumerate(checkpoint.checkpointables.items()):
             if number:
                 print_line()
             text = _checkpointable_text(checkpoint, name, directories.get(name, name))
             print_line((printable(name), "bold"), "  ", (text, "dim"))
-            _print_content(one, drawings.get(name), show_objects)
+            _print_content(metadata, drawings.get(name), show_objects)
         for name, reason in checkpoint.checkpointables.unreadable.items():
             print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
     return ExitCode.OK
@@ -170,8 +170,8 @@ def _read_statistics(
             progress(done, total)
 
         for name, tree in trees.items():
-            with ckptcore.open(locations[name], context=command_context()) as opened:
-                by_path = read_statistics(opened, [tree.paths[leaf] for leaf in arrays[name]], add_progress)
+            with ckptcore.open(locations[name], context=command_context()) as checkpoint:
+                by_path = read_statistics(checkpoint, [tree.paths[leaf] for leaf in arrays[name]], add_progress)
             by_leaf[name] = {leaf: by_path.get(tree.paths[leaf]) for leaf in arrays[name]}
     return by_leaf
 
@@ -202,8 +202,8 @@ def _print_document(
         "other_weights": other_weights or UNSET,
     }
     contents = {
-        name: _content_document(one, chosen.get(name, ()), statistics.get(name, {}))
-        for name, one in _parts(checkpoint).items()
+        name: _content_document(metadata, chosen.get(name, ()), statistics.get(name, {}))
+        for name, metadata in _parts(checkpoint).items()
     }
     if not checkpoint.is_composite:
         print_document("inspect", **members, **contents[""], bases=checkpoint.bases)
@@ -211,11 +211,11 @@ def _print_document(
     checkpointables = [
         {
             "name": name,
-            "kind": "files" if one.is_files else "tree",
+            "kind": "files" if metadata.is_files else "tree",
             "processes": checkpoint.checkpointables.processes.get(name),
             **contents[name],
         }
-        for name, one in checkpoint.checkpointables.items()
+        for name, metadata in checkpoint.checkpointables.items()
     ]
     print_document(
         "inspect_checkpointables",
@@ -347,8 +347,12 @@ def _layout_text(checkpoint: CheckpointMetadata) -> str:
 
 def _checkpointable_text(checkpoint: CheckpointMetadata, name: str, directory: str) -> str:
     """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
-    one = checkpoint.checkpointables[name]
-    text = _content_text(one) if one.is_files else f"{printable(_layout_text(one))}, {_content_text(one)}"
+    metadata = checkpoint.checkpointables[name]
+    text = (
+        _content_text(metadata)
+        if metadata.is_files
+        else f"{printable(_layout_text(metadata))}, {_content_text(metadata)}"
+    )
     processes = checkpoint.checkpointables.processes.get(name)
     if processes is None or processes == 1:
         return text

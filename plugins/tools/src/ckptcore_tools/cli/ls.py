@@ -154,7 +154,7 @@ def _read_entry(location: str, name: str, context: Context) -> Entry | None:
             checkpoint.layout, checkpoint.tree, checkpoint.writer if checkpoint.save_id is None else None
         )
     else:
-        trees = [one.tree for one in checkpoint.checkpointables.values()]
+        trees = [metadata.tree for metadata in checkpoint.checkpointables.values()]
         checkpointables = list(checkpoint.checkpointables)
     state: State = "foreign" if checkpoint.save_id is None else "committed"
     return Entry(

@@ -13,11 +13,10 @@ from ckptcore.context import Context, default_context
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import Layout, Transforms
 from ckptcore.runtime import runtime_of
-from ckptcore.step_names import StepNames
-from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
+from ckptcore_tools.copies.consolidation import Consolidation, FilePath, TiedNames
 from ckptcore_tools.copies.conversion import convert_checkpoint
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
-from ckptcore_tools.copies.steps import StepsCopyReport, copy_run
+from ckptcore_tools.copies.steps import StepsCopyReport, copy_steps
 from ckptcore_tools.subtrees import SubtreePath
 
 __all__ = ["CopyReport", "StepsCopyReport", "copy", "copy_steps", "copy_whole"]
@@ -163,10 +162,9 @@ def copy(
         names = tied or "each"
         if names not in ("each", "once"):
             raise ValueError(f"copy(tied={tied!r}): expected 'each' or 'once'")
+        request = Consolidation(source, destination, subtree, written, names, files, leave_out, overwrite, context)
         with runtime_of(context).show_progress(progress, "consolidating") as report:
-            consolidate_checkpoint(
-                source, destination, subtree, written, names, files, leave_out, overwrite, report, context
-            )
+            request.run(report)
         return None
     if layout is not None:
         with runtime_of(context).show_progress(progress, "converting") as report:
@@ -188,54 +186,3 @@ def _safetensors(layout: str | Layout | None) -> SafetensorsLayout:
         f"copy(layout={layout!r}, subtree=...): a subtree is written as safetensors. Pass 'safetensors' or a "
         "SafetensorsLayout whose max_file_bytes is at least 1, or omit the subtree"
     )
-
-
-def copy_steps(
-    source: LocationLike,
-    destination: LocationLike,
-    *,
-    steps: Collection[int] | None = None,
-    step_names: StepNames | None = None,
-    overwrite: Overwrite = False,
-    verify: CopyVerification = "passing",
-    if_in_use: IfInUse = "error",
-    progress: bool | ProgressCallback = False,
-    context: Context | None = None,
-) -> StepsCopyReport:
-    """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
-
-    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is the run
-    as it was at an earlier time. Calling this again resumes, and also copies steps that were saved since. Steps that
-    exist at the destination are not copied again. This process owns the destination during the copy.
-
-    Args:
-        source, destination: the directories of steps, as paths or URLs.
-        steps: the steps to copy. None: all committed steps.
-        step_names: the naming of the steps. None: the usual names, or one other prefix.
-        overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
-        if_in_use: what to do if another job owns the destination; see `Checkpointer`.
-        progress: see `copy`. The total is an estimate until the last step: steps after the current one count as if they
-            were equally large.
-        context: options.
-
-    Raises:
-        CheckpointNotFoundError: if a step does not exist, or there are none. Steps that are deleted during the copy are
-            listed in the report.
-        CheckpointExistsError: if the destination has another save of a step. The steps before it are copied.
-        DirectoryInUseError: if another job writes steps to the destination.
-        CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
-            are listed in the report. If none can be copied, the first error is raised.
-    """
-    context = context or default_context()
-    with runtime_of(context).show_progress(progress, "copying") as report:
-        return copy_run(
-            source,
-            destination,
-            context,
-            steps=steps,
-            step_names=step_names,
-            overwrite=overwrite,
-            verify=verify,
-            if_in_use=if_in_use,
-            progress=report,
-        )

@@ -100,125 +100,106 @@ class _CommitWithAliases(PlainCommit):
         return replace(root, tree=replace(root.tree, aliases={**root.tree.aliases, **self._aliases}))
 
 
-def consolidate_checkpoint(
-    source: LocationLike,
-    destination: LocationLike,
-    subtree: SubtreePath,
-    layout: SafetensorsLayout,
-    tied: TiedNames,
-    files: Sequence[FilePath],
-    leave_out: Collection[str],
-    overwrite: Overwrite,
-    progress: ProgressCallback | None,
-    context: Context,
-) -> None:
-    """Consolidate a checkpoint. See `ckptcore.copy` with a subtree."""
-    # Before anything can fail: the key contains a counter, which must be the same on every rank.
-    key = runtime_of(context).exchange_key(destination)
-    job = runtime_of(context).job()
-    layout = replace(layout, standalone=True)  # the files are for other software
-    counted = ByteProgress(progress)
-    recording = Recording("save", shown_location(destination), context.observers, rank=job.rank, progress=counted)
-    agreement = Agreement(job, key, recording)
-    try:
-        for _ in range(ATTEMPTS):
-            try:
-                nbytes = _consolidate(
-                    source,
-                    destination,
-                    subtree,
-                    layout,
-                    tied,
-                    files,
-                    leave_out,
-                    overwrite,
-                    context,
-                    agreement,
-                    recording,
-                )
-                break
-            except _SourceReplacedError:
-                if agreement.size > 1:
-                    raise  # the other ranks have received it, and raise too
-        else:
-            raise replaced_too_often(source)
-    except BaseException as error:
-        recording.finish(error=error)
-        raise
-    recording.finish(nbytes)
-    counted.end()
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """A consolidation, by one process or a whole job. See `ckptcore.copy` with a subtree, and its arguments."""
 
+    source: LocationLike
+    destination: LocationLike
+    subtree: SubtreePath
+    layout: SafetensorsLayout
+    tied: TiedNames
+    files: Sequence[FilePath]
+    leave_out: Collection[str]
+    overwrite: Overwrite
+    context: Context
 
-def _consolidate(
-    source: LocationLike,
-    destination: LocationLike,
-    path: SubtreePath,
-    layout: SafetensorsLayout,
-    tied: TiedNames,
-    files: Sequence[FilePath],
-    leave_out: Collection[str],
-    overwrite: Overwrite,
-    context: Context,
-    agreement: Agreement,
-    recording: Recording,
-) -> int:
-    """Describe, agree, read and write. Return the bytes of arrays that this process wrote."""
-    sizes = StreamSizes.of(context)
-    with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
-        location = resolve_location(destination, runtime_of(context).storages, to_write=True)
-        read_from = resolve_location(source, runtime_of(context).storages)
-        refuse_destination(read_from, location)
-        opening = _open(source, path, leave_out, context)
-        refuse_further(opening.opened, location)
-        tree = opening.subtree.tree
-        aliases = tree.aliases if tied == "each" else {}
-        if aliases:
-            tree = replace(tree, aliases={})
-        layout.check(tree, agreement.size)
-        with _detecting_replacement(opening.opened):
-            check_sizes(opening.opened, set(opening.subtree.sources))
-            objects = items_by_object(layout, tree, opening.opened, opening.subtree.sources, sizes)
-        added_files: Mapping[str, FilePath] = {}
-        if agreement.rank == 0:
-            refuse_to_replace(location, overwrite, foreign_checkpoints(context))
-            added_files = _files_by_name(files)
-            if not path_keys(path):  # a part that is named does not promise the rest
-                check_left_out(opening.opened, source, [*leave_out, *added_files], context)
-        if agreement.size > 1:
-            stage.payload = _digest(opening, objects, layout.file_names(tree), layout.metadata)
-    payloads = stage.payloads
-    target = CommitTarget(location, overwrite)
-    root = opening.opened.root
-    order = SaveOrder() if root is None else root.order
-    decision = agreement.lead("save", lambda: _decide(payloads, str(source), target, order))
-    layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
-    recording.save_id = decision["save_id"]
-    items = [item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]]
-    plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
-    nbytes = sum(item.nbytes for item in items)
-    snapshot = StreamedSnapshot(plan, opening.opened, opening.subtree.sources, sizes)
-    part = SavePart("", layout, plan, captured=_ConsolidatedFiles(opening, snapshot, added_files, recording))
-    save = Save(
-        target=target,
-        info=CommitInfo(
-            save_id=decision["save_id"],
-            created=decision["created"],
-            custom=opening.opened.origin.custom,
-            metrics=opening.opened.origin.metrics,
-            progress=root.progress if root is not None else {},
-            order=SaveOrder(*decision["order"]),
-        ),
-        parts=[part],
-        strategy=_SaveWithAliases(aliases),
-        agreement=agreement,
-        recording=recording,
-        context=context,
-    )
-    try:
-        write_save(save)
-    finally:
-        part.close()
-    return nbytes
+    def run(self, progress: ProgressCallback | None) -> None:
+        """Consolidate the checkpoint. Called by every process of the job."""
+        runtime = runtime_of(self.context)
+        # Before anything can fail: the key contains a counter, which must be the same on every rank.
+        key = runtime.exchange_key(self.destination)
+        job = runtime.job()
+        counted = ByteProgress(progress)
+        display = shown_location(self.destination)
+        recording = Recording("save", display, self.context.observers, rank=job.rank, progress=counted)
+        agreement = Agreement(job, key, recording)
+        try:
+            for _ in range(ATTEMPTS):
+                try:
+                    nbytes = self._attempt(agreement, recording)
+                    break
+                except _SourceReplacedError:
+                    if agreement.size > 1:
+                        raise  # the other ranks have received it, and raise too
+            else:
+                raise replaced_too_often(self.source)
+        except BaseException as error:
+            recording.finish(error=error)
+            raise
+        recording.finish(nbytes)
+        counted.end()
+
+    def _attempt(self, agreement: Agreement, recording: Recording) -> int:
+        """Describe, agree, read and write. Return the bytes of arrays that this process wrote."""
+        context = self.context
+        layout = replace(self.layout, standalone=True)  # the files are for other software
+        sizes = StreamSizes.of(context)
+        with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
+            location = resolve_location(self.destination, runtime_of(context).storages, to_write=True)
+            read_from = resolve_location(self.source, runtime_of(context).storages)
+            refuse_destination(read_from, location)
+            opening = _open(self.source, self.subtree, self.leave_out, context)
+            refuse_further(opening.opened, location)
+            tree = opening.subtree.tree
+            aliases = tree.aliases if self.tied == "each" else {}
+            tree = replace(tree, aliases={}) if aliases else tree
+            layout.check(tree, agreement.size)
+            with _detecting_replacement(opening.opened):
+                check_sizes(opening.opened, set(opening.subtree.sources))
+                objects = items_by_object(layout, tree, opening.opened, opening.subtree.sources, sizes)
+            added_files: Mapping[str, FilePath] = {}
+            if agreement.rank == 0:
+                refuse_to_replace(location, self.overwrite, foreign_checkpoints(context))
+                added_files = _files_by_name(self.files)
+                if not path_keys(self.subtree):  # a part that is named does not promise the rest
+                    check_left_out(opening.opened, self.source, [*self.leave_out, *added_files], context)
+            if agreement.size > 1:
+                stage.payload = _digest(opening, objects, layout.file_names(tree), layout.metadata)
+        target = CommitTarget(location, self.overwrite)
+        root = opening.opened.root
+        order = SaveOrder() if root is None else root.order
+        decision = agreement.lead("save", lambda: _decide(stage.payloads, str(self.source), target, order))
+        layout = layout.with_own_names(decision["tag"]) if decision["tag"] else layout
+        recording.save_id = decision["save_id"]
+        items = [
+            item for number in _assign_objects(objects, agreement.size)[agreement.rank] for item in objects[number]
+        ]
+        plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decision["save_id"])
+        nbytes = sum(item.nbytes for item in items)
+        snapshot = StreamedSnapshot(plan, opening.opened, opening.subtree.sources, sizes)
+        part = SavePart("", layout, plan, captured=_ConsolidatedFiles(opening, snapshot, added_files, recording))
+        save = Save(
+            target=target,
+            info=CommitInfo(
+                save_id=decision["save_id"],
+                created=decision["created"],
+                custom=opening.opened.origin.custom,
+                metrics=opening.opened.origin.metrics,
+                progress=root.progress if root is not None else {},
+                order=SaveOrder(*decision["order"]),
+            ),
+            parts=[part],
+            strategy=_SaveWithAliases(aliases),
+            agreement=agreement,
+            recording=recording,
+            context=context,
+        )
+        try:
+            write_save(save)
+        finally:
+            part.close()
+        return nbytes
 
 
 def _open(source: LocationLike, path: SubtreePath, leave_out: Collection[str], context: Context) -> _Source:
@@ -284,8 +265,10 @@ def _digest(
     source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str], metadata: Mapping[str, str]
 ) -> JSON:
     """Return a digest that is equal on all ranks if they read the same save and plan the same items and files."""
-    opened = source.opened
-    saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
+    checkpoint = source.opened
+    saved: JSON = (
+        checkpoint.root.save_id if checkpoint.root is not None else [checkpoint.tree.to_json(), checkpoint.state]
+    )
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
     document = json.dumps([saved, list(source.subtree.sources), items, list(files), dict(metadata)], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(document.encode())
@@ -346,17 +329,17 @@ class _ConsolidatedFiles:
         Raises:
             CorruptCheckpointError: also `_SourceReplacedError`.
         """
-        opened = self._source.opened
+        checkpoint = self._source.opened
         snapshot: Snapshot = self._snapshot
         if self._progress is not None:
             self._progress.plan(sum(item.nbytes for item in part.plan.items))
             snapshot = CountedSnapshot(snapshot, self._progress)
-        with _detecting_replacement(opened):
+        with _detecting_replacement(checkpoint):
             state = part.layout.write(snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
-        if not opened.version.still_exists(opened.location):
-            raise _SourceReplacedError(opened)
+        if not checkpoint.version.still_exists(checkpoint.location):
+            raise _SourceReplacedError(checkpoint)
         return state
 
     def close(self) -> None:
@@ -365,23 +348,23 @@ class _ConsolidatedFiles:
 
 
 @converts_errors
-def _detecting_replacement(opened: Checkpoint) -> Iterator[None]:
+def _detecting_replacement(checkpoint: Checkpoint) -> Iterator[None]:
     """Add the names of arrays to read errors. If the source was replaced, raise `_SourceReplacedError`."""
     try:
-        with naming_arrays(opened):
+        with naming_arrays(checkpoint):
             yield
     except CheckpointError as error:
-        if opened.version.is_current(opened.location):
+        if checkpoint.version.is_current(checkpoint.location):
             raise
-        raise _SourceReplacedError(opened) from error
+        raise _SourceReplacedError(checkpoint) from error
 
 
 class _SourceReplacedError(CorruptCheckpointError):
     """The source was replaced or deleted after it was opened."""
 
-    def __init__(self, opened: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(
-            f"{opened.location.display} was replaced during the consolidation. Try again while no job saves there"
+            f"{checkpoint.location.display} was replaced during the consolidation. Try again while no job saves there"
         )
 
 

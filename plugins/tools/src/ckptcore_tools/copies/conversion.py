@@ -154,28 +154,28 @@ class _Conversion:
         self._check_left_out(source, source_checkpoint)
         self._write(save_id, [part], None, opened)
 
-    def _warn_of_optimizers(self, opened: Checkpoint) -> None:
+    def _warn_of_optimizers(self, checkpoint: Checkpoint) -> None:
         """Log that files of weights for other software will have the state of an optimizer."""
-        if self._copy_id is None and self._layout.name == "safetensors" and (parts := find_optimizers(opened.tree)):
+        if self._copy_id is None and self._layout.name == "safetensors" and (parts := find_optimizers(checkpoint.tree)):
             name = f"subtree={parts.others[0]!r}" if parts.others else f"transforms={parts.transforms}"
             logger.warning(
                 "%s has %s, and so has the copy. For files of weights for other software, copy with %s",
-                opened.location.display,
+                checkpoint.location.display,
                 parts,
                 name,
             )
 
-    def _transformed(self, opened: Checkpoint) -> Checkpoint:
+    def _transformed(self, checkpoint: Checkpoint) -> Checkpoint:
         """Apply the transforms.
 
         Raises:
             TransformError: if the checkpoint has no tree, or the transforms do not fit.
         """
-        if opened.is_files:
+        if checkpoint.is_files:
             raise TransformError(
-                f"{opened.location.display} contains files of a checkpointable, and no tree to transform"
+                f"{checkpoint.location.display} contains files of a checkpointable, and no tree to transform"
             )
-        return transformed(opened, self._transforms, self.reading_context)
+        return transformed(checkpoint, self._transforms, self.reading_context)
 
     def _convert_composite(self, source: AnyLocation, composite: CompositeCheckpoint) -> None:
         """Write every checkpointable that is not deleted. Files are copied."""
@@ -196,8 +196,8 @@ class _Conversion:
                 )
             for directory in existing:
                 members[name] = member
-                opened = self._open(composite, name, directory, source)
-                parts.append(self._part(name, directory, opened, save_id, own=member.processes is not None))
+                checkpoint = self._open(composite, name, directory, source)
+                parts.append(self._part(name, directory, checkpoint, save_id, own=member.processes is not None))
         self._check_left_out(source, composite)
         self._write(save_id, parts, members, composite)
 
@@ -213,18 +213,18 @@ class _Conversion:
                 error.add_note(f"Nothing was converted. The others can be converted by location, such as {source}/NAME")
             raise
 
-    def _part(self, name: str, directory: str, opened: Checkpoint, save_id: str, *, own: bool) -> SavePart:
-        tree = opened.tree
-        if opened.is_files:
-            _refuse_own_names(opened)
+    def _part(self, name: str, directory: str, checkpoint: Checkpoint, save_id: str, *, own: bool) -> SavePart:
+        tree = checkpoint.tree
+        if checkpoint.is_files:
+            _refuse_own_names(checkpoint)
             plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
-            return SavePart(directory, self._layout, plan, own, captured=_StoredFiles(opened), is_files=True)
+            return SavePart(directory, self._layout, plan, own, captured=_StoredFiles(checkpoint), is_files=True)
         self._layout.check(tree, 1)
-        check_sizes(opened, range(len(tree.leaves)))
+        check_sizes(checkpoint, range(len(tree.leaves)))
         sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)
-        objects = items_by_object(self._layout, tree, opened, sources, sizes)
+        objects = items_by_object(self._layout, tree, checkpoint, sources, sizes)
         plan = WritePlan(tree, tuple([item for items in objects for item in items]), 0, 1, save_id, name)
-        snapshot = StreamedSnapshot(plan, opened, sources, sizes)
+        snapshot = StreamedSnapshot(plan, checkpoint, sources, sizes)
         self._snapshots.append(snapshot)
         return SavePart(directory, self._layout, plan, own, captured=TreeCaptured(snapshot))
 
@@ -285,25 +285,25 @@ class _Conversion:
                 self._destination.commit_method.remove(self._destination)
 
 
-def _refuse_own_names(opened: Checkpoint) -> None:
+def _refuse_own_names(checkpoint: Checkpoint) -> None:
     """Refuse files of other software with names that ckptcore reserves.
 
     Raises:
         NameCollisionError: if there is such a file.
     """
-    for key in opened.objects:
+    for key in checkpoint.objects:
         if key.startswith("checkpoint."):
             raise NameCollisionError(
-                f"{opened.location.display}: the file name {key!r} is reserved, because names of ckptcore's own files "
-                "begin with 'checkpoint.'. Rename the file. Nothing was converted"
+                f"{checkpoint.location.display}: the file name {key!r} is reserved, because names of ckptcore's own "
+                "files begin with 'checkpoint.'. Rename the file. Nothing was converted"
             )
 
 
 class _StoredFiles:
     """Files of a checkpointable that are read from the source while they are written."""
 
-    def __init__(self, opened: Checkpoint) -> None:
-        self._opened = opened
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._opened = checkpoint
 
     def write(self, part: SavePart, store: WriteStore) -> JSON:
         """See `Captured`."""

@@ -62,15 +62,15 @@ def refuse_destination(source: Location, destination: Location) -> None:
             )
 
 
-def refuse_further(opened: Checkpoint, destination: Location) -> None:
+def refuse_further(checkpoint: Checkpoint, destination: Location) -> None:
     """Refuse a destination that is, or contains, another checkpoint that is read: a base, or a source of a transform.
 
     Raises:
         InvalidLocationError: before anything is written.
     """
-    if opened.derived is None:
+    if checkpoint.derived is None:
         return
-    first, *further = opened.derived.sources
+    first, *further = checkpoint.derived.sources
     refuse_further(first, destination)
     for other in further:
         refuse_further(other, destination)
@@ -237,13 +237,13 @@ class _ManifestReader:
             return self._read_foreign(checkpoint)
         return self._read_single(checkpoint) if isinstance(checkpoint, Checkpoint) else self._read_composite(checkpoint)
 
-    def _read_single(self, opened: Checkpoint) -> Manifest:
+    def _read_single(self, checkpoint: Checkpoint) -> Manifest:
         """Return the manifest of a checkpoint of one tree, or of files."""
-        location = opened.location
-        root = _stored_root(opened, "")
-        named = self._with_sizes(location.store, opened.objects.values())
-        others = self._other_objects(location, opened.objects.keys(), {""})
-        return Manifest.of(location, opened.version, root, (), [*named, *others])
+        location = checkpoint.location
+        root = _stored_root(checkpoint, "")
+        named = self._with_sizes(location.store, checkpoint.objects.values())
+        others = self._other_objects(location, checkpoint.objects.keys(), {""})
+        return Manifest.of(location, checkpoint.version, root, (), [*named, *others])
 
     def _read_composite(self, composite: CompositeCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint of several checkpointables, without deleted ones."""
@@ -254,9 +254,11 @@ class _ManifestReader:
                 if is_deleted(composite, directory):
                     deleted.append(directory)
                     continue
-                opened = open_member(composite, name, directory, self._source, self._context)
-                members.append(_stored_root(opened, directory))
-                records.extend([record._replace(key=f"{directory}/{record.key}") for record in opened.objects.values()])
+                checkpoint = open_member(composite, name, directory, self._source, self._context)
+                members.append(_stored_root(checkpoint, directory))
+                records.extend(
+                    [record._replace(key=f"{directory}/{record.key}") for record in checkpoint.objects.values()]
+                )
         if lost := lost_members(composite, composite.members.keys() - present_members(composite).keys()):
             logger.warning(
                 "%s is copied without %s, which it lists and which is missing: lost, or never copied there",

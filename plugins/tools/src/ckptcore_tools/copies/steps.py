@@ -11,7 +11,7 @@ from ckptcore.commit.location import LocationLike, SubPath
 from ckptcore.commit.locks import IfInUse, Lock
 from ckptcore.commit.stored_root import Overwrite
 from ckptcore.commit.subdirectory import subdirectory
-from ckptcore.context import Context
+from ckptcore.context import Context, default_context
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -21,6 +21,7 @@ from ckptcore.errors import (
 )
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import StorageBackend
+from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 from ckptcore.training.path_directory import read_directory_metadata, write_directory_metadata
 from ckptcore.training.steps import StepDirectory
@@ -63,19 +64,43 @@ class StepsCopyReport:
         return sum(report.sent_bytes for report in self.steps.values())
 
 
-def copy_run(
+def copy_steps(
     source: LocationLike,
     destination: LocationLike,
-    context: Context,
     *,
     steps: Collection[int] | None = None,
     step_names: StepNames | None = None,
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     if_in_use: IfInUse = "error",
-    progress: ProgressCallback | None = None,
+    progress: bool | ProgressCallback = False,
+    context: Context | None = None,
 ) -> StepsCopyReport:
-    """See `ckptcore.copy_steps`."""
+    """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
+
+    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is the run
+    as it was at an earlier time. Calling this again resumes, and also copies steps that were saved since. Steps that
+    exist at the destination are not copied again. This process owns the destination during the copy.
+
+    Args:
+        source, destination: the directories of steps, as paths or URLs.
+        steps: the steps to copy. None: all committed steps.
+        step_names: the naming of the steps. None: the usual names, or one other prefix.
+        overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
+        if_in_use: what to do if another job owns the destination; see `Checkpointer`.
+        progress: see `copy`. The total is an estimate until the last step: steps after the current one count as if they
+            were equally large.
+        context: options.
+
+    Raises:
+        CheckpointNotFoundError: if a step does not exist, or there are none. Steps that are deleted during the copy are
+            listed in the report.
+        CheckpointExistsError: if the destination has another save of a step. The steps before it are copied.
+        DirectoryInUseError: if another job writes steps to the destination.
+        CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
+            are listed in the report. If none can be copied, the first error is raised.
+    """
+    context = context or default_context()
     from_steps, to_steps = (
         StepDirectory(directory, step_names or StepNames(), context) for directory in (source, destination)
     )
@@ -83,14 +108,15 @@ def copy_run(
     to_steps.replace(to_steps.list_names())
     chosen, unread = _choose_steps(from_steps, steps)
     store = to_steps.open_to_write()
-    with to_steps.commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
-        _copy_metadata(from_steps.store, store, overwrite)
-        counted = _StepsProgress(progress, len(chosen))
-        copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context, unread)
-        for step in chosen:
-            copy.step(step)
-            counted.end_step()
-    counted.report(0, 0)
+    with runtime_of(context).show_progress(progress, "copying") as report:
+        counted = _StepsProgress(report, len(chosen))
+        with to_steps.commit_method(store).locks(to_steps.display).own(if_in_use) as lock:
+            _copy_metadata(from_steps.store, store, overwrite)
+            copy = _RunCopy(from_steps, to_steps, lock, overwrite, verify, counted, context, unread)
+            for step in chosen:
+                copy.step(step)
+                counted.end_step()
+        counted.report(0, 0)
     return replace(copy.report(), left_out=_other_files(from_steps))
 
 

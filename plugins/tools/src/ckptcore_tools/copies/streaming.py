@@ -72,7 +72,7 @@ def reading_context(context: Context) -> Context:
 
 
 def items_by_object(
-    layout: Layout, tree: TreeMetadata, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes
+    layout: Layout, tree: TreeMetadata, checkpoint: Checkpoint, sources: Sequence[int], sizes: StreamSizes
 ) -> list[list[WriteItem]]:
     """Return the write items for a layout, grouped by object, in the order in which the layout takes them.
 
@@ -81,8 +81,8 @@ def items_by_object(
     Args:
         layout: the layout that writes.
         tree: the tree to write.
-        opened: the checkpoint to read. Its sizes must have been checked.
-        sources: by leaf of the tree, the leaf of `opened` that has its elements.
+        checkpoint: the checkpoint to read. Its sizes must have been checked.
+        sources: by leaf of the tree, the leaf of `checkpoint` that has its elements.
         sizes: sizes of slices.
 
     Raises:
@@ -97,15 +97,15 @@ def items_by_object(
                 f"ckptcore.copy(source, destination, layout=..., transforms=[ckptcore.transforms.Drop({pattern!r})]). "
                 "Nothing was written"
             ) from error
-    objects = _items_by_object(layout, tree, opened, sources, sizes)
+    objects = _items_by_object(layout, tree, checkpoint, sources, sizes)
     largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)
     if largest is not None:  # refused before the layout plans and writes terabytes; no page is touched
-        allocate_for(opened, sources[largest.leaf], ArraySpec((largest.nbytes,), "uint8"))
+        allocate_for(checkpoint, sources[largest.leaf], ArraySpec((largest.nbytes,), "uint8"))
     return objects
 
 
 def _items_by_object(
-    layout: Layout, tree: TreeMetadata, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes
+    layout: Layout, tree: TreeMetadata, checkpoint: Checkpoint, sources: Sequence[int], sizes: StreamSizes
 ) -> list[list[WriteItem]]:
     objects = layout.arrays_by_object(tree)
     if objects is None:
@@ -116,7 +116,7 @@ def _items_by_object(
                 if isinstance(record, ArrayRecord) and leaf not in tree.aliases
             ]
         ]
-    derived = opened.derived
+    derived = checkpoint.derived
     if derived is not None:
         return [
             [
@@ -127,13 +127,13 @@ def _items_by_object(
             ]
             for leaves in objects
         ]
-    stored = _stored_bytes(opened)
-    index = opened.index
+    stored = _stored_bytes(checkpoint)
+    index = checkpoint.index
     native = native_reader(index)
 
     def slices(record: ArrayRecord, source: int) -> list[Box]:
         rows, shape = index.chunk_rows(source), record.spec.shape
-        is_native = native is not None and native.reads(source, opened.store)
+        is_native = native is not None and native.reads(source, checkpoint.store)
         is_whole = is_native and rows is not None and shape != () and rows >= shape[0]
         return _slices(record, stored.get(source, 0), rows, sizes, is_whole=is_whole)
 
@@ -148,10 +148,10 @@ def _items_by_object(
     ]
 
 
-def _stored_bytes(opened: Checkpoint) -> Mapping[int, int]:
+def _stored_bytes(checkpoint: Checkpoint) -> Mapping[int, int]:
     """Return the total size of the byte ranges of each leaf. See `ChunkIndex.extents`."""
     stored: dict[int, int] = {}
-    for leaf, _, start, stop in extents_of(opened):
+    for leaf, _, start, stop in extents_of(checkpoint):
         stored[leaf] = stored.get(leaf, 0) + stop - start
     return stored
 
@@ -246,17 +246,17 @@ class StreamedSnapshot:
     of a tied array that is written under several names are read once, as far as they can be kept.
     """
 
-    def __init__(self, plan: WritePlan, opened: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
+    def __init__(self, plan: WritePlan, checkpoint: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
         """Prepare to read.
 
         Args:
             plan: the items to write.
-            opened: the checkpoint to read. Its I/O threads must not be used for writing; see `reading_context`.
-            sources: by leaf of the plan's tree, the leaf of `opened` that has its elements.
+            checkpoint: the checkpoint to read. Its I/O threads must not be used for writing; see `reading_context`.
+            sources: by leaf of the plan's tree, the leaf of `checkpoint` that has its elements.
             sizes: sizes of slices and of the buffer.
         """
         self.plan = plan
-        self._opened = opened
+        self._opened = checkpoint
         self._sources = sources
         self._sizes = sizes
         self._changed = threading.Condition()

@@ -140,7 +140,7 @@ def _refuse(key: str) -> NoReturn:
 def written_to_json(written: WrittenProcess) -> JSON:
     """Encode the writes of a process for the leader."""
     return {
-        "checkpoints": [_checkpoint_to_json(one) for one in written.checkpoints],
+        "checkpoints": [_checkpoint_to_json(item) for item in written.checkpoints],
         "memory": asdict(written.memory),
         "unplanned": list(written.unplanned),
     }
@@ -173,15 +173,15 @@ def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) ->
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(
-                receipts=[_receipt_from_json(*pair) for pair in zip(one["receipts"], checkpoint_trees, strict=True)],
-                sizes=one["sizes"],
-                at_most=frozenset(one["at_most"]),
-                about=frozenset(one["about"]),
-                array_bytes=one["array_bytes"],
-                boxes=one["boxes"],
-                requests=RequestCounts(**one["requests"]),
+                receipts=[_receipt_from_json(*pair) for pair in zip(entry["receipts"], checkpoint_trees, strict=True)],
+                sizes=entry["sizes"],
+                at_most=frozenset(entry["at_most"]),
+                about=frozenset(entry["about"]),
+                array_bytes=entry["array_bytes"],
+                boxes=entry["boxes"],
+                requests=RequestCounts(**entry["requests"]),
             )
-            for one, checkpoint_trees in zip(document["checkpoints"], trees, strict=True)
+            for entry, checkpoint_trees in zip(document["checkpoints"], trees, strict=True)
         ],
         memory=MemoryPlan(**document["memory"]),
         unplanned=document["unplanned"],
@@ -366,24 +366,24 @@ def _plan_processes(
 ) -> tuple[ProcessPlan, ...]:
     """Simulate the commit of a checkpoint, and return the plan of each process. The leader also writes the root."""
     before = written[0].sizes.keys() - written[0].about
-    run_commit(leader.save, leader.claim, [one.receipts for one in written], context)
+    run_commit(leader.save, leader.claim, [process.receipts for process in written], context)
     sizes = {key.partition("/")[2]: size for key, size in leader.storage.sizes.items()}
     processes = []
-    for rank, one in enumerate(written):
-        rank_sizes = one.sizes if rank else sizes
-        about = one.about if rank else sizes.keys() - before
+    for rank, process in enumerate(written):
+        rank_sizes = process.sizes if rank else sizes
+        about = process.about if rank else sizes.keys() - before
         processes.append(
             ProcessPlan(
                 rank=rank,
-                array_bytes=one.array_bytes,
-                boxes=one.boxes,
+                array_bytes=process.array_bytes,
+                boxes=process.boxes,
                 objects=tuple(
                     [
-                        ObjectPlan(key, size, _certainty(key, one.at_most, about))
+                        ObjectPlan(key, size, _certainty(key, process.at_most, about))
                         for key, size in sorted(rank_sizes.items())
                     ]
                 ),
-                requests=leader.storage.requests if rank == 0 else one.requests,
+                requests=leader.storage.requests if rank == 0 else process.requests,
             )
         )
     return tuple(processes)

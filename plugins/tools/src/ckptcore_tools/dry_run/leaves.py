@@ -24,7 +24,7 @@ def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> Context:
 
 def running_leaves() -> WrapLeaf:
     """Wrap handlers for a process of the running job. The shards of a leaf are those of this process."""
-    return _RunningLeaves
+    return lambda handler: _DryRunLeaves(handler, None)
 
 
 def simulated_leaves(process: int) -> WrapLeaf:
@@ -32,12 +32,13 @@ def simulated_leaves(process: int) -> WrapLeaf:
 
     The handlers raise UnsupportedLeafError if only that process knows its shards.
     """
-    return lambda handler: _SimulatedLeaves(handler, process)
+    return lambda handler: _DryRunLeaves(handler, process)
 
 
-class _RunningLeaves(LeafHandler):
-    def __init__(self, handler: LeafHandler) -> None:
+class _DryRunLeaves(LeafHandler):
+    def __init__(self, handler: LeafHandler, process: int | None) -> None:
         self._handler = handler
+        self._process = process
 
     @property
     def priority(self) -> int:
@@ -56,7 +57,7 @@ class _RunningLeaves(LeafHandler):
         return self._handler.identity(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        return self._handler.shards_of(leaf, None, rank, size)
+        return self._handler.shards_of(leaf, self._process, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         return self.shards(leaf, rank, size)
@@ -93,15 +94,6 @@ class _RunningLeaves(LeafHandler):
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         _refuse()
-
-
-class _SimulatedLeaves(_RunningLeaves):
-    def __init__(self, handler: LeafHandler, process: int) -> None:
-        super().__init__(handler)
-        self._process = process
-
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        return self._handler.shards_of(leaf, self._process, rank, size)
 
 
 def _refuse() -> NoReturn:

@@ -18,15 +18,7 @@ from ckptcore.io.requests import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import (
-    CheckpointInfo,
-    HostBytes,
-    Layout,
-    Snapshot,
-    StorageBackend,
-    Transaction,
-    WriteStore,
-)
+from ckptcore.protocols import CheckpointInfo, HostBytes, Layout, Snapshot, StorageBackend, Transaction, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.descriptions import FilesDescription
 from ckptcore.saving.requests import Save, SavePart
@@ -319,7 +311,7 @@ def run_commit(save: Save, claim: Transaction, receipts: Sequence[Sequence[Recei
         data, tables = encode_root(replace(whole, custom=info.custom))
     else:
         layouts = {part.layout.name: part.layout for part in save.parts}
-        written = [_write_metadata_files(one, info.checkpoint_info, claim, context) for one in layouts.values()]
+        written = [_write_metadata_files(layout, info.checkpoint_info, claim, context) for layout in layouts.values()]
         composite = CompositeRoot(
             save_id=info.save_id,
             created=info.created,

@@ -100,10 +100,10 @@ def merged_summary(summaries: Sequence[Mapping[str, Any]]) -> JSON:
     """Return the summary of several trees together."""
     merged: dict[str, Any] = {"dtypes": {}, "roles": {}}
     for kind, totals in merged.items():
-        for one in summaries:
-            for key, counts in one[kind].items():
+        for summary in summaries:
+            for key, counts in summary[kind].items():
                 _add(totals, key, counts)
-    arrays = [array for one in summaries for array in one["largest"]]
+    arrays = [array for summary in summaries for array in summary["largest"]]
     merged["largest"] = sorted(arrays, key=operator.itemgetter("nbytes"), reverse=True)[:_LARGEST]
     return merged
 

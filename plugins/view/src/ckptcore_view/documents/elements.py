@@ -43,8 +43,8 @@ def _differences(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSO
         "version": a.version,
         "count": len(differences),
         "differences": [
-            {"path": one.path, "kind": one.kind, "a": _text(one.a), "b": _text(one.b)}
-            for one in differences[:_MAX_ROWS]
+            {"path": row.path, "kind": row.kind, "a": _text(row.a), "b": _text(row.b)}
+            for row in differences[:_MAX_ROWS]
         ],
         "arrays": len(comparison.pairs),
         "pairs": [
@@ -87,12 +87,12 @@ def _difference(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON
         "norm": number_to_json(distance.norm),
         "worst": [
             {
-                "index": list(one.position),
-                "a": number_to_json(one.a),
-                "b": number_to_json(one.b),
-                "error": number_to_json(one.error),
+                "index": list(element.position),
+                "a": number_to_json(element.a),
+                "b": number_to_json(element.b),
+                "error": number_to_json(element.error),
             }
-            for one in distance.worst
+            for element in distance.worst
         ],
     }
 

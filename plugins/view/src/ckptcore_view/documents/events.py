@@ -226,4 +226,4 @@ def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
 
 def _framework_of(opened: OpenTree) -> str:
     records = itertools.islice(opened.tree.leaves, _MAX_LEAVES)
-    return next(filter(None, (framework_of(one) for one in records if isinstance(one, ArrayRecord))), "")
+    return next(filter(None, (framework_of(record) for record in records if isinstance(record, ArrayRecord))), "")
