@@ -258,9 +258,9 @@ def _plan_references(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
     refuse_other_spelling(checkpoint.location, "refer to")
-    direct = Base(base_path(location, checkpoint.location), root.save_id)
+    direct = Base(_base_path(location, checkpoint.location), root.save_id)
     further = [
-        Base(base_path(location, base_location(checkpoint.location, first, context)), first.save_id)
+        Base(_base_path(location, base_location(checkpoint.location, first, context)), first.save_id)
         for first in root.references.bases
     ]
     overlaid = overlay(root.tree, description.tree, *description.placeholders)

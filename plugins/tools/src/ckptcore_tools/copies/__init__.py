@@ -7,7 +7,6 @@ from typing import overload
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike, expect_directory_name
-from ckptcore.commit.locks import IfInUse
 from ckptcore.commit.stored_root import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.progress import ProgressCallback
