@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
@@ -46,9 +46,7 @@ class _Processes:
         for rank in range(size):
             told_file(place, rank).unlink(missing_ok=True)  # of the job before
         self._errors = [f"{place}.{size}.{rank}.errors" for rank in range(size)]
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         self._server = None if leader_serves else program.serve(port)
         self._processes = [
             context.Process(target=program.run, args=(cell, rank, size, port, leader_serves, place, self._errors[rank]))

@@ -6,13 +6,14 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
+
+from ckptcore_testing.servers import free_port
 
 _PATIENCE_SECONDS: Final = 240
 
@@ -56,9 +57,7 @@ def run_job(
     The processes come from a server that has imported the frameworks, and started nothing of them.
     """
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as found:
         processes = []
         for rank in range(size):

@@ -24,6 +24,7 @@ from tests.jobs.optimizer_stages import optimizers
 from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
 from tests.jobs.unequal_ranks import refusals, wait_for_late_rank
+from tests.launchers.torch_arrays import tensor_of
 
 QUICK: Final = ckptcore.Context(durability="none")
 
@@ -163,13 +164,6 @@ def strided(place: Place) -> Any:
         found = whole_of(other.state_dict())
         assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
     return "done"
-
-
-def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The same elements."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
 
 
 def array_of(tensor: torch.Tensor) -> Any:

@@ -6,7 +6,6 @@ import itertools
 import os
 import signal
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,20 +26,10 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import AnySave, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.jobs.processes import Place
+from tests.jobs.torch_program import run  # noqa: F401  # the job starts with it
 
 LAYOUT: Final = "dcp"
 """In which each process has a file of its own."""
-
-
-def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Do a task in a job of torch.distributed."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.size)
-    answer = task(place)
-    dist.barrier()
-    dist.destroy_process_group()
-    return answer
 
 
 class Sight(FaultPlan):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -21,19 +20,9 @@ from ckptcore import Checkpointer, Context
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
+from tests.jobs.torch_program import run  # noqa: F401  # the job starts with it
 
 _SHAPE: Final = (12, 5)
-
-
-def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Do a task in a job of torch.distributed."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.size)
-    answer = task(place)
-    dist.barrier()
-    dist.destroy_process_group()
-    return answer
 
 
 def _state(step: int, place: Place) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 
@@ -20,9 +20,7 @@ HERE = Path(__file__).parent
 
 def start(size: int, task: str, directory: Path, *arguments: str) -> list[subprocess.Popen[str]]:
     """Start a task in several processes."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(HERE / "orbax_v1_job.py"), task, str(directory), str(port), str(size)]
     return [
         subprocess.Popen(

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 
@@ -22,25 +22,26 @@ pytestmark = pytest.mark.system
 PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
 
 
-def _process(arguments: Sequence[str], errors: str) -> None:
+def _process(program: str, arguments: Sequence[str], errors: str) -> None:
     """The job's program, in a process that has imported JAX but not started a backend."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
-    sys.argv = [str(PROGRAM), *arguments]
-    runpy.run_path(str(PROGRAM), run_name="__main__")
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
 
 
-def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[int | None], str]:
+def run(
+    size: int, devices: int, task: str, directory: Path, program: Path = PROGRAM
+) -> tuple[Sequence[int | None], str]:
     """Run a task in a job of processes with devices. Return the exit status and output of each."""
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as place:
         files = [f"{place}/{rank}" for rank in range(size)]
         processes = [
             context.Process(
-                target=_process, args=([address, str(rank), str(size), str(devices), task, str(directory)], file)
+                target=_process,
+                args=(str(program), [address, str(rank), str(size), str(devices), task, str(directory)], file),
             )
             for rank, file in enumerate(files)
         ]
@@ -56,8 +57,9 @@ def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[i
                 process.kill()
 
 
-def succeed(size: int, devices: int, task: str, directory: Path) -> None:
-    codes, said = run(size, devices, task, directory)
+def succeed(size: int, devices: int, task: str, directory: Path, program: Path = PROGRAM) -> None:
+    """Run a task that must succeed in every process."""
+    codes, said = run(size, devices, task, directory, program)
     assert codes == [0] * size, said
 
 

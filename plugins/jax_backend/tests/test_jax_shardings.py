@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckptcore_jax import JaxLeafHandler, sharding_from_notes
+from ckptcore_testing.servers import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -237,9 +237,7 @@ def test_processes_of_a_job_write_equal_notes_and_load_to_their_own_devices():
             told.append(dict(notes))
         print(json.dumps(told))
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(

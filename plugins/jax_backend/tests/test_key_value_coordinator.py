@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from ckptcore_jax import KeyValueCoordinator
 from ckptcore_jax.key_value_coordinator import KeyValueClient
 from ckptcore_jax.plugin import ckpt_coordinator
 from ckptcore_testing import CoordinatorTests
+from ckptcore_testing.servers import free_port
 from jax._src import distributed
 
 from ckptcore import Context, hookimpl
@@ -39,13 +39,6 @@ def _rank(file: str, address: str, rank: int, size: int, timeout_seconds: float,
         outcome = (False, error)
     Path(file).write_bytes(pickle.dumps(outcome))
     jax.distributed.shutdown()  # waits for all ranks
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class TestKeyValueCoordinator(CoordinatorTests):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ckptcore_fsspec.opening import open_url
+from ckptcore_testing.servers import free_port
 from ckptcore_testing.storage import UNUSUAL_KEYS
 
 import ckptcore
@@ -310,9 +310,7 @@ def test_broken_answers_are_no_data(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_not_there_is_no_missing_object() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     storage = storage_at(f"http://127.0.0.1:{port}/directory")
     for read in (storage.get, storage.size):
         with pytest.raises(StorageError) as caught:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 
@@ -24,9 +24,7 @@ SIZE = 3
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
 def test_surviving_processes_raise_an_error_that_names_the_load(tmp_path: Path, which: signal.Signals) -> None:
     ckptcore.save(tmp_path / "saved", {f"w{number}": np.full((256, 256), number) for number in range(24)})
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(PROGRAM)]
     job = [
         subprocess.Popen(
