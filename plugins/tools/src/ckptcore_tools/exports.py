@@ -18,12 +18,19 @@ from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import ArraySource, FilesDescription, PartDescription, SavePart
 from ckptcore.saving.preparing import save_created
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitTarget, Save, SaveDraft, as_integer, fail_before_claim
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    CommitTarget,
+    Save,
+    SaveDraft,
+    as_integer,
+    fail_before_claim,
+    foreign_checkpoints,
+)
 from ckptcore.saving.tree_descriptions import TreeDescription
 from ckptcore.saving.writing import PlainSave
 from ckptcore_tools.optimizer_parts import find_optimizers

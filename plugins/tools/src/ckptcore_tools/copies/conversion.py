@@ -30,7 +30,6 @@ from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file, format_names
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.opening.members import existing_members, open_member
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.planning import plan_write
@@ -39,7 +38,7 @@ from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.parts import SavePart, TreeCaptured
 from ckptcore.saving.preparing import keeps_others, save_created
-from ckptcore.saving.requests import CommitInfo, CommitTarget, Save
+from ckptcore.saving.requests import CommitInfo, CommitTarget, Save, foreign_checkpoints
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
 from ckptcore_tools.copies.manifests import refuse_lost
