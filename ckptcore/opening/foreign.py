@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import NO_LEAVES, ROOT_KEY, Member
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
-from ckptcore.commit.stored_root import FindForeign, LocationVersion, has_members, read_version
+from ckptcore.commit.stored_root import LocationVersion, has_members, read_version
 from ckptcore.context import Context
 from ckptcore.distributions import DISTRIBUTIONS, import_name, install_hint
 from ckptcore.errors import (
@@ -259,14 +259,6 @@ def find_composite(location: Location, version: LocationVersion, context: Contex
     return None
 
 
-def foreign_checkpoints(context: Context) -> FindForeign:
-    """Return a function that detects checkpoints of other software with the layouts of a Context.
-
-    It finds one only if a whole directory is one checkpoint. See `_has_single_files`.
-    """
-    return lambda location: owner_of_files(location.store, context)
-
-
 def _reader(storage: StorageBackend, context: Context) -> ObjectReader:
     return ObjectReader(storage, {}, runtime_of(context).io_threads, verify=context.io.verify)
 
@@ -390,7 +382,10 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
 
 
 def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
-    """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none."""
+    """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none.
+
+    It is one only if the whole directory is one checkpoint. See `_has_single_files`.
+    """
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
         try:

@@ -379,7 +379,7 @@ def foreign_checkpoints(context: Context) -> FindForeign:
     def find_foreign(location: Location) -> OwnKeys | None:
         from ckptcore.opening import foreign  # not needed for a save to an empty location
 
-        return foreign.foreign_checkpoints(context)(location)
+        return foreign.owner_of_files(location.store, context)
 
     return find_foreign
 

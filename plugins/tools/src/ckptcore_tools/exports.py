@@ -25,7 +25,6 @@ from ckptcore.io.snapshot import StateBoxes
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.protocols import Layout, SaveCommit, SaveStrategy
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.descriptions import FilesDescription, PartDescription, TreeDescription
@@ -38,6 +37,7 @@ from ckptcore.saving.requests import (
     SavePart,
     as_integer,
     failing_before_claim,
+    foreign_checkpoints,
     save_created,
 )
 from ckptcore.saving.writing import PlainSave

@@ -39,14 +39,21 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, naming_arrays
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.opening.members import present_members
 from ckptcore.opening.open_checkpoints import ATTEMPTS, ConsistentRead, open_either, replaced_too_often, tree_attempts
 from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import SaveCommit, Snapshot, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import NOTHING_COMMITTED, CommitInfo, CommitTarget, Save, SavePart, save_created
+from ckptcore.saving.requests import (
+    NOTHING_COMMITTED,
+    CommitInfo,
+    CommitTarget,
+    Save,
+    SavePart,
+    foreign_checkpoints,
+    save_created,
+)
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
 from ckptcore_tools.copies.foreign_files import check_left_out
 from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost

@@ -29,14 +29,21 @@ from ckptcore.model.metadata import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, check_additional, check_file, format_names
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.opening.members import existing_members, open_member
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 from ckptcore.planning import plan_write
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import Layout, Transforms, WriteStore
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import CommitInfo, CommitTarget, Save, SavePart, TreeCaptured, save_created
+from ckptcore.saving.requests import (
+    CommitInfo,
+    CommitTarget,
+    Save,
+    SavePart,
+    TreeCaptured,
+    foreign_checkpoints,
+    save_created,
+)
 from ckptcore.saving.writing import PlainSave, write_save
 from ckptcore_tools.copies.foreign_files import check_left_out
 from ckptcore_tools.copies.manifests import refuse_destination, refuse_further, refuse_lost

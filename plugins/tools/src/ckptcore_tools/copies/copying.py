@@ -40,12 +40,11 @@ from ckptcore.inspection.verify import verify_checkpoint
 from ckptcore.io.requests import requests_of
 from ckptcore.io.threads import for_each
 from ckptcore.model.metadata import ObjectRecord
-from ckptcore.opening.foreign import foreign_checkpoints
 from ckptcore.opening.open_checkpoints import ATTEMPTS, replaced_too_often
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import save_created
+from ckptcore.saving.requests import foreign_checkpoints, save_created
 from ckptcore_tools.copies.conversion import SourceReplacedError, convert_checkpoint
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest, refuse_destination
 from ckptcore_tools.copies.transfers import Transfer
