@@ -20,7 +20,6 @@ from ckptcore.commit.root import ROOT_KEY, Claim, PartialSave, new_save_id
 from ckptcore.commit.root_json import (
     HEAD_BYTES,
     encode_claim,
-    encode_partial,
     is_claim,
     is_partial,
     read_head,
@@ -80,7 +79,7 @@ class ConditionalPutTransaction:
         """
         self.ended = False
         self._claim = claim
-        self._claim_bytes = _encode(claim)
+        self._claim_bytes = encode_claim(claim)
         self._location = location
         self._roots = location.store
         owner = claim.owner if isinstance(claim, PartialSave) else None
@@ -246,7 +245,7 @@ class ConditionalPutTransaction:
 
         Return True if the put of the root had succeeded before that.
         """
-        claim = _encode(_equivalent(self._claim))
+        claim = encode_claim(_equivalent(self._claim))
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
         except StorageError:
@@ -294,10 +293,6 @@ class ConditionalPutTransaction:
                 "checkpoint. Delete it again later, or save there"
             )
         self.store.delete([ROOT_KEY])
-
-
-def _encode(claim: Claim | PartialSave) -> bytes:
-    return encode_partial(claim) if isinstance(claim, PartialSave) else encode_claim(claim)
 
 
 def _equivalent(claim: Claim | PartialSave) -> Claim | PartialSave:

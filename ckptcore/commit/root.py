@@ -106,10 +106,6 @@ class PartialSave(NamedTuple):
         """
         return self._replace(ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
 
-    def with_session(self, session: Session) -> PartialSave:
-        """Return the table with one more complete session, and without an owner."""
-        return self._replace(owner=None, sessions=(*self.sessions, session))
-
     def __str__(self) -> str:
         """Describe the complete sessions."""
         if not self.sessions:

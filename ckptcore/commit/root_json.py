@@ -133,16 +133,13 @@ def _has_state(data: bytes, state: str) -> bool:
 # --- encoding ---------------------------------------------------------------------------------------------------------
 
 
-def encode_claim(claimed: Claim) -> bytes:
-    """Return the bytes of the root of a claim."""
-    return _encode_root({**_head("claimed", claimed.save_id), "created": claimed.created})
-
-
-def encode_partial(partial: PartialSave) -> bytes:
-    """Return the bytes of a session table."""
-    return _encode_root({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
-                  "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
-                  "sessions": list(partial.sessions)})  # fmt: skip
+def encode_claim(claim: Claim | PartialSave) -> bytes:
+    """Return the bytes of the root of a claim, or of a session table, which is the claim of a partial save."""
+    if isinstance(claim, Claim):
+        return _encode_root({**_head("claimed", claim.save_id), "created": claim.created})
+    return _encode_root({**_head("partial", claim.save_id), "created": claim.created, "layout": claim.layout,
+                  "agreed": claim.agreed, "ranks": claim.ranks, "owner": claim.owner, "token": claim.token,
+                  "sessions": list(claim.sessions)})  # fmt: skip
 
 
 def encode_root(root: Root | CompositeRoot) -> tuple[bytes, Mapping[str, bytes]]:

@@ -20,7 +20,7 @@ from ckptcore.commit.names import name_of_partial, naming_place
 from ckptcore.commit.put_conditions import find_object
 from ckptcore.commit.rename import RenameMethod, RenameTransaction
 from ckptcore.commit.root import PARTIAL_KEY, ROOT_KEY, PartialSave, Session
-from ckptcore.commit.root_json import encode_partial, is_partial
+from ckptcore.commit.root_json import encode_claim, is_partial
 from ckptcore.commit.stored_root import find_existing, parse_root, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.errors import (
@@ -71,7 +71,8 @@ class OpenSession(ABC):
             CommitUnknownError: the session may have been added.
         """
         expect_no_checkpoint(self._location, self._planned.partial)
-        self._replace(encode_partial(self._planned.partial.with_session(session)))
+        partial = self._planned.partial
+        self._replace(encode_claim(partial._replace(owner=None, sessions=(*partial.sessions, session))))
         self.transaction.leave()
 
     def abort(self) -> None:
@@ -80,7 +81,7 @@ class OpenSession(ABC):
         if not partial.sessions:
             self.transaction.abort()
         elif not self.transaction.ended:
-            self._restore(encode_partial(partial._replace(owner=None)))
+            self._restore(encode_claim(partial._replace(owner=None)))
 
     @abstractmethod
     def _replace(self, table: bytes) -> None:
@@ -116,7 +117,7 @@ class _DirectorySession(OpenSession):
         store.delete([ROOT_KEY])  # left by a process that was killed in `finalize`
         if planned.before is None or planned.before.owner is not None:
             remove_unneeded(store, planned.kept)  # first, because the disk may be full
-        store.put(PARTIAL_KEY, encode_partial(planned.partial))
+        store.put(PARTIAL_KEY, encode_claim(planned.partial))
 
     def _replace(self, table: bytes) -> None:
         self._directories.sync_directory(name_of_partial(self._location.name))
