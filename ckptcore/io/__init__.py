@@ -7,7 +7,7 @@
 - `elements`: elements of arrays as bytes, and boxes as runs
 - `checksums`: checksums of blocks, and checksums inside objects
 - `segments`, `object_writes`: writes of objects
-- `destinations`, `read_tasks`, `reader`: reads of objects
+- `read_tasks`, `reader`: reads of objects
 - `block_cache`: open objects for many small reads
 - `chunk_reads`: reads of boxes of arrays through the chunk index of a layout
 """

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.chunk_reads import read_boxes
-from ckptcore.io.destinations import ObjectShape
 from ckptcore.io.memory import map_pages
 from ckptcore.io.read_tasks import ReadPart, ReadTask, plan_object
-from ckptcore.io.requests import SIZES, CoalescedRange, Sizes, coalesce, requests_of
+from ckptcore.io.requests import SIZES, CoalescedRange, ObjectShape, Sizes, coalesce, requests_of
 from ckptcore.io.threads import IOThreads, WorkerPool, map_ordered
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend

@@ -60,6 +60,40 @@ SIZES: Final = Sizes()
 """The sizes for memory and local disks."""
 
 
+class ObjectShape(NamedTuple):
+    """The sizes of reads of one object.
+
+    Attributes:
+        key: the object.
+        size: its size in bytes.
+        step: reads start and end at multiples of it, in bytes: a block if blocks are verified, else 1.
+        part_bytes: the most bytes of a request; a multiple of `step`.
+        gap_bytes: gaps up to this size are read, because that is cheaper than another request.
+        sizes: the sizes of tasks and blocks.
+    """
+
+    key: str
+    size: int
+    step: int
+    part_bytes: int
+    gap_bytes: int
+    sizes: Sizes
+
+    @property
+    def task_bytes(self) -> int:
+        """The most bytes of a task."""
+        return max(self.sizes.task, self.part_bytes)
+
+    def keeps_elements(self, offset: int, itemsize: int) -> bool:
+        """Return True if reads never start or end inside an element of a chunk at `offset`."""
+        grid = self.step if self.step > 1 else self.part_bytes
+        return offset % itemsize == 0 and grid % itemsize == 0
+
+    def above(self, position: int) -> int:
+        """Return the first step boundary at or after a position, or the end of the object."""
+        return min(self.size, -(-position // self.step) * self.step)
+
+
 class CoalescedRange(NamedTuple):
     """Ranges of one object that are requested together.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,10 +10,10 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import Chunk
+from ckptcore.model.transfer import Checksum, Chunk, ChunkLocations
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning.partition import covers_exactly, uncovered
-from ckptcore.protocols.layouts import ChunkIndex
+from ckptcore.protocols.layouts import ChunkIndex, ReadStore
 
 _MAX_OFFSET: Final = 1 << 62
 
@@ -72,17 +72,19 @@ class ChunkTable(ChunkIndex):
     have a second table, ``slices``, for the arrays that are stored in several boxes.
     """
 
-    def __init__(self, tree: TreeMetadata, state: JSON) -> None:
+    def __init__(self, tree: TreeMetadata, state: JSON, checksum: Checksum | None = None) -> None:
         """Parse and check a state. It may be hostile.
 
         Args:
             tree: the tree that was saved.
             state: JSON of `ChunkColumns`.
+            checksum: the checksum that follows each chunk in its object; None if there is none.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.
         """
         self._tree = tree
+        self._checksum = checksum
         self._whole: dict[int, tuple[str, int]] = {}
         self._sliced: _SlicedArrays | None = None
         self._reasons: dict[int, str | None] = {}
@@ -111,7 +113,7 @@ class ChunkTable(ChunkIndex):
             return self._chunks(leaf, _spec(self._tree, leaf), box)
         shape = _spec(self._tree, leaf).shape
         whole = box if box.stop == shape and not any(box.start) else Box.whole(shape)
-        return (Chunk(location[0], location[1], whole, True, True, leaf),)
+        return (Chunk(location[0], location[1], whole, True, self._checksum is None, leaf),)
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
         """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
@@ -121,7 +123,17 @@ class ChunkTable(ChunkIndex):
         return location
 
     def _chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
-        return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within)
+        return [] if self._sliced is None else self._sliced.chunks(leaf, spec, within, self._checksum is None)
+
+    def locate(self, chunks: Sequence[Chunk], store: ReadStore) -> ChunkLocations:
+        """See `ChunkIndex.locate`. Adds the inline checksums."""
+        checksums = {} if self._checksum is None else dict.fromkeys(range(len(chunks)), self._checksum)
+        return super().locate(chunks, store)._replace(checksums=checksums)
+
+    @property
+    def stored_specs(self) -> Mapping[int, ArraySpec]:
+        """See `ChunkIndex.stored_specs`. Arrays are stored as they are."""
+        return {}
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
         """See `ChunkIndex.extents`."""
@@ -214,7 +226,7 @@ class _SlicedArrays:
             return None
         return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
 
-    def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None) -> list[Chunk]:
+    def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None, is_exact: bool = True) -> list[Chunk]:
         """Return the chunks of a leaf. With a box, leave out chunks outside of it, but not the only chunk of a leaf."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
@@ -227,7 +239,7 @@ class _SlicedArrays:
             begin = begins[row]
             half = begin + axes
             box = Box(tuple(bounds[begin:half]), tuple(bounds[half : half + axes]))
-            chunks.append(Chunk(self._files[files[row]], offsets[row], box, True, True, leaf, row))
+            chunks.append(Chunk(self._files[files[row]], offsets[row], box, True, is_exact, leaf, row))
         return chunks
 
 
