@@ -161,7 +161,7 @@ def _readable_steps(steps: StepDirectory) -> Sequence[int]:
         try:
             return steps.is_committed(step)
         except StorageError as error:
-            steps.warn_once("step %d in %s is left alone: it cannot be read: %s", step, steps.display, error)
+            steps.leave_alone(step, error)
             return False
 
     candidates = steps.candidates()
@@ -180,19 +180,6 @@ class PendingDeletion:
 
     perform: Callable[[], None]
     cancel: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """The facts that a decision to delete is based on.
-
-    Attributes:
-        since: the result of `StepDirectory.changes` at the time of the decision.
-        keep: returns the steps that must not be deleted now.
-    """
-
-    since: int
-    keep: Callable[[], Collection[int]]
 
 
 class StepDeleter:
@@ -287,9 +274,7 @@ class StepDeleter:
         try:
             return self._commits.is_committed(self._steps.name(step)) is False
         except StorageError as error:
-            self._steps.warn_once(
-                "step %d in %s is left alone: it cannot be read: %s", step, self._steps.display, error
-            )
+            self._steps.leave_alone(step, error)
             return False
 
     def collect(
@@ -314,7 +299,7 @@ class StepDeleter:
 
             def is_deleted(step: int) -> bool:
                 try:
-                    return not self._is_refused(step) and self._delete(step, _Decision(since, keep))
+                    return not self._is_refused(step) and self._delete(step, keep, since)
                 except CheckpointExistsError as error:  # its directory has another checkpoint, or other files
                     self._refused[step] = self._listing(step)
                     self._steps.warn_once("step %d in %s stays: %s", step, self._steps.display, error)
@@ -385,7 +370,7 @@ class StepDeleter:
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
-            ended = self._hide(step, _Decision(self._steps.changes(), under_way), elsewhere)
+            ended = self._hide(step, under_way, self._steps.changes(), elsewhere)
             if ended is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; "
@@ -409,8 +394,8 @@ class StepDeleter:
         if ended is not None:
             ended.wait()
 
-    def _delete(self, step: int, decision: _Decision) -> bool:
-        """Delete a step, unless it must stay. Return whether it was deleted."""
+    def _delete(self, step: int, keep: Callable[[], Collection[int]], since: int) -> bool:
+        """Delete a step, unless it must stay, see `_hide`. Return True if it was deleted."""
         intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
@@ -421,7 +406,7 @@ class StepDeleter:
                 self._referred.add(step)
                 logger.info("step %d in %s stays: %s refer to it", step, self._steps.display, ", ".join(names))
                 return False
-            ended = self._hide(step, decision) if self._steps.is_committed(step) else None
+            ended = self._hide(step, keep, since) if self._steps.is_committed(step) else None
             if ended is not None:
                 self._remove(step, intent, ended)
         return ended is not None
@@ -464,14 +449,17 @@ class StepDeleter:
         others = (other for other in self._steps.newest_first() if other != step and other not in broken)
         return any(self._is_whole(other) for other in others)
 
-    def _hide(self, step: int, decision: _Decision, elsewhere: Callable[[], bool] = bool) -> threading.Event | None:
+    def _hide(
+        self, step: int, keep: Callable[[], Collection[int]], since: int, elsewhere: Callable[[], bool] = bool
+    ) -> threading.Event | None:
         """Hide a step from this process. Return the event that is set when its deletion ends; None if it must stay.
 
-        A step must stay if `decision.keep` returns it, or if this process changed it after the decision. An undamaged
-        step also stays if no other step is valid, in this directory or `elsewhere`.
+        A step must stay if `keep` returns it, or if this process changed it after the decision, at which
+        `StepDirectory.changes` returned `since`. An undamaged step also stays if no other step is valid, in this
+        directory or `elsewhere`.
         """
         with self._deciding:
-            if step in decision.keep() or self._steps.changed_since(step, decision.since):
+            if step in keep() or self._steps.changed_since(step, since):
                 return None
             if step not in self._steps.broken and not self.has_another(step) and not elsewhere():
                 return None

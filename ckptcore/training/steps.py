@@ -509,7 +509,11 @@ class StepDirectory:
         for step, error in unread:
             if all_fail and isinstance(error, StorageError):
                 raise error
-            self.warn_once("step %d in %s is left alone: it cannot be read: %s", step, self.display, error)
+            self.leave_alone(step, error)
+
+    def leave_alone(self, step: int, error: object) -> None:
+        """Log that nothing is done to a step, because it cannot be read."""
+        self.warn_once("step %d in %s is left alone: it cannot be read: %s", step, self.display, error)
 
     def warn_once(self, message: str, *arguments: object) -> None:
         """Log a warning, unless this object has logged the same one. The next one of a kind is for debugging."""
