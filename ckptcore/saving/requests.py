@@ -5,15 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from ckptcore.commit.location import AnyLocation, Location
 from ckptcore.commit.root import Claim, Member, Role, SaveOrder
 from ckptcore.commit.target import FindForeign, Overwrite
 from ckptcore.context import Context
+from ckptcore.errors import converts_errors
 from ckptcore.events import Recording
 from ckptcore.io.snapshot import StateBoxes, StateCopy
 from ckptcore.job.agreement import Agreement
@@ -351,18 +352,25 @@ class SaveDraft(NamedTuple):
         return self.save._replace(parts=parts, strategy=strategy)
 
 
-def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:
-    """Raise an error of this process. The other ranks, which wait at the end of `stage`, fail with it."""
-    with agreement.stage(stage):
-        raise error
-    raise error  # not reached: the stage raises it
+@converts_errors
+def failing_everywhere(agreement: Agreement, stage: str) -> Iterator[None]:
+    """Run a block. If it fails, the other ranks, which wait at the end of `stage`, fail with its error."""
+    try:
+        yield
+    except BaseException:
+        with agreement.stage(stage):
+            raise
 
 
-def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
-    """Raise an error of this process after the save was prepared. The other ranks fail with it at the claim."""
-    with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):  # `bool` is never called
-        raise error
-    raise error  # not reached: the stage raises it
+@converts_errors
+def failing_before_claim(agreement: Agreement) -> Iterator[None]:
+    """Run a block after a save was prepared. If it fails, the other ranks fail with its error at the claim."""
+    try:
+        yield
+    except BaseException:
+        # The exchanges of a claim. `bool` is never called.
+        with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):
+            raise
 
 
 def foreign_checkpoints(context: Context) -> FindForeign:

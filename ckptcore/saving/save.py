@@ -31,8 +31,8 @@ from ckptcore.saving.requests import (
     SaveDraft,
     SaveRequest,
     TreeCaptured,
-    fail_before_claim,
-    fail_everywhere,
+    failing_before_claim,
+    failing_everywhere,
     foreign_checkpoints,
     save_created,
 )
@@ -48,25 +48,18 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: the save failed.
     """
-    refuse_in_signal_handler(f"the save to {request.destination.location}")
-    runtime = runtime_of(context)
-    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
-    key = runtime.exchange_key(request.destination.exchange_name)
     progress = None if request.hooks.progress is None else ByteProgress(request.hooks.progress)
-    with _recorded(request, context, progress) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime.job(), key, recording)
+    with _recorded(request, context, progress) as (recording, agreement):
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         capture = _Capture(save)
         try:
-            try:
+            with failing_before_claim(agreement):
                 with recording.phase("wait_for_previous"):
-                    runtime.saves.wait()
+                    runtime_of(context).saves.wait()
                 if progress is not None:
                     progress.plan(save.nbytes)
                 capture.view()
-            except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-                fail_before_claim(agreement, error)
             _write(save, request.hooks.committed)
         finally:
             capture.close()
@@ -87,36 +80,29 @@ def begin_save(
     Raises:
         CheckpointError: the save cannot start. The handle raises later errors.
     """
-    refuse_in_signal_handler(f"the save to {request.destination.location}")
-    runtime = runtime_of(context)
-    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
-    key = runtime.exchange_key(request.destination.exchange_name)
-    progress = ByteProgress(request.hooks.progress)
-    with _recorded(request, context, progress, in_background=True) as recording, recording.phase("blocking"):
-        agreement = Agreement(runtime.job(), key, recording)
-        try:
-            with recording.phase("wait_for_previous"):
-                if (when_busy or context.when_busy) == "wait":
-                    runtime.saves.wait()
-                else:
-                    runtime.saves.wait_for_room()
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_everywhere(agreement, "describe", error)
+    runtime, progress = runtime_of(context), ByteProgress(request.hooks.progress)
+    with _recorded(request, context, progress, in_background=True) as (recording, agreement):
+        with failing_everywhere(agreement, "describe"), recording.phase("wait_for_previous"):
+            if (when_busy or context.when_busy) == "wait":
+                runtime.saves.wait()
+            else:
+                runtime.saves.wait_for_room()
         with recording.phase("describe"):
             save = prepare_save(request, context, recording, agreement)
         handle = SaveHandle(save.target.location.display, progress)
         memory = StagingMemory(runtime.staging, runtime.io_threads)
         capture, limit = _Capture(save), context.memory.save_bytes
-        try:
-            progress.plan(save.nbytes)
-            copies_first = limit is None and not _writes_while_copying(save)
-            copies = capture.copy(memory, limit)
-            if copies_first:
-                _finish_copies(copies, memory, recording)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            capture.close()
-            memory.close()
-            fail_before_claim(agreement, error)
+        with failing_before_claim(agreement):
+            try:
+                progress.plan(save.nbytes)
+                copies_first = limit is None and not _writes_while_copying(save)
+                copies = capture.copy(memory, limit)
+                if copies_first:
+                    _finish_copies(copies, memory, recording)
+            except BaseException:
+                capture.close()
+                memory.close()
+                raise
         # This thread makes bounded copies, and the writer waits for them: the writer cannot run on this thread.
         inline = limit is None or not copies
         _write_in_background(save, capture, request.hooks.committed, memory, handle, inline=inline)
@@ -267,12 +253,18 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
 @contextmanager
 def _recorded(
     request: SaveRequest, context: Context, progress: ByteProgress | None, *, in_background: bool = False
-) -> Iterator[Recording]:
-    """Record a save. A save in the background ends its recording later, unless it fails to start."""
-    location, rank = shown_location(request.destination.location), runtime_of(context).job().rank
-    recording = Recording("save", location, context.observers, step=request.notes.step, rank=rank, progress=progress)
+) -> Iterator[tuple[Recording, Agreement]]:
+    """Record a save, and begin its exchanges. A save in the background ends its recording later, if it can start."""
+    refuse_in_signal_handler(f"the save to {request.destination.location}")
+    runtime = runtime_of(context)
+    # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
+    key = runtime.exchange_key(request.destination.exchange_name)
+    location, job = shown_location(request.destination.location), runtime.job()
+    step = request.notes.step
+    recording = Recording("save", location, context.observers, step=step, rank=job.rank, progress=progress)
     try:
-        yield recording
+        with recording.phase("blocking"):
+            yield recording, Agreement(job, key, recording)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -350,13 +342,12 @@ def _write_in_background(
     except RuntimeError as error:
         capture.close()
         memory.close()
-        failed = CheckpointError(
-            f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
-            f"{error}. Call save, or leave out save_bytes, so that the whole state is copied. "
-            f"{NOTHING_COMMITTED.capitalize()}"
-        )
-        failed.__cause__ = error
-        fail_before_claim(save.agreement, failed)
+        with failing_before_claim(save.agreement):
+            raise CheckpointError(
+                f"cannot save to {save.target.location.display} in the background with MemoryOptions(save_bytes=...): "
+                f"{error}. Call save, or leave out save_bytes, so that the whole state is copied. "
+                f"{NOTHING_COMMITTED.capitalize()}"
+            ) from error
 
 
 class _Capture:

@@ -18,7 +18,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.saving.descriptions import PartDescription, TreeDescription
-from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, fail_before_claim
+from ckptcore.saving.requests import NOTHING_COMMITTED, OneTree, Save, SaveDraft, SaveRequest, failing_before_claim
 from ckptcore.saving.writing import PlainSave
 
 _NO_LIMIT: Final = 1 << 62
@@ -72,11 +72,9 @@ class _SaveFile(PlainSave):
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Refuse what one file cannot have, and plan the file."""
-        try:
+        with failing_before_claim(draft.save.agreement):
             self._refuse(draft)
             return draft.plan(self)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.save.agreement, error)
 
     def _refuse(self, draft: SaveDraft) -> None:
         """Refuse states that the file would not give back, and a location that may not be replaced."""

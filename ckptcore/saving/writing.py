@@ -42,7 +42,7 @@ from ckptcore.saving.requests import (
     SaveDraft,
     SavePart,
     TreeCaptured,
-    fail_before_claim,
+    failing_before_claim,
     foreign_checkpoints,
 )
 
@@ -62,10 +62,8 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
         CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
-    try:
+    with failing_before_claim(agreement):
         commit = save.strategy.begin(save)
-    except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-        fail_before_claim(agreement, error)
     try:
         with agreement.stage("claim", meaning=commit.meaning):
             commit.claim()
@@ -139,10 +137,8 @@ class PlainSave:
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Plan the parts."""
-        try:
+        with failing_before_claim(draft.save.agreement):
             return draft.plan(self)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.save.agreement, error)
 
     def begin(self, save: Save) -> SaveCommit:
         """Return the commit of a save."""

@@ -17,7 +17,7 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout, SaveCommit, StorageBackend
 from ckptcore.saving.descriptions import TreeDescription
-from ckptcore.saving.requests import Save, SaveDraft, fail_before_claim, save_created
+from ckptcore.saving.requests import Save, SaveDraft, failing_before_claim, save_created
 from ckptcore.saving.writing import PlainSave
 from ckptcore_incremental.session_claims import (
     OpenSession,
@@ -67,12 +67,10 @@ class PartialSession(PlainSave):
         draft.save.recording.save_id = partial.save_id
         info = draft.save.info._replace(save_id=partial.save_id, created=partial.created)
         draft = draft._replace(save=draft.save._replace(info=info))
-        try:
+        with failing_before_claim(draft.save.agreement):
             save = draft.plan(PartialSession(plan.planned))
             for part in save.parts:
                 part.plan = plan.with_session_rank(part.plan)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_before_claim(draft.save.agreement, error)
         return save
 
     def begin(self, save: Save) -> SaveCommit:

@@ -33,7 +33,7 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.descriptions import TreeDescription
-from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, SavePart, fail_everywhere
+from ckptcore.saving.requests import NOTHING_COMMITTED, Save, SaveDraft, SavePart, failing_everywhere
 from ckptcore.saving.writing import PlainCommit, PlainSave, build_root
 from ckptcore_tiers.hosts import Hosts, shards_key
 
@@ -65,10 +65,8 @@ class HostSave(PlainSave):
         """Plan the parts, and the copies for this host."""
         if len(self.hosts.groups) == 1:
             return PlainSave.prepare(self, draft)
-        try:
+        with failing_everywhere(draft.save.agreement, _FIRST_STAGE):
             save = draft.plan(self)
-        except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
-            fail_everywhere(draft.save.agreement, _FIRST_STAGE, error)
         return save._replace(parts=[*save.parts, *_plan_copies(save, self.hosts)])
 
     def begin(self, save: Save) -> SaveCommit:

@@ -30,7 +30,7 @@ from ckptcore.saving.requests import (
     SaveDraft,
     SavePart,
     as_integer,
-    fail_before_claim,
+    failing_before_claim,
     save_created,
 )
 from ckptcore.saving.writing import PlainSave
@@ -449,7 +449,8 @@ def _fail_remaining(exports: Sequence[Save], interruption: BaseException) -> Non
     """Fail the exports that this process does not write, because the other ranks would wait for it."""
     for export in exports:
         try:
-            fail_before_claim(export.agreement, interruption)
+            with failing_before_claim(export.agreement):
+                raise interruption
         except BaseException as error:
             if error is not interruption:
                 raise
