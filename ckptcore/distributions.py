@@ -177,3 +177,19 @@ def import_name(name: str, *, purpose: str = "") -> object:
             f"installed: run {distribution.hint}"
         ) from error
     return getattr(imported, name) if module else imported
+
+
+class ShownInNotebooks:
+    """An object that notebooks show as HTML, if the distribution that makes the HTML is installed."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        """Return the HTML. Without the distribution None, so that notebooks show the text of `repr`."""
+        try:
+            to_html = import_name("to_html")
+        except MissingDistributionError:
+            return None
+        assert callable(to_html)
+        html: str = to_html(self)
+        return html

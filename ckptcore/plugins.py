@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 import pluggy
 
 from ckptcore.builtin import BuiltinPlugin
-from ckptcore.distributions import DISTRIBUTIONS, install_hint
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.events import logger_named
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
@@ -210,6 +209,8 @@ class Plugins:
         """Return why a value in a tree has no handler and what to do, as a relative clause for an error message."""
         if self.dispatch_named(value).files is not None:
             return "which writes its own files; save it under a separate name with save_checkpointables"
+        from ckptcore.distributions import install_hint  # only errors need it
+
         if hint := install_hint(value_type=type(value)):
             return f"which no installed plugin handles: install support for it with {hint}"
         for getter, setter in _STATE_METHODS:
@@ -268,6 +269,8 @@ class Plugins:
         """
         frameworks = self._named("ckpt_frameworks", "framework")
         if name not in frameworks:
+            from ckptcore.distributions import install_hint  # only errors need it
+
             hint = install_hint(framework=name)
             remedy = f"; install it with {hint}" if hint else ""
             raise UnknownPluginError(
@@ -301,6 +304,8 @@ class Plugins:
             return layout
         factories = self._named("ckpt_layouts", "layout")
         if layout not in factories:
+            from ckptcore.distributions import DISTRIBUTIONS, install_hint  # only errors need it
+
             hint = install_hint(layout=layout)
             known = sorted({*factories, *(name for one in DISTRIBUTIONS for name in one.layouts)})
             remedy = f"; install it with {hint}" if hint else did_you_mean(LAYOUTS.get(layout, layout), known)
@@ -353,6 +358,8 @@ class Plugins:
             names = " and ".join(name for name, _ in found)
             raise PluginConflictError(f"the plugins {names} both open {scheme}:// locations; uninstall one of them")
         if not found:
+            from ckptcore.distributions import DISTRIBUTIONS, install_hint  # only errors need it
+
             known = [name for one in DISTRIBUTIONS for name in one.schemes]
             remedy = did_you_mean(scheme, sorted({*openers, *known}))
             if hint := install_hint(scheme=scheme if scheme in known else "https"):

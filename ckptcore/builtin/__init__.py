@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptcore.builtin.containers import container_handler
-from ckptcore.builtin.files import files_handler
 from ckptcore.builtin.growing import growing_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
 from ckptcore.builtin.host_values import form_handler
@@ -95,6 +94,8 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
         """Objects that save themselves to a directory."""
+        from ckptcore.builtin.files import files_handler  # trees do not need it
+
         return files_handler(value_type)
 
     @hookimpl

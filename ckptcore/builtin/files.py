@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ckptcore.builtin.stateful import required_parameters
-from ckptcore.distributions import import_name
 from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
@@ -141,4 +140,6 @@ def _async_handler(purpose: str) -> type[FilesHandler]:
     Raises:
         MissingDistributionError: its distribution is not installed.
     """
+    from ckptcore.distributions import import_name  # only asynchronous objects need it
+
     return cast(type[FilesHandler], import_name("SavesToDirectoryAsyncHandler", purpose=purpose))

@@ -15,7 +15,6 @@ from ckptcore.commit.method import CommitMethod
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
 from ckptcore.commit.support import StorageSupport
-from ckptcore.distributions import import_name
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins, expect_inherits
@@ -112,6 +111,8 @@ class Storages(NamedTuple):
         display = redacted_location(address)
         if to_write:
             raise InvalidLocationError(f"{display} is an archive, which is only read: save to a directory")
+        from ckptcore.distributions import import_name  # only archives need it
+
         # A plugin of this project: it is called with these arguments.
         open_archive: Any = import_name("open_archive", purpose=f"a location in the archive {display}")
         archive: StorageBackend = open_archive(storage, name, display)

@@ -11,6 +11,7 @@ from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import SaveOrder
 from ckptcore.commit.root_json import with_order
 from ckptcore.context import Context
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,7 +23,6 @@ from ckptcore.events import Event, readable_events
 from ckptcore.loading.stored_trees import abstract_tree, transformed
 from ckptcore.model.metadata import ObjectRecord, TreeMetadata
 from ckptcore.model.tree import JSON
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint
 from ckptcore.opening.open_checkpoints import (
     ConsistentRead,

@@ -8,10 +8,9 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io.block_cache import BlockCache, RecentBlocks
 from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.chunk_reads import read_boxes
 from ckptcore.io.destinations import ObjectShape
@@ -30,6 +29,9 @@ from ckptcore.io.requests import (
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 from ckptcore.protocols.storage import RangeReader, ReaderByKey
+
+if TYPE_CHECKING:
+    from ckptcore.io.block_cache import BlockCache, RecentBlocks
 
 _RECENT_BYTES: Final = 32 << 20
 """Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
@@ -95,6 +97,8 @@ class ObjectReader:
 
     @functools.cached_property
     def _recent(self) -> RecentBlocks:
+        from ckptcore.io.block_cache import RecentBlocks  # only reads of parts of objects need it
+
         return RecentBlocks(max(2, _RECENT_BYTES // self._sizes.block))
 
     @property
@@ -324,6 +328,8 @@ class ObjectReader:
         if isinstance(reader, ReaderByKey):  # a later read could find another object
             return None
         size, block = self.size(key), self._sizes.block
+        from ckptcore.io.block_cache import BlockCache  # only open checkpoints need it
+
         return BlockCache(key, reader, size, sums, block_bytes=block, recent=self._recent, count=self._add_read)
 
     def _add_read(self, nbytes: int) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
-from ckptcore.distributions import import_name
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
 from ckptcore.loading.stored_trees import transformed
@@ -258,6 +257,8 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
     def find_attempt() -> type[CollectiveAttempt[Any]]:
         if reads == "all":
             return CollectiveAttempt
+        from ckptcore.distributions import import_name  # only shared reads need it
+
         attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
         return cast("type[CollectiveAttempt[Any]]", attempt)
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptcore.builtin.files import empty_directories
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -636,6 +635,8 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
         CorruptCheckpointError: a file is damaged, or two files have conflicting paths.
         StorageError: the file cannot be written to the local disk, or the storage failed.
     """
+    from ckptcore.builtin.files import empty_directories  # only files of objects need it
+
     empty = dict.fromkeys(empty_directories(checkpoint.state))
     for key, record in [*checkpoint.objects.items(), *empty.items()]:
         path = os.path.join(directory, *key.split("/"))

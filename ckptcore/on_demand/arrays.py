@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.errors import CheckpointError
 from ckptcore.io.block_cache import BlockCache
 from ckptcore.io.elements import bytes_of, c_strides, copy_elements, is_little, little_dtype, new_bytes
@@ -16,7 +17,6 @@ from ckptcore.loading.reading import allocate_for, check_sizes
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.metadata import BLOCK_BYTES
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.on_demand.indexing import AxisIndex, BasicIndex, index_box, rows_of
 from ckptcore.on_demand.open_state import OpenState, find_plain_extent, map_array
 from ckptcore.opening.checkpoint import Checkpoint

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.reading import default_handlers, read_leaves
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore.on_demand.arrays import StoredArray
 from ckptcore.on_demand.boxes import LoadedBox, iter_boxes
 from ckptcore.on_demand.open_state import OpenState

@@ -205,10 +205,11 @@ class StepReader(ExplainsAttributes):
         request = LoadRequest(
             select=select, transforms=transforms, matching=matching, report=report, framework=framework
         )
-        return self._load(step, StepLoad(functools.partial(self._load_value, abstract, request)))
 
-    def _load_value(self, abstract: object, request: LoadRequest, location: AnyLocation, recording: Recording) -> Any:
-        return load_value(location, abstract, self._context, recording, request)
+        def run(location: AnyLocation, recording: Recording) -> Any:
+            return load_value(location, abstract, self._context, recording, request)
+
+        return self._load(step, StepLoad(run))
 
     @explains_arguments
     def load_into(
@@ -234,10 +235,10 @@ class StepReader(ExplainsAttributes):
         """
         request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
-        def into(location: AnyLocation, recording: Recording) -> Any:
+        def run(location: AnyLocation, recording: Recording) -> Any:
             return load_into_target(location, target, self._context, recording, request)
 
-        return self._load(step, StepLoad(into, "the target"))
+        return self._load(step, StepLoad(run, "the target"))
 
     @explains_arguments
     def load_checkpointables(

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FrameType, TracebackType
-from typing import Any, Self, TypeAlias
+from types import FrameType
+from typing import Any, TypeAlias
 
 from ckptcore.io.requests import reset_in_children
 from ckptcore.job.agreement import Agreement
@@ -86,16 +86,6 @@ class TerminationSignal:
         is_installed = signal.getsignal(signal.SIGTERM) is self._handler
         if is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def _pass_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:

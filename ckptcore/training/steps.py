@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from ckptcore.commit.delete import concerns_one_entry
@@ -49,7 +50,6 @@ from ckptcore.training.other_names import find_other_steps
 
 logger = logger_named("ckptcore.training")
 
-_ANSWERS: Final = (True, False)
 _MAX_WARNED: Final = 1000
 """Most warnings that are remembered. Beyond this, some are repeated."""
 
@@ -473,10 +473,8 @@ class StepDirectory:
         except InvalidLocationError as error:
             self._ignore_link(name, error)
             return False, False
-        except CompositeCheckpointError:
-            return True, False
-        except CorruptCheckpointError:
-            return True, False  # a layout recognised it, and it is damaged
+        except (CompositeCheckpointError, CorruptCheckpointError):
+            return True, False  # a layout recognised it
 
     def is_ours(self, step: int) -> bool:
         """Return True if a step is committed and ckptcore wrote it."""
@@ -489,11 +487,13 @@ class StepDirectory:
             StorageError: the storage failed, or no step can be read.
         """
         candidates = self.candidates()
-        answers = self.map_ordered(candidates, self.is_committed_or_why)
-        unread = [(step, answer) for step, answer in zip(candidates, answers, strict=True) if answer not in _ANSWERS]
-        if unread:
-            self._pass_over(unread, all_fail=len(unread) == len(candidates))
-        return tuple([step for step, answer in zip(candidates, answers, strict=True) if answer is True])
+        answers = dict(zip(candidates, self.map_ordered(candidates, self.is_committed_or_why), strict=True))
+        errors = {step: answer for step, answer in answers.items() if isinstance(answer, StorageError)}
+        if errors and len(errors) == len(answers):
+            raise errors[candidates[0]]
+        for step, error in errors.items():
+            self.leave_alone(step, error)
+        return tuple([step for step, answer in answers.items() if answer is True])
 
     def is_committed_or_why(self, step: int) -> bool | StorageError:
         """Return whether a step is committed, or the error of a step that this process may not read."""
@@ -504,14 +504,7 @@ class StepDirectory:
                 raise
             return error
 
-    def _pass_over(self, unread: Sequence[tuple[int, bool | StorageError]], *, all_fail: bool) -> None:
-        """Log steps that cannot be read. If no step can be, raise the first error."""
-        for step, error in unread:
-            if all_fail and isinstance(error, StorageError):
-                raise error
-            self.leave_alone(step, error)
-
-    def leave_alone(self, step: int, error: object) -> None:
+    def leave_alone(self, step: int, error: StorageError) -> None:
         """Log that nothing is done to a step, because it cannot be read."""
         self.warn_once("step %d in %s is left alone: it cannot be read: %s", step, self.display, error)
 
@@ -542,10 +535,8 @@ class StepDirectory:
             self.map_ordered(steps, self._look_ahead)
 
     def _look_ahead(self, step: int) -> None:
-        try:
+        with suppress(CheckpointError):
             self.summary(step)
-        except CheckpointError:
-            return
 
     def newest_first(self) -> Iterator[int]:
         """Yield every committed step, newest first. Lazy: checks a step when the caller reaches it.
@@ -557,9 +548,9 @@ class StepDirectory:
         """
         for step in reversed(self.candidates()):
             answer = self.is_committed_or_why(step)
-            if answer not in _ANSWERS:
-                self._pass_over([(step, answer)], all_fail=False)
-            elif answer is True:
+            if isinstance(answer, StorageError):
+                self.leave_alone(step, answer)
+            elif answer:
                 yield step
 
     def latest(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -144,7 +145,7 @@ def test_two_checkpointers_handle_the_signal_and_restore_it_in_any_order(restore
 
 def test_a_handler_installed_later_is_kept(restored: None) -> None:
     calls: list[int] = []
-    with TerminationSignal() as heard:
+    with contextlib.closing(TerminationSignal()) as heard:
         ours = signal.getsignal(signal.SIGTERM)
 
         def chained(number: int, frame: object) -> None:
@@ -181,10 +182,10 @@ def test_after_close_on_another_thread_the_signal_ends_the_process() -> None:
 
 
 FORKS: Final = """
-import os, signal
+import contextlib, os, signal
 from ckptcore.training.save_decisions import TerminationSignal
 
-with TerminationSignal() as heard:
+with contextlib.closing(TerminationSignal()) as heard:
     pid = os.fork()
     if pid == 0:
         try:

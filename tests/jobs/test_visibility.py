@@ -179,7 +179,7 @@ def test_files_that_appear_late_are_accepted(tmp_path: Path, monkeypatch: pytest
         looked.append(1)
         return len(looked) > 5 and sees(*arguments)
 
-    monkeypatch.setattr("ckptcore.saving.writing.sees_claim", late)
+    monkeypatch.setattr("ckptcore.job.visibility.sees_claim", late)
 
     def work(coordinator: Coordinator) -> None:
         ckptcore.save(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, overload
 
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.model import JSON, TreePath
-from ckptcore.notebooks import ShownInNotebooks
 from ckptcore_tools.elements import Distance
 
 __all__ = ["Difference", "DifferenceKind", "Differences"]
