@@ -6,7 +6,7 @@ In a job of several processes every stage ends with an exchange: an error on one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Protocol
@@ -252,15 +252,12 @@ def _expect_committed(location: Location, save_id: str, error: Exception) -> Non
     try:
         root = read_root(location.store)
     except CheckpointError as unreadable:
-        raise CommitUnknownError(
-            f"{location.display}: the save may be committed: {error}. Its root cannot be read: {unreadable}. Read the "
-            "checkpoint again before you save"
-        ) from error
-    if root is None or isinstance(root, Claim) or root.save_id != save_id:
-        raise CommitUnknownError(
-            f"{location.display}: the save failed, or is not committed yet: {error}. Read the checkpoint again before "
-            "you save"
-        ) from error
+        outcome = f"the save may be committed: {error}. Its root cannot be read: {unreadable}"
+    else:
+        if root is not None and not isinstance(root, Claim) and root.save_id == save_id:
+            return
+        outcome = f"the save failed, or is not committed yet: {error}"
+    raise CommitUnknownError(f"{location.display}: {outcome}. Read the checkpoint again before you save") from error
 
 
 def _remove_abandoned(location: Location, save_id: str) -> None:
@@ -276,7 +273,7 @@ def _remove_abandoned(location: Location, save_id: str) -> None:
 class _MetadataStore:
     """A `WriteStore` for metadata files of a layout. Refuses reserved and existing keys before they are written."""
 
-    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
+    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Collection[str]) -> None:
         self._layout = layout
         self._recorder = recorder
         self._taken = taken
@@ -309,17 +306,26 @@ class _MetadataStore:
         return key
 
 
-def _write_composite_files(
-    layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context
-) -> tuple[str, ...]:
-    """Write the metadata files of each layout of a composite into its directory. Return their keys."""
-    by_name = {layout.name: layout for layout in layouts}
-    taken: dict[str, object] = dict(info.members)
-    for name, layout in by_name.items():
+def _write_metadata(
+    layouts: Iterable[Layout], info: CheckpointInfo, store: StorageBackend, context: Context, taken: Iterable[str]
+) -> Mapping[str, ObjectRecord]:
+    """Write the metadata files of layouts into the directory of a checkpoint. Return their records by key.
+
+    Args:
+        layouts: the layouts; of those with equal names, one writes.
+        info: the checkpoint.
+        store: the storage of the claim.
+        context: the options.
+        taken: the keys of objects and directories in it.
+    """
+    names, written = set(taken), dict[str, ObjectRecord]()
+    for layout in {layout.name: layout for layout in layouts}.values():
         recorder = recorder_of(store, context)
-        layout.write_metadata_files(info, _MetadataStore(name, recorder, taken))
-        taken.update({record.key: record for record in recorder.objects})
-    return tuple(taken.keys() - info.members.keys())
+        layout.write_metadata_files(info, _MetadataStore(layout.name, recorder, names))
+        records = {record.key: record for record in recorder.objects}
+        written.update(records)
+        names.update(records)
+    return written
 
 
 def _files_beside(root: CompositeRoot, store: StorageBackend) -> tuple[str, ...]:
@@ -423,7 +429,7 @@ def build_root(
         put_root(inside, root)
     described = info.checkpoint_info
     layouts = [part.layout for part in parts if part.directory in described.members]
-    files = _write_composite_files(layouts, described, store, context)
+    files = tuple(_write_metadata(layouts, described, store, context, described.members))
     return CompositeRoot(
         save_id=info.save_id,
         created=info.created,
@@ -443,16 +449,13 @@ def complete_tree(
     info: CommitInfo, layout: Layout, root: Root, store: StorageBackend, context: Context, recording: Recording
 ) -> Root:
     """Write the metadata files of a checkpoint that is one tree, and return its root with `info`."""
-    recorder = recorder_of(store, context)
-    layout.write_metadata_files(info.checkpoint_info, _MetadataStore(layout.name, recorder, root.objects))
-    objects = {**root.objects, **{record.key: record for record in recorder.objects}}
-    timeline = timeline_to_json(recording.events)
+    written = _write_metadata([layout], info.checkpoint_info, store, context, root.objects)
     return replace(
         root,
-        objects=objects,
+        objects={**root.objects, **written},
         order=info.order,
         custom=info.custom,
         metrics=info.metrics,
-        timeline=timeline,
+        timeline=timeline_to_json(recording.events),
         progress=info.progress,
     )
