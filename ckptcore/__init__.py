@@ -120,9 +120,9 @@ else:  # type checkers do not see `__getattr__`: with it, they would accept any 
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found: object = getattr(_imported(_HOMES[name], name), name)
-            globals()[name] = found
-            return found
+            value: object = getattr(_imported(_HOMES[name], name), name)
+            globals()[name] = value
+            return value
         if name in _MODULES:
             return _imported(f"{__name__}.{name}", name)
         if name == "__version__":
@@ -144,8 +144,8 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 def _imported(module: str, name: str) -> ModuleType:
     """Import a module for a name of this package. In a signal handler, its import may be interrupted and unfinished."""
     try:
-        found = importlib.import_module(module)
-        unfinished = _is_unfinished(found)
+        imported = importlib.import_module(module)
+        unfinished = _is_unfinished(imported)
     except ImportError:
         unfinished = any(_is_unfinished(other) for key, other in [*sys.modules.items()] if key.startswith(__name__))
         if not unfinished:
@@ -156,7 +156,7 @@ def _imported(module: str, name: str) -> ModuleType:
             "modules. Set a flag in the handler, and make the call at the end of the step",
             name=module,
         ) from None
-    return found
+    return imported
 
 
 def _is_unfinished(module: ModuleType) -> bool:

@@ -44,9 +44,9 @@ else:
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        found: object = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
+        value: object = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -86,7 +86,7 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
         registry, workers = runtime.registry, runtime.workers()
         if workers is not None:
             registry = registry.wrapping(workers.leaves_to_save)
-        found = runtime.registry.layout(layout)
+        layout = runtime.registry.layout(layout)
         lines: list[str] = []
         for name in sorted(values):  # in one order on every process, because `state_dict` may be collective
             refusals: list[CheckpointError] = []
@@ -95,7 +95,7 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
                     description = describe_part(
                         name,
                         values[name],
-                        found,
+                        layout,
                         registry,
                         rank=agreement.rank,
                         size=agreement.size,

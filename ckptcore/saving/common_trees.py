@@ -35,7 +35,7 @@ class CommonTrees:
         Raises:
             UnsupportedLeafError
         """
-        self._own = {one.name: one for one in descriptions if isinstance(one, TreeDescription) and not one.own}
+        self._own = {tree.name: tree for tree in descriptions if isinstance(tree, TreeDescription) and not tree.own}
         self._digests: Mapping[str, Mapping[str, int]] = {}
         self._agreement = agreement
         for description in self._own.values():
@@ -47,7 +47,7 @@ class CommonTrees:
         Ignores notes: each rank names the device of an array differently.
         """
         rank, size = self._agreement.rank, self._agreement.size
-        self._digests = {name: replica_digests(one, rank, size) for name, one in self._own.items()}
+        self._digests = {name: replica_digests(tree, rank, size) for name, tree in self._own.items()}
         names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
         return {
             "names": _digest(names),
@@ -66,9 +66,9 @@ class CommonTrees:
         for same, kind in (("names", "checkpointables (names, order, kinds)"), ("strategy", "further checkpoints")):
             others = [rank for rank, payload in enumerate(payloads) if payload[same] != payloads[0][same]]
             if others:
-                found = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
+                values = f": {payloads[others[0]][same]!r} and {payloads[0][same]!r}" if same == "strategy" else ""
                 raise CheckpointError(
-                    f"the ranks {others} and rank 0 save different {kind}{found}. Save the same ones on every rank; "
+                    f"the ranks {others} and rank 0 save different {kind}{values}. Save the same ones on every rank; "
                     "only the trees may differ. Nothing was written"
                 )
         different: dict[str, Sequence[int]] = {}
@@ -149,15 +149,15 @@ def refuse_per_process_objects(description: TreeDescription, size: int, context:
     """
     if size == 1 or description.own or context.job.replicas.objects != "refuse":
         return
-    found = [
+    objects = [
         f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
         for path, thing in per_process_objects(description.flat.shape)
     ]
-    if found:
+    if objects:
         where = f"in {description.name!r}: " if description.name else ""
-        more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
+        more = f"; and {len(objects) - 20} more" if len(objects) > 20 else ""
         raise UnsupportedLeafError(
-            f"{where}{'; '.join(found[:20])}{more}: every process has its own, and a tree that {size} processes save "
+            f"{where}{'; '.join(objects[:20])}{more}: every process has its own, and a tree that {size} processes save "
             "together stores only one. To store one for each rank, wrap it in PerProcess(...), or save it as a "
             "separate name in save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
             "torch.distributed.checkpoint does, save with "
@@ -168,7 +168,7 @@ def refuse_per_process_objects(description: TreeDescription, size: int, context:
 def share_replicas(layout: Layout, strategy: SaveStrategy[SaveDraft, Save], registry: Plugins) -> bool:
     """Return True if every layout lets any replica write a box, including the layouts of further saves."""
     layouts = [layout, *map(registry.layout, strategy.layouts)]
-    return all(one.capabilities.any_replica_writes for one in layouts)
+    return all(each.capabilities.any_replica_writes for each in layouts)
 
 
 def tree_digest(description: TreeDescription) -> str:
@@ -248,8 +248,8 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
 
 def _is_assumed_equal(handler: LeafHandler, leaf: object, rank: int, size: int) -> bool:
     """Return True if an array does not know which processes hold it: it would be a replica of any number of them."""
-    found = handler.shards_of(leaf, None, rank, size + 1)
-    return found is not None and all(shard.replicas == size + 1 for shard in found)
+    shards = handler.shards_of(leaf, None, rank, size + 1)
+    return shards is not None and all(shard.replicas == size + 1 for shard in shards)
 
 
 def _sample_digest(handler: LeafHandler, leaf: object, record: ArrayRecord, box: Box) -> int | None:

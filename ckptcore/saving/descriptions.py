@@ -121,10 +121,10 @@ class TreeDescription(NamedTuple):
             handler = self.flat.handlers[position]
             assert handler is not None  # placeholders are for loading only
             try:
-                found = handler.shards(self.flat.leaves[position], index, count)
+                local = handler.shards(self.flat.leaves[position], index, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
-            shards[leaf] = found or ()
+            shards[leaf] = local or ()
             if replicas.get(leaf, 1) > 1:
                 replicas[leaf] = handler.replicas(self.flat.leaves[position], count) or 1
         shares = self.shares

@@ -145,7 +145,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
 
             common = CommonTrees(descriptions, agreement, context)
         if not isinstance(request.values, OneTree):
-            info = info._replace(members={one.name: one.member(size) for one in descriptions})
+            info = info._replace(members={description.name: description.member(size) for description in descriptions})
         order = SaveOrder()
         if agreement.rank == 0:
             _refuse_target(request, target, info, context)
@@ -170,10 +170,10 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     recording.save_id = decided["save_id"]
     if common is not None:
         trees = common.merge(decided["different"], stage.payloads)
-        descriptions = [trees.get(one.name, one) for one in descriptions]
+        descriptions = [trees.get(description.name, description) for description in descriptions]
     if decided["own_names"] and info.members is None:  # names of objects that no other file in the directory has
-        (one,) = descriptions
-        descriptions = [one._replace(layout=one.layout.with_own_names(decided["save_id"]) or one.layout)]
+        (tree,) = descriptions
+        descriptions = [tree._replace(layout=tree.layout.with_own_names(decided["save_id"]) or tree.layout)]
     info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
     save = Save(target, info, (), strategy, agreement, recording, context)
     if (workers := runtime.workers()) is not None:
@@ -322,11 +322,11 @@ def _write_in_background(
     saves = [save, *save.further]
     # Only the leader, which commits, queues at the locations: ranks may be threads of one process, and would wait for
     # each other there.
-    locations = [one.target.location.identity for one in saves] if save.agreement.rank == 0 else []
-    for one in saves:
+    locations = [each.target.location.identity for each in saves] if save.agreement.rank == 0 else []
+    for each in saves:
         # Import the module of the commit on this thread: a process that is forked while another thread imports a module
         # inherits the unfinished import, and hangs if it imports the module too.
-        _ = one.target.location.commits
+        _ = each.target.location.commits
 
     def work() -> None:
         try:

@@ -118,8 +118,8 @@ def _problem(descriptions: Sequence[PartDescription]) -> str:
     if nested or getattr(tree.skeleton, "kind", None) not in ("dict", "OrderedDict"):
         return f"{format_path(nested[0]) if nested else 'the state'} is not an entry of a flat dict with text as keys"
     others = [_reason(tree, leaf) for leaf in range(len(tree.leaves))]
-    found = [f"{format_path(path)} is {reason}" for path, reason in zip(tree.paths, others, strict=True) if reason]
-    return "; ".join(found[:_SHOWN]) + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    reasons = [f"{format_path(path)} is {reason}" for path, reason in zip(tree.paths, others, strict=True) if reason]
+    return "; ".join(reasons[:_SHOWN]) + (f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
 
 
 def _reason(tree: TreeMetadata, leaf: int) -> str:

@@ -165,8 +165,8 @@ class Checkpointer(CheckpointReader):
                 return [step, None, None]  # a load will report that it cannot be read
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
-        found: Any = self._agree("look-back").lead("look-back", read)
-        self._decider.last_save = LastSave(*found)
+        last_save: Any = self._agree("look-back").lead("look-back", read)
+        self._decider.last_save = LastSave(*last_save)
 
     def _set_back(self, step: int) -> None:
         """Set the run back to a loaded step, so that policies compare with this step and not with later ones."""

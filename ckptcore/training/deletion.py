@@ -165,8 +165,8 @@ def _readable_steps(steps: StepDirectory) -> Sequence[int]:
             return False
 
     candidates = steps.candidates()
-    found = steps.map_ordered(candidates, is_committed)
-    return [step for step, committed in zip(candidates, found, strict=True) if committed]
+    answers = steps.map_ordered(candidates, is_committed)
+    return [step for step, committed in zip(candidates, answers, strict=True) if committed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,8 +432,8 @@ class StepDeleter:
         def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
             if name in known:
                 try:
-                    found = self._steps.summary(known[name])
-                    return () if found is None else found.bases
+                    root = self._steps.summary(known[name])
+                    return () if root is None else root.bases
                 except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
                     pass  # `bases_in` may still read the bases
             return bases_in(store, name)

@@ -273,12 +273,12 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
     except ObjectNotFoundError:
         return {}
     try:
-        found: Any = json.loads(data)
+        metadata: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{_KEY} cannot be read: {error}; {_REMEDY}", key=_KEY) from error
-    if not isinstance(found, dict):
+    if not isinstance(metadata, dict):
         raise CorruptCheckpointError(f"{_KEY} is not a JSON object; {_REMEDY}", key=_KEY)
-    return found
+    return metadata
 
 
 def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:

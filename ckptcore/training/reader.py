@@ -289,10 +289,10 @@ class StepReader(ExplainsAttributes):
         Raises:
             CheckpointNotFoundError: the step does not exist.
         """
-        found = self._steps.copies(step)
-        if not found:
+        copies = self._steps.copies(step)
+        if not copies:
             raise CheckpointNotFoundError(self._steps.main.missing(step))
-        return self._steps.directories[found[0]]
+        return self._steps.directories[copies[0]]
 
     def wait_for_new_step(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS

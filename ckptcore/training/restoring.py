@@ -168,7 +168,7 @@ class StepLoader:
         agreement = self._agree(f"load-{step}")
         try:
             with agreement.stage("load"):
-                found = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"))
+                value = self._attempt(_StepCopy(step, last), loading, agreement.part("begin"))
         except CheckpointError as error:
             for skip in skipped.skipped:
                 error.add_note(f"another copy: {skip.reason}")
@@ -176,15 +176,15 @@ class StepLoader:
                 raise _left_undefined(loading.changes, step, self._display(last), error) from error
             raise
         self._directories[last].broken.discard(step)
-        return found
+        return value
 
     def _copies_of(self, step: int) -> Sequence[int]:
         """Return the numbers of directories to load a step from, at least one. Of several, the leader chooses."""
         count = len(self._directories)
         if count == 1:
             return [0]
-        found: list[int] = self._agree("copies").lead("copies", lambda: list(self._steps.copies(step)))
-        return found or [count - 1]
+        copies: list[int] = self._agree("copies").lead("copies", lambda: list(self._steps.copies(step)))
+        return copies or [count - 1]
 
     def _display(self, number: int) -> str:
         return self._directories[number].display

@@ -146,10 +146,10 @@ class SaveOrders:
         """
         self._last = max(self._last, SaveOrder(owner))
         if self._counted is None or step < self._counted:
-            found = [self._highest(directory, step) for directory in self._directories]
-            if None not in found:
+            orders = [self._highest(directory, step) for directory in self._directories]
+            if None not in orders:
                 self._counted = step
-            self._last = max([self._last, *[order for order in found if order is not None]])
+            self._last = max([self._last, *[order for order in orders if order is not None]])
         newest = [steps[-1] for directory in self._directories if (steps := directory.candidates())]
         if step <= max([self._newest, *newest]):
             self._last = self._last.next

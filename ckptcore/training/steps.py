@@ -87,7 +87,7 @@ class StepDirectory:
         self.names = names
         self._context = context
         self._store = open_directory(self.directory, runtime_of(context).storages)
-        self._found: dict[int, str] = {}
+        self._listed: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """By name of a committed step: True if ckptcore wrote it."""
         self._summaries: dict[str, RootSummary] = {}
@@ -149,12 +149,12 @@ class StepDirectory:
             StorageError: the directory is not there, although this process owns it.
         """
         self._reopen()
-        found = self._store.list_names()
-        if not found:
+        listing = self._store.list_names()
+        if not listing:
             self.expect_present()
-        if ROOT_KEY in found:
+        if ROOT_KEY in listing:
             raise self._no_directory()
-        entries = [entry[:-1] for entry in found if entry.endswith("/")]
+        entries = [entry[:-1] for entry in listing if entry.endswith("/")]
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
             try:
@@ -163,13 +163,13 @@ class StepDirectory:
             except StorageError as error:
                 logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
         self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
-        files = [entry for entry in found if not entry.endswith("/")]
+        files = [entry for entry in listing if not entry.endswith("/")]
         steps = self.names.find([*entries, *files])
         known = set(steps.values())
         self._others = tuple(
             [
                 entry
-                for entry in found
+                for entry in listing
                 if not entry.startswith(".") and entry.removesuffix("/") not in known and entry[:-1] not in replaced
             ]
         )
@@ -190,23 +190,23 @@ class StepDirectory:
                 them as steps.
         """
         since = self.changes()
-        found = self.list_visible()
+        steps = self.list_visible()
         if not self.names.finds_others:
-            return found
-        self.replace(found, since)
+            return steps
+        self.replace(steps, since)
         try:
-            if self.latest() is not None or not (self._others or found):
-                return found
-            unread = [name for _, name in sorted(found.items(), reverse=True)]
+            if self.latest() is not None or not (self._others or steps):
+                return steps
+            unread = [name for _, name in sorted(steps.items(), reverse=True)]
             others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
             # A checkpoint of ckptcore with another name, such as a base, looks like an item of Orbax.
-            if not (others or found or self._has_roots()) and is_one_checkpoint(self._store, self._context):
+            if not (others or steps or self._has_roots()) and is_one_checkpoint(self._store, self._context):
                 raise self._no_directory()
         except StorageError as error:
             if not concerns_one_entry(error):  # `steps` names such entries
                 logger.warning("cannot find out whether %s has steps: %s", self.display, error)
-            return found
-        return others or found
+            return steps
+        return others or steps
 
     def _has_roots(self) -> bool:
         """Return True if a directory with another name has a checkpoint of ckptcore."""
@@ -216,8 +216,8 @@ class StepDirectory:
     def reload(self, agreement: Agreement) -> None:
         """List the directory again. Called on every rank. All ranks use the leader's listing."""
         since = self.changes()
-        found = agreement.lead("list", lambda: {str(step): name for step, name in self.list_steps().items()})
-        self.replace({int(step): name for step, name in found.items()}, since)
+        steps = agreement.lead("list", lambda: {str(step): name for step, name in self.list_steps().items()})
+        self.replace({int(step): name for step, name in steps.items()}, since)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
         """Return True if an entry is a checkpoint, also a damaged one; None if it is unfinished or cannot be read."""
@@ -267,39 +267,39 @@ class StepDirectory:
         with self._lock:
             return self._changes.get(step, (0, None))[0] > since
 
-    def replace(self, found: Mapping[int, str], since: int = 0) -> None:
+    def replace(self, listing: Mapping[int, str], since: int = 0) -> None:
         """Replace the known names by a listing. Changes by this process since the listing began are kept.
 
         Args:
-            found: the listing: names by step.
+            listing: names by step.
             since: the result of `changes` before the listing; 0 if there were no changes yet.
         """
         with self._lock:
-            self._adopt(found)
-            known = {step: name for step, name in self._found.items() if self._ours.get(name)}
-            self._found = dict(found)
+            self._adopt(listing)
+            known = {step: name for step, name in self._listed.items() if self._ours.get(name)}
+            self._listed = dict(listing)
             for step, (number, name) in list(self._changes.items()):
                 if number <= since:
                     del self._changes[step]
                 elif name is None:
-                    self._found.pop(step, None)
+                    self._listed.pop(step, None)
                 else:
-                    self._found[step] = name
-            there = set(self._found.values())
+                    self._listed[step] = name
+            there = set(self._listed.values())
             # A listing may be stale, so committed steps that it lacks are checked once.
-            self._unlisted = {name for step, name in known.items() if step not in self._found}
+            self._unlisted = {name for step, name in known.items() if step not in self._listed}
             for step, name in known.items():
-                self._found.setdefault(step, name)
+                self._listed.setdefault(step, name)
             self._ours = {name: ours for name, ours in self._ours.items() if name in there}
             # A step may have been deleted and saved again with another root.
             self._summaries = {}
 
-    def _adopt(self, found: Mapping[int, str]) -> None:
+    def _adopt(self, listing: Mapping[int, str]) -> None:
         """Read the names that `list_steps` found from now on. The run continues under them, if it may choose its names.
 
         Otherwise the next process, which finds the new steps first, would not see the old ones.
         """
-        others = [name for name in found.values() if self.names.parse(name) is None]
+        others = [name for name in listing.values() if self.names.parse(name) is None]
         if not others:
             return
         other = StepNames.of(others[-1])
@@ -315,7 +315,7 @@ class StepDirectory:
         """Add a committed step with its name."""
         with self._lock:
             self._change(step, name)
-            self._found[step] = name
+            self._listed[step] = name
             self._ours[name] = True
             self._summaries.pop(name, None)
 
@@ -329,7 +329,7 @@ class StepDirectory:
         with self._lock:
             for step in steps:
                 self._change(step, None)
-                name = self._found.pop(step, None)
+                name = self._listed.pop(step, None)
                 if name is not None:
                     self._ours.pop(name, None)
                     self._summaries.pop(name, None)
@@ -347,7 +347,7 @@ class StepDirectory:
     def distrust(self, step: int) -> None:
         """Check a step again in the next call, because it may have been deleted."""
         with self._lock:
-            name = self._found.get(step)
+            name = self._listed.get(step)
             if name is not None:
                 self._ours.pop(name, None)
                 self._summaries.pop(name, None)
@@ -360,12 +360,12 @@ class StepDirectory:
     def candidates(self) -> Sequence[int]:
         """Return every step that has a name, committed or not, and is not being deleted, ascending."""
         with self._lock:
-            return sorted(self._found.keys() - self._hidden if self._hidden else self._found)
+            return sorted(self._listed.keys() - self._hidden if self._hidden else self._listed)
 
     def name(self, step: int) -> str:
         """Return the name of a step, or the name that a save would give it."""
         with self._lock:
-            return self._found.get(step) or self.names.name(step)
+            return self._listed.get(step) or self.names.name(step)
 
     def location(self, step: int) -> SubPath:
         """Return the location of a step, or the location where a save would write it."""
@@ -414,7 +414,7 @@ class StepDirectory:
     def is_committed(self, step: int) -> bool:
         """Return True if a step is committed, by ckptcore or in a format that an installed layout reads."""
         with self._lock:
-            name = self._found.get(step)
+            name = self._listed.get(step)
             if name is None or step in self._hidden:
                 return False
             if name in self._ours:
@@ -424,7 +424,7 @@ class StepDirectory:
     def recheck(self, step: int) -> bool:
         """Check again if a step is committed, with one small request for a step that ckptcore wrote."""
         with self._lock:
-            name = self._found.get(step)
+            name = self._listed.get(step)
             if name is None or step in self._hidden:
                 return False
         self._reopen()
@@ -440,13 +440,13 @@ class StepDirectory:
         with self._lock:
             listed = name not in self._unlisted
             self._unlisted.discard(name)
-            if not listed and ours is None and self._found.get(step) == name:
-                del self._found[step]
+            if not listed and ours is None and self._listed.get(step) == name:
+                del self._listed[step]
         committed = ours is True
         if ours is None and listed:
             committed, ours = self._inspect(name)
         with self._lock:
-            if committed and self._found.get(step) == name:
+            if committed and self._listed.get(step) == name:
                 self._ours[name] = ours is True
             elif not committed:
                 # Keep the name: a save may be running.
@@ -581,10 +581,10 @@ class StepDirectory:
                 raise CheckpointNotFoundError(f"step {step} in {self.display} was deleted meanwhile")
             return None
         # A run can have thousands of steps, each with many objects: cache only the small fields.
-        found = summarize_root(data)._replace(objects=None, parts={}, timeline=None)
+        summary = summarize_root(data)._replace(objects=None, parts={}, timeline=None)
         with self._lock:
-            self._summaries[name] = found
-        return found
+            self._summaries[name] = summary
+        return summary
 
     def info(self, step: int) -> StepInfo:
         """Return the facts about a step for preservation policies. `created` is NaN if other software wrote the step.
