@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, runtime_checkable
 
-from ckptcore.policies.arguments import check_policies, seconds, step_numbers, whole_number
+from ckptcore.policies.saving import check_policies, seconds, step_numbers, whole_number
 
 _NEWEST: Final = "the newest step, which is never deleted"
 

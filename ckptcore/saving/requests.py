@@ -242,8 +242,8 @@ class TreeCaptured(NamedTuple):
 
     Attributes:
         snapshot: the arrays.
-        copy: the running copy of which they are; None for views, and arrays that exist already.
-        unreleased: the items of the snapshot that are not released yet, as far as `close` releases them.
+        copy: the running copy that fills them; None for views, and for arrays that exist already.
+        unreleased: the items of the snapshot that `close` releases if the writer has not released them.
     """
 
     snapshot: Snapshot
@@ -275,11 +275,11 @@ class Save(NamedTuple):
         recording: records the phases.
         context: the options.
         further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
-        capture_elsewhere: starts to capture boxes that other processes hold for this one, and that the strategy writes:
-            True to copy them. None: there are none.
+        capture_elsewhere: starts to capture the boxes that other processes hold and write for this one. Called with
+            True to copy them. None: there are no such boxes.
         nbytes_elsewhere: bytes of these boxes, further saves included.
-        receive_elsewhere: waits until other processes have written boxes of this save or a further one, which it is
-            given, and adds their receipts to its parts.
+        receive_elsewhere: called with this save or a further one. Waits until the other processes have written their
+            boxes of it, and adds their receipts to its parts.
     """
 
     target: CommitTarget

@@ -92,6 +92,7 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
         except Exception as error:
             if not end.done or 0 in end.failed:
                 raise
+            # The leader has committed. Errors of other ranks, and of the exchange after the commit, do not undo it.
             commit.settle(error)
         else:
             commit.settle(None)
@@ -116,7 +117,7 @@ def write_parts(save: Save, store: StorageBackend) -> None:
             counted, moved = TreeCaptured(CountedSnapshot(captured.snapshot, progress)), progress.move
         recorder = ObjectRecorder(inside, threads, checksums=checksums, progress=moved)
         state = counted.write(part, recorder)
-        captured.close()
+        captured.close()  # frees the copies of this part before the next one is written
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
         if part.own:
             put_root(inside, finish_part(save.info, part, recorder_of(inside, save.context)))
