@@ -67,7 +67,10 @@ class StepDirectory:
 
     Attributes:
         directory: the absolute path or URL.
+        display: the directory as users see it: without secrets, and with the home directory in place of ``~``.
         names: the names of steps.
+        store: the storage, opened at the directory, for reading.
+        leftovers: hidden directories of running or interrupted saves and deletions, as last listed.
         broken: the steps that this process found damaged and has not replaced.
         expect_present: called if a listing is empty; raises an error if the directory is not there, because its file
             system is not mounted now. Does nothing unless this process owns the directory.
@@ -81,26 +84,24 @@ class StepDirectory:
             names: the names of steps.
             context: options.
         """
-        self._display = shown_location(directory)
+        self.display = shown_location(directory)
         # Resolved only once, because a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names
         self._context = context
-        self._store = open_directory(self.directory, runtime_of(context).storages)
+        self.store = open_directory(self.directory, runtime_of(context).storages)
         self._listed: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """By name of a committed step: True if ckptcore wrote it."""
         self._summaries: dict[str, RootSummary] = {}
         self._unlisted: set[str] = set()
         """Names of committed steps that the last listing lacks. They are checked before they count as deleted."""
-        self._ignored_links: set[str] = set()
-        """Names of links out of the directory, which were logged."""
         self._hidden: set[int] = set()
         """Steps that are being deleted."""
         self._changes: dict[int, tuple[int, str | None]] = {}
         """By step: the number of the last change by this process, and the new name; None after a deletion."""
         self._number = 0
-        self._leftovers: tuple[str, ...] = ()
+        self.leftovers: Sequence[str] = ()
         self._others: tuple[str, ...] = ()
         """The entries of the last listing that have no name of a step."""
         self._warned: set[str] = set()
@@ -116,23 +117,13 @@ class StepDirectory:
         """Replace the lock in a forked child: a thread of the parent may have the old one."""
         self._lock = threading.Lock()
 
-    @property
-    def display(self) -> str:
-        """The directory as users see it: without secrets, and with the home directory in place of ``~``."""
-        return self._display
-
-    @property
-    def store(self) -> StorageBackend:
-        """The storage, opened at the directory, for reading."""
-        return self._store
-
     def commits(self, store: StorageBackend | None = None) -> CommitMethod:
         """Return the commit method of the directory.
 
         Args:
             store: the storage, opened at the directory; None: the one for reading.
         """
-        return commit_method(self._store if store is None else store, runtime_of(self._context).storages.support)
+        return commit_method(self.store if store is None else store, runtime_of(self._context).storages.support)
 
     def open_to_write(self) -> StorageBackend:
         """Return the storage for writing, opened at the directory, with the options of the Context."""
@@ -149,7 +140,7 @@ class StepDirectory:
             StorageError: the directory is not there, although this process owns it.
         """
         self._reopen()
-        listing = self._store.list_names()
+        listing = self.store.list_names()
         if not listing:
             self.expect_present()
         if ROOT_KEY in listing:
@@ -162,7 +153,7 @@ class StepDirectory:
                     entries.append(name)
             except StorageError as error:
                 logger.warning("%s in %s, which a killed save hid, cannot be restored: %s", name, self.display, error)
-        self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
+        self.leftovers = tuple([name for name in entries if is_leftover_name(name)])
         files = [entry for entry in listing if not entry.endswith("/")]
         steps = self.names.find([*entries, *files])
         known = set(steps.values())
@@ -198,9 +189,9 @@ class StepDirectory:
             if self.latest() is not None or not (self._others or steps):
                 return steps
             unread = [name for _, name in sorted(steps.items(), reverse=True)]
-            others = find_other_steps(self.display, self._store, self._others, unread, self._holds_checkpoint)
+            others = find_other_steps(self.display, self.store, self._others, unread, self._holds_checkpoint)
             # A checkpoint of ckptcore with another name, such as a base, looks like an item of Orbax.
-            if not (others or steps or self._has_roots()) and is_one_checkpoint(self._store, self._context):
+            if not (others or steps or self._has_roots()) and is_one_checkpoint(self.store, self._context):
                 raise self._no_directory()
         except StorageError as error:
             if not concerns_one_entry(error):  # `steps` names such entries
@@ -211,7 +202,7 @@ class StepDirectory:
     def _has_roots(self) -> bool:
         """Return True if a directory with another name has a checkpoint of ckptcore."""
         directories = [entry[:-1] for entry in self._others if entry.endswith("/")]
-        return any(root_bytes(subdirectory(self._store, name)) is not None for name in directories[:_ROOTS_TRIED])
+        return any(root_bytes(subdirectory(self.store, name)) is not None for name in directories[:_ROOTS_TRIED])
 
     def reload(self, agreement: Agreement) -> None:
         """List the directory again. Called on every rank. All ranks use the leader's listing."""
@@ -250,12 +241,7 @@ class StepDirectory:
 
     def _reopen(self) -> None:
         # The storage may have cached its listings.
-        self._store = open_directory(self.directory, runtime_of(self._context).storages)
-
-    @property
-    def leftovers(self) -> Sequence[str]:
-        """Hidden directories of running or interrupted saves and deletions, as last listed."""
-        return self._leftovers
+        self.store = open_directory(self.directory, runtime_of(self._context).storages)
 
     def changes(self) -> int:
         """Return the number of changes by this process. Call it before a listing, for `replace`."""
@@ -456,11 +442,7 @@ class StepDirectory:
 
     def _ignore_link(self, name: str, error: InvalidLocationError) -> None:
         """Log once that a name is a link out of the directory. Such links are neither read nor deleted."""
-        with self._lock:
-            is_known = name in self._ignored_links
-            self._ignored_links.add(name)
-        if not is_known:
-            logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
+        self.warn_once("%s in %s is passed over and left alone: %s", name, self.display, error)
 
     def _inspect(self, name: str) -> tuple[bool, bool]:
         """Look for a checkpoint without a root. Return whether it exists, and whether it has a root now."""
@@ -524,14 +506,14 @@ class StepDirectory:
         Raises:
             The errors of `ask`.
         """
-        parallelism = requests_of(self._store).concurrency
+        parallelism = requests_of(self.store).concurrency
         if parallelism == 1:
             return [ask(step) for step in steps]
         return map_ordered(runtime_of(self._context).io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
         """Read the roots of steps before `summary` needs them. Errors are ignored, because `summary` raises them."""
-        if requests_of(self._store).concurrency > 1:
+        if requests_of(self.store).concurrency > 1:
             self.map_ordered(steps, self._look_ahead)
 
     def _look_ahead(self, step: int) -> None:
@@ -575,7 +557,7 @@ class StepDirectory:
             known = self._summaries.get(name)
         if known is not None:
             return known
-        data = root_bytes(subdirectory(self._store, name))
+        data = root_bytes(subdirectory(self.store, name))
         if data is None:
             if self.is_ours(step):
                 raise CheckpointNotFoundError(f"step {step} in {self.display} was deleted meanwhile")
