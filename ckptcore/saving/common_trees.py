@@ -12,9 +12,10 @@ from ckptcore.commit.root import Member
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
-from ckptcore.model.arrays import Box
+from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, format_path
+from ckptcore.planning.replicas import SplitTree
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout, LeafHandler, SaveStrategy
 from ckptcore.saving.descriptions import PartDescription, TreeDescription, naming
@@ -118,7 +119,7 @@ class CommonTrees:
             for name, encoded in united.items():
                 union = TreeMetadata.from_json(json.loads(encoded))
                 with naming(name):
-                    own[name] = own[name].within(union, rank=agreement.rank, size=agreement.size)
+                    own[name] = _within(own[name], union, rank=agreement.rank, size=agreement.size)
         return own
 
     def _united(self, name: str, received: Mapping[int, Any], payloads: Sequence[Any]) -> str:
@@ -140,6 +141,53 @@ class CommonTrees:
             )
             self._own[name].layout.check(tree, self._agreement.size)
         return json.dumps(tree.to_json())
+
+
+def _within(description: TreeDescription, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
+    """Return the leaves of a tree as part of the tree that all processes save together.
+
+    A leaf that only some processes have is divided among these processes: its handler is called with their number,
+    and with the position of this process among them.
+
+    Args:
+        description: the tree of this process.
+        union: the tree of all processes, with every leaf of this tree.
+        rank, size: the rank of this process, and the number of processes of the job.
+
+    Raises:
+        UnsupportedLeafError: from a handler.
+    """
+    tree, flat, held = description.tree, description.flat, description.holders
+    numbers = {path: number for number, path in enumerate(union.paths)}
+    positions = {numbers[path]: position for position, path in enumerate(tree.paths)}
+    shards: dict[int, Sequence[Shard]] = {}
+    known = {} if description.shares is None else description.shares.replicas
+    replicas = {leaf: known[position] for leaf, position in positions.items() if position in known}
+    for leaf, position in positions.items():
+        if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
+            continue
+        if position in held.remote_leaves or not isinstance(tree.leaves[position], ArrayRecord):
+            continue
+        holders = union.held_by.get(leaf)
+        if holders is None and position in held.local:
+            shards[leaf] = held.local[position]
+            continue
+        index, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
+        handler = flat.handlers[position]
+        assert handler is not None  # placeholders are for loading only
+        try:
+            local = handler.shards(flat.leaves[position], index, count)
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
+        shards[leaf] = local or ()
+        if replicas.get(leaf, 1) > 1:
+            replicas[leaf] = handler.replicas(flat.leaves[position], count) or 1
+    shares = description.shares
+    if shares is not None:
+        cut = shares.splits
+        splits = {leaf: cut[position] for leaf, position in positions.items() if position in cut}
+        shares = SplitTree(union, splits, replicas)
+    return description._replace(tree=union, holders=held._replace(local=shards), positions=positions, shares=shares)
 
 
 def refuse_per_process_objects(description: TreeDescription, size: int, context: Context) -> None:

@@ -90,52 +90,6 @@ class TreeDescription(NamedTuple):
     shares: SplitTree | None = None
     placeholders: Placeholders = _NO_PLACEHOLDERS
 
-    def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
-        """Return the same leaves as part of the tree that all processes save together.
-
-        A leaf that only some processes have is divided among these processes: its handler is called with their number,
-        and with the position of this process among them.
-
-        Args:
-            union: the tree of all processes, with every leaf of this tree.
-            rank, size: the rank of this process, and the number of processes of the job.
-
-        Raises:
-            UnsupportedLeafError: from a handler.
-        """
-        numbers = {path: number for number, path in enumerate(union.paths)}
-        positions = {numbers[path]: position for position, path in enumerate(self.tree.paths)}
-        shards: dict[int, Sequence[Shard]] = {}
-        known = {} if self.shares is None else self.shares.replicas
-        replicas = {leaf: known[position] for leaf, position in positions.items() if position in known}
-        for leaf, position in positions.items():
-            if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
-                continue
-            if position in self.holders.remote_leaves or not isinstance(self.tree.leaves[position], ArrayRecord):
-                continue
-            holders = union.held_by.get(leaf)
-            if holders is None and position in self.holders.local:
-                shards[leaf] = self.holders.local[position]
-                continue
-            index, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
-            handler = self.flat.handlers[position]
-            assert handler is not None  # placeholders are for loading only
-            try:
-                local = handler.shards(self.flat.leaves[position], index, count)
-            except UnsupportedLeafError as error:
-                raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
-            shards[leaf] = local or ()
-            if replicas.get(leaf, 1) > 1:
-                replicas[leaf] = handler.replicas(self.flat.leaves[position], count) or 1
-        shares = self.shares
-        if shares is not None:
-            cut = shares.splits
-            splits = {leaf: cut[position] for leaf, position in positions.items() if position in cut}
-            shares = SplitTree(union, splits, replicas)
-        return self._replace(
-            tree=union, holders=self.holders._replace(local=shards), positions=positions, shares=shares
-        )
-
     def boxes(self, leaf: int, boxes: tuple[Box, ...] = ()) -> StateBoxes:
         """Return boxes of a leaf, by its number in the tree."""
         position = leaf if self.positions is None else self.positions[leaf]

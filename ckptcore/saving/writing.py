@@ -107,7 +107,6 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
 
 def write_parts(save: Save, store: StorageBackend) -> None:
     """Write every part of this process, store the receipts, and finish the parts that only this process saves."""
-    threads, checksums = runtime_of(save.context).io_threads, save.context.io.checksums
     progress = save.recording.progress
     for part in save.parts:
         inside, captured, moved = subdirectory(store, part.directory), part.captured, None
@@ -115,7 +114,7 @@ def write_parts(save: Save, store: StorageBackend) -> None:
         counted = captured
         if progress is not None and isinstance(captured, TreeCaptured):  # files are not counted
             counted, moved = TreeCaptured(CountedSnapshot(captured.snapshot, progress)), progress.move
-        recorder = ObjectRecorder(inside, threads, checksums=checksums, progress=moved)
+        recorder = recorder_of(inside, save.context, moved)
         state = counted.write(part, recorder)
         captured.close()  # frees the copies of this part before the next one is written
         part.receipts = [Receipt(part.plan.rank, part.plan.items, state, recorder.objects)]
@@ -347,9 +346,12 @@ class Recorder(WriteStore, Protocol):
         ...
 
 
-def recorder_of(store: StorageBackend, context: Context) -> ObjectRecorder:
-    """Return a recorder over a storage."""
-    return ObjectRecorder(store, runtime_of(context).io_threads, checksums=context.io.checksums)
+def recorder_of(
+    store: StorageBackend, context: Context, progress: Callable[[int], None] | None = None
+) -> ObjectRecorder:
+    """Return a recorder over a storage. `progress` is called with the bytes of arrays in each write."""
+    threads, checksums = runtime_of(context).io_threads, context.io.checksums
+    return ObjectRecorder(store, threads, checksums=checksums, progress=progress)
 
 
 def put_root(store: StorageBackend, root: Root) -> None:
