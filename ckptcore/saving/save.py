@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -323,10 +324,13 @@ def _write_in_background(
     # Only the leader, which commits, queues at the locations: ranks may be threads of one process, and would wait for
     # each other there.
     locations = [each.target.location.identity for each in saves] if save.agreement.rank == 0 else []
+    # Import the modules of the commit on this thread: a process that is forked while another thread imports a module
+    # inherits the unfinished import, and hangs if it imports the module too.
     for each in saves:
-        # Import the module of the commit on this thread: a process that is forked while another thread imports a module
-        # inherits the unfinished import, and hangs if it imports the module too.
         _ = each.target.location.commits
+    if save.agreement.size > 1:
+        importlib.import_module("ckptcore.job.receipts")
+        importlib.import_module("ckptcore.job.visibility")
 
     def work() -> None:
         try:
