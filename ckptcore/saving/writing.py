@@ -42,7 +42,7 @@ from ckptcore.saving.requests import (
     SavePart,
     TreeCaptured,
     failing_before_claim,
-    foreign_checkpoints,
+    foreign_finder,
 )
 
 logger = logger_named("ckptcore.saving")
@@ -174,7 +174,7 @@ class PlainCommit:
 
     def _begin_transaction(self) -> None:
         save, target = self._save, self._save.target
-        find_foreign = foreign_checkpoints(save.context)
+        find_foreign = foreign_finder(save.context)
         with save.recording.phase("claim"):
             commits = target.location.commits
             self._claim = commits.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
