@@ -373,13 +373,13 @@ def failing_before_claim(agreement: Agreement) -> Iterator[None]:
             raise
 
 
-def foreign_checkpoints(context: Context) -> FindForeign:
+def foreign_finder(context: Context) -> FindForeign:
     """Return a function that detects checkpoints of other software. See `ckptcore.opening.foreign`."""
 
     def find_foreign(location: Location) -> OwnKeys | None:
-        from ckptcore.opening import foreign  # not needed for a save to an empty location
+        from ckptcore.opening.foreign import owner_of_files  # not needed for a save to an empty location
 
-        return foreign.owner_of_files(location.store, context)
+        return owner_of_files(location.store, context)
 
     return find_foreign
 

@@ -34,7 +34,7 @@ from ckptcore.saving.requests import (
     TreeCaptured,
     failing_before_claim,
     failing_everywhere,
-    foreign_checkpoints,
+    foreign_finder,
     save_created,
 )
 from ckptcore.saving.writing import write_save
@@ -226,7 +226,7 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
     refuse_inside(target.location)
     target.location.commit_method.refuse_place(target.location)
     if not request.strategy.checks_target:
-        refuse_to_replace(target.location, target.overwrite, foreign_checkpoints(context))
+        refuse_to_replace(target.location, target.overwrite, foreign_finder(context))
     if target.keeps_others:
         _refuse_fixed_names(target.location, runtime_of(context).registry.layout(request.layout), info)
 

@@ -43,7 +43,7 @@ from ckptcore.saving.requests import (
     SavePart,
     TreeCaptured,
     failing_before_claim,
-    foreign_checkpoints,
+    foreign_finder,
 )
 
 logger = logger_named("ckptcore.saving")
@@ -175,7 +175,7 @@ class PlainCommit:
 
     def _begin_transaction(self) -> None:
         save, target = self._save, self._save.target
-        find_foreign = foreign_checkpoints(save.context)
+        find_foreign = foreign_finder(save.context)
         with save.recording.phase("claim"):
             method = target.location.commit_method
             self._claim = method.begin(target.location, save.info.claimed, target.overwrite, find_foreign)
