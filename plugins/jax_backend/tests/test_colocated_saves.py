@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, colocated, worker_links
+from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
 from ckptcore_jax.colocated import _HeldArrays, devices_by_host
 from ckptcore_jax.worker_loads import WantedLeaf
 from ckptcore_jax.worker_saves import LeafBoxes
@@ -361,13 +361,13 @@ def test_a_device_has_one_worker() -> None:
 
 
 def test_pathways_is_detected_by_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert colocated.executor_of_pathways() is None
-    monkeypatch.setattr(colocated, "jax", SimpleNamespace(
+    assert pathways.executor_of_pathways() is None
+    monkeypatch.setattr(pathways, "jax", SimpleNamespace(
         config=SimpleNamespace(jax_platforms="proxy,cpu"), process_count=lambda: 1, devices=jax.devices
     ))  # fmt: skip
-    found = colocated.executor_of_pathways()
+    found = pathways.executor_of_pathways()
     assert isinstance(found, ColocatedExecutor)
-    assert found is colocated.executor_of_pathways()
+    assert found is pathways.executor_of_pathways()
     assert runtime_of(ckptcore.Context()).workers() is found
     assert len(found.workers) == 1  # the devices of the test are of one host
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ckptcore_torch.dtensors import DTensorPlacement, divides_chunks, local_part, sharding_cuts
+from ckptcore_torch.placements import DTensorPlacement, divides_chunks, local_part, sharding_cuts
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard

@@ -14,7 +14,8 @@ import pytest
 import torch
 from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore_torch.sparse_tensors import QuantizedHandler, SparseHandler
-from ckptcore_torch.tensor_parts import SubclassPartsHandler, flat_shape
+from ckptcore_torch.stored_parts import flat_shape
+from ckptcore_torch.tensor_parts import SubclassPartsHandler
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptcore

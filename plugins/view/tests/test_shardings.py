@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from ckptcore_jax.shardings import notes_of
-from ckptcore_torch.dtensors import sharding_notes
+from ckptcore_torch.placements import sharding_notes
 from ckptcore_view.shardings import Sharding, sharding_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.distributed.device_mesh import DeviceMesh

@@ -40,6 +40,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
+from ckptcore_integrations.adapters import adapter_tensors, has_adapters
 from ckptcore_integrations.deepspeed_optimizers import OPTIMIZERS, OptimizerState, OptimizerStateHandler
 from ckptcore_integrations.deepspeed_weights import (
     SteppedWeights,
@@ -50,7 +51,6 @@ from ckptcore_integrations.deepspeed_weights import (
     named_weights,
     steps_weights,
 )
-from ckptcore_integrations.training_kinds import adapter_tensors, has_adapters
 
 __all__ = ["Engines", "checkpointables", "with_engines"]
 

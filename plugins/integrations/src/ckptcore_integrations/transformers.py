@@ -37,6 +37,7 @@ from ckptcore.context import JobOptions, SingleProcess
 from ckptcore.errors import CheckpointError
 from ckptcore.events import logger_named
 from ckptcore.temporary import temporary_directory
+from ckptcore_integrations.adapters import frozen_names, gathered_adapters, has_adapters, outside_of_adapters
 from ckptcore_integrations.added_files import (
     ObjectWithFiles,
     SaveWithFiles,
@@ -53,16 +54,7 @@ from ckptcore_integrations.trainer_steps import (
     newest_sound_step,
     set_aside,
 )
-from ckptcore_integrations.training_kinds import (
-    Adapters,
-    TrainingKind,
-    frozen_names,
-    gathered_adapters,
-    has_adapters,
-    optimizer_to_load,
-    outside_of_adapters,
-    training_kind,
-)
+from ckptcore_integrations.training_kinds import Adapters, TrainingKind, optimizer_to_load, training_kind
 
 if TYPE_CHECKING:
     from ckptcore.results import SaveHandle

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from ckptcore_integrations import added_files
-from ckptcore_integrations.training_kinds import adapter_tensors
+from ckptcore_integrations.adapters import adapter_tensors
 from ckptcore_integrations.transformers import export_pretrained, newest_sound
 from packaging.version import Version
 from transformers.integrations.peft import MIN_PEFT_VERSION

@@ -25,30 +25,6 @@ from ckptcore_jax.worker_loads import StagedReadResult, WantedLeaf
 from ckptcore_jax.worker_saves import HeldElements, LeafBoxes
 from ckptcore_jax.worker_stages import ReadStage, WriteStage
 
-_PLATFORMS: Final = frozenset({"proxy", "pathways"})
-"""Values of ``jax_platforms`` with Pathways. ``proxy`` is the documented value for Pathways on Cloud."""
-
-
-def executor_of_pathways() -> ColocatedExecutor | None:
-    """Return an executor whose workers are the hosts of Pathways, or None on other platforms.
-
-    Returns None also for a job of several processes, which has no single controller. Starts no JAX
-    backend on other platforms.
-    """
-    config: Any = jax.config  # its options are untyped
-    named = {name.strip() for name in (config.jax_platforms or "").split(",")}
-    if not named & _PLATFORMS or jax.process_count() > 1:
-        return None
-    return _executor(tuple(jax.devices()))
-
-
-@functools.lru_cache(maxsize=1)
-def _executor(devices: tuple[Any, ...]) -> ColocatedExecutor:
-    from ckptcore_jax.colocated import ColocatedExecutor, devices_by_host  # slow to import, and only needed here
-
-    return ColocatedExecutor(devices_by_host(devices))
-
-
 T = TypeVar("T")
 
 _CACHED: Final = 1 << 14

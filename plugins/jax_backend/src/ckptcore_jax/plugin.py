@@ -58,7 +58,7 @@ def ckpt_executor() -> Executor | None:
     """Return the executor of Pathways, if JAX uses it. Then this process is the only controller."""
     if not _has_jax():
         return None
-    from ckptcore_jax.colocated import executor_of_pathways
+    from ckptcore_jax.pathways import executor_of_pathways
 
     return executor_of_pathways()
 

@@ -17,7 +17,8 @@ from ckptcore.handlers import state_to_load
 from ckptcore.model import PARTS, AbstractArray, Attribute, StoredObject
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.tensor_parts import inner_tensor, is_composed, parse_text
+from ckptcore_torch.stored_parts import parse_text
+from ckptcore_torch.tensor_parts import inner_tensor, is_composed
 
 _SIGNED: Final = "exp_avg"
 """The only slot of torchao's optimizers with negative elements."""

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore_torch.dtensors import DTensorPlacement, sharding_cuts
-from ckptcore_torch.tensor_parts import flat_shape
+from ckptcore_torch.placements import DTensorPlacement, sharding_cuts
+from ckptcore_torch.stored_parts import flat_shape
 
 _TABLES: Final = ("qmap",)
 """Names of tables that are equal on all processes."""

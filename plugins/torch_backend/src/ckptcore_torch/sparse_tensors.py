@@ -12,7 +12,7 @@ from ckptcore.model import PARTS, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import empty_tensor
 from ckptcore_torch.conversions import encoding_of
-from ckptcore_torch.tensor_parts import expect_parts, parse_text, stored_text
+from ckptcore_torch.stored_parts import expect_parts, parse_text, stored_text
 
 _COMPRESSED: Final[Mapping[torch.layout, tuple[str, str]]] = {
     torch.sparse_csr: ("crow_indices", "col_indices"),

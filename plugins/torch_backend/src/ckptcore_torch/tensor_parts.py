@@ -1,4 +1,4 @@
-"""Handler of tensor subclasses that are composed of other tensors, also inside DTensors, and their stored parts.
+"""Handler of tensor subclasses that are composed of other tensors, also inside DTensors.
 
 Such a tensor is stored as its inner tensors, which its ``__tensor_flatten__`` names, and a text. A load takes the class
 and the context of the caller's tensor, whose class builds the result with ``__tensor_unflatten__``.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,96 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
+from ckptcore.errors import TreeMismatchError
 from ckptcore.model import JSON, PARTS, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.conversions import encoding_of
+from ckptcore_torch.stored_parts import expect_parts, flat_shape, stored_text
 
 if TYPE_CHECKING:
     from ckptcore_torch.sharded_parts import ShardedParts
-
-
-def stored_text(kind: str, shape: Sequence[int], **others: JSON) -> str:
-    """Return the text for a tensor of a type and shape."""
-    return json.dumps({"type": kind, "shape": list(shape), **others})
-
-
-def parse_text(text: object) -> Mapping[str, Any]:
-    """Decode the result of `stored_text`, which may be hostile.
-
-    Raises:
-        CorruptCheckpointError: if it is something else.
-    """
-    try:
-        document = json.loads(str(text))
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"the text {PARTS!r} of the parts of a tensor cannot be read: {str(text)[:80]!r}")
-    return document
-
-
-def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return stored parts, if they are those of a tensor like the requested one.
-
-    Args:
-        own: the text of the requested tensor.
-        stored: what is stored in its place.
-        may_differ: names of entries of the text that decide nothing.
-
-    Raises:
-        TreeMismatchError: if they are not.
-        CorruptCheckpointError: if their text is damaged.
-    """
-    requested = parse_text(own)
-    kind = requested["type"]
-    if not isinstance(stored, Mapping) or PARTS not in stored:
-        what = f"an array of {stored.dtype.name}" if isinstance(stored, AbstractArray) else "another value"
-        difference = f"the parts of a {kind} are requested, {what} is stored"
-        raise TreeMismatchError(
-            f"{difference}; request what is stored, such as a plain tensor, and convert it", [difference]
-        )
-    entries, requested = _entries(parse_text(stored[PARTS])), _entries(requested)
-    differences = [
-        f"{name}: {requested.get(name)} is requested, {entries.get(name)} is stored"
-        for name in dict.fromkeys([*requested, *entries])
-        if requested.get(name) != entries.get(name) and name not in may_differ
-    ]
-    if differences:
-        remedy = "create the tensor as it was when it was saved, or load its parts without it, as a dict"
-        if requested.get("shards") != entries.get("shards"):
-            remedy = "the mesh cuts blocks of the quantised tensor: load it on a mesh that divides it as the saving one"
-        raise TreeMismatchError(f"{'; '.join(differences)}; {remedy}", differences)
-    return stored
-
-
-def _entries(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries of a text, and those of its context by name, if they have names."""
-    context = text.get("context")
-    if not isinstance(context, dict):
-        return text
-    return {**text, "context": None, **{f"context.{name}": entry for name, entry in context.items()}}
-
-
-def flat_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
-    """Return the shape in which a flat part of a whole tensor is stored, so that shards of rows are boxes of it.
-
-    None if the blocks have no such shape: the part keeps its own shape.
-
-    Args:
-        shape: the shape of the whole tensor.
-        block: elements of the tensor for each element of the part.
-    """
-    row = math.prod(shape[1:])
-    if len(shape) < 2 or not block or not row:
-        return None if len(shape) != 1 or not block or shape[0] % block else (shape[0] // block,)
-    if not shape[-1] % block:
-        return (*shape[:-1], shape[-1] // block)
-    if not row % block:
-        return (shape[0], row // block)
-    if not block % row and not shape[0] % (block // row):
-        return (shape[0] * row // block,)
-    return None
 
 
 _FLAT: Final[Mapping[str, Sequence[str]]] = {

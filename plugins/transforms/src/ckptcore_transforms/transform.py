@@ -6,12 +6,11 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
-from ckptcore.errors import TransformError, UnsupportedLeafError
+from ckptcore.errors import TransformError, UnsupportedLeafError, converts_errors
 from ckptcore.model.arrays import AbstractArray, name_of_dtype
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import Transform, TransformedTree, Transforms
@@ -108,7 +107,7 @@ def _inverse(transform: Transform) -> Transform:
     return inverted
 
 
-@contextmanager
+@converts_errors
 def naming(path: TreePath) -> Iterator[None]:
     """Name the array at a path in the `ValueError` of the block, which becomes a `TransformError`."""
     try:

@@ -29,7 +29,8 @@ from ckptcore_orbax.orbax.items import Item, arrays_directory, find_file, find_i
 from ckptcore_orbax.orbax.markers import METADATA_FILE
 from ckptcore_orbax.orbax.trees import OrbaxTree, TreeLeaf, scalar_record, tree_of_names
 from ckptcore_orbax.zarr.array_files import parse_zarr2, parse_zarr3, zarr2_array
-from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex, open_database
+from ckptcore_orbax.zarr.chunk_index import ZarrIndex
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 

@@ -23,7 +23,8 @@ from ckptcore.protocols import (
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_file, inspect_tree
 from ckptcore_orbax.orbax.markers import write_marker_files
-from ckptcore_orbax.zarr.chunk_index import DatabaseCache, ZarrIndex
+from ckptcore_orbax.zarr.chunk_index import ZarrIndex
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
 from ckptcore_orbax.zarr.state import ArraysState
 from ckptcore_orbax.zarr.stored_arrays import (
     ArrayOptions,

@@ -11,7 +11,7 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, Chunk, HostArray, ReadItem
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.zarr.chunk_index import DatabaseCache
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified, expect_reasonable
 from ckptcore_orbax.zarr.native_reading import BoxRead, check_native_files, expect_chunks, native_store, read_native
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, ZarrArray

@@ -20,7 +20,7 @@ from ckptcore.model import JSON, Box, HostArray
 from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_codec import ReadErrors
-from ckptcore_orbax.zarr.chunk_index import DatabaseCache, locate_chunks
+from ckptcore_orbax.zarr.chunk_locations import DatabaseCache, locate_chunks
 from ckptcore_orbax.zarr.chunk_sizes import expect_justified
 from ckptcore_orbax.zarr.chunking import check_chunk_count, iter_chunks
 from ckptcore_orbax.zarr.state import ArraysState, ZarrArray

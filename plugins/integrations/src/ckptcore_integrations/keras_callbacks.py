@@ -1,0 +1,115 @@
+"""Counters of Keras' callbacks, and the global random generators: the state of a training besides the model."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+from keras.callbacks import (  # type: ignore[import-untyped]
+    Callback,
+    CallbackList,
+    EarlyStopping,
+    ModelCheckpoint,
+    OrbaxCheckpoint,
+    ReduceLROnPlateau,
+    SwapEMAWeights,
+)
+from keras.src.callbacks.monitor_callback import MonitorCallback  # type: ignore[import-untyped]
+
+from ckptcore.events import logger_named
+
+logger = logger_named("ckptcore.integrations.keras")
+
+_COUNTERS: Final[Mapping[type, Sequence[str]]] = {
+    EarlyStopping: ("wait", "best", "best_epoch", "best_weights", "stopped_epoch"),
+    ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
+    OrbaxCheckpoint: ("best", "_batches_seen_since_last_saving", "_total_batches_seen"),
+    SwapEMAWeights: ("_ema_weights_in_model",),
+}
+"""The attributes in which callbacks of Keras 3.15 count. The others count nothing."""
+
+
+def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback]:
+    """Return the callbacks of a training, and let `callback` be called after all others.
+
+    Keras tells a callback nothing of the others, so this is for methods that a `CallbackList` calls. What the others do
+    at the end of an epoch, such as to reduce the learning rate, then precedes a save.
+
+    Args:
+        callback: one of them.
+        frame: the frame of its method.
+    """
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackList):
+        frame = frame.f_back
+    owner = frame.f_locals["self"] if frame is not None else None
+    if owner is None or callback not in owner.callbacks:
+        return [callback]
+    # A new list, because Keras iterates over the other one now.
+    owner.callbacks = [*(other for other in owner.callbacks if other is not callback), callback]
+    return tuple(owner.callbacks)
+
+
+def state_of_counters(callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return by name the counters of Keras' callbacks, and the `state_dict` of others that have one."""
+    return {name: _state(callback) for name, callback in _named(callbacks).items()}
+
+
+def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoch: int) -> None:
+    """Give callbacks their counters at the start of an epoch. One that was not saved is named, and starts again."""
+    for name, callback in _named(callbacks).items():
+        if name not in stored:
+            logger.warning("%s has no saved counters, and starts again", name)
+        elif _has_state_dict(callback):
+            callback.load_state_dict(stored[name])
+        else:
+            vars(callback).update(stored[name])
+            if isinstance(callback, SwapEMAWeights):
+                callback.on_epoch_begin(epoch)  # again: now it knows that the model has the averages
+            if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
+                callback._set_monitor_op()  # Keras does so at the end of the first epoch; a batch may compare before
+
+
+class RandomGenerators:
+    """The global random generators, which data loaders and Keras' data adapters shuffle with."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return their states. PyTorch's is among them if it is imported, with any backend."""
+        states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        if (torch := sys.modules.get("torch")) is not None:
+            states["torch"] = torch.get_rng_state()
+        return states
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        if "torch" in state and (torch := sys.modules.get("torch")) is not None:
+            torch.set_rng_state(torch.as_tensor(state["torch"]))
+
+
+def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
+    """Return callbacks with a state by the names of their types, numbered from the second on."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        if _has_state_dict(callback) or isinstance(callback, tuple(_COUNTERS)):
+            name = type(callback).__name__
+            number = sum([other == name or other.startswith(f"{name}_") for other in found])
+            found[f"{name}_{number}" if number else name] = callback
+    return found
+
+
+def _has_state_dict(callback: Callback) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _state(callback: Callback) -> Mapping[str, Any]:
+    if _has_state_dict(callback):
+        state: Mapping[str, Any] = callback.state_dict()
+        return state
+    names = [name for kind, counters in _COUNTERS.items() if isinstance(callback, kind) for name in counters]
+    return {name: getattr(callback, name, None) for name in names}
