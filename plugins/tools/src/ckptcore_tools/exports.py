@@ -37,7 +37,7 @@ from ckptcore.saving.requests import (
     SavePart,
     as_integer,
     failing_before_claim,
-    foreign_checkpoints,
+    foreign_finder,
     save_created,
 )
 from ckptcore.saving.writing import PlainSave
@@ -150,7 +150,7 @@ class WithExports:
             planned = _plan_exports(self.exports, target.location, draft.descriptions, context, size=agreement.size)
             if agreement.rank == 0:
                 for export in planned:
-                    refuse_to_replace(export.location, target.overwrite, foreign_checkpoints(context))
+                    refuse_to_replace(export.location, target.overwrite, foreign_finder(context))
                 _refuse_merged_names(planned, target, draft.save.info.save_id)
         save_ids = agreement.lead("export ids", lambda: [new_save_id() for _ in planned])
         save = self.strategy.prepare(draft)

@@ -51,7 +51,7 @@ from ckptcore.saving.requests import (
     CommitTarget,
     Save,
     SavePart,
-    foreign_checkpoints,
+    foreign_finder,
     save_created,
 )
 from ckptcore.saving.writing import PlainCommit, PlainSave, write_save
@@ -167,7 +167,7 @@ class Consolidation:
                 objects = items_by_object(layout, tree, opening.opened, opening.subtree.sources, sizes)
             added_files: Mapping[str, FilePath] = {}
             if agreement.rank == 0:
-                refuse_to_replace(location, self.overwrite, foreign_checkpoints(context))
+                refuse_to_replace(location, self.overwrite, foreign_finder(context))
                 added_files = _files_by_name(self.files)
                 if not path_keys(self.subtree):  # a part that is named does not promise the rest
                     check_left_out(opening.opened, self.source, [*self.leave_out, *added_files], context)

@@ -41,7 +41,7 @@ from ckptcore.saving.requests import (
     Save,
     SavePart,
     TreeCaptured,
-    foreign_checkpoints,
+    foreign_finder,
     save_created,
 )
 from ckptcore.saving.writing import PlainSave, write_save
@@ -90,7 +90,7 @@ def convert_checkpoint(
     chosen = runtime_of(context).registry.layout(layout)
     to = resolve_location(destination, runtime_of(context).storages, to_write=True)
     refuse_destination(resolve_location(source, runtime_of(context).storages), to)
-    refuse_to_replace(to, overwrite, foreign_checkpoints(context))
+    refuse_to_replace(to, overwrite, foreign_finder(context))
     counted = ByteProgress(progress)
     conversion = _Conversion(
         to, chosen, overwrite, counted, context, transforms, leave_out, copy_id, before_commit, expected_root

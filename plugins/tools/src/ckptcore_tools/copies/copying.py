@@ -44,7 +44,7 @@ from ckptcore.opening.open_checkpoints import ATTEMPTS, replaced_too_often
 from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.protocols import StorageBackend, Transaction
 from ckptcore.runtime import runtime_of
-from ckptcore.saving.requests import foreign_checkpoints, save_created
+from ckptcore.saving.requests import foreign_finder, save_created
 from ckptcore_tools.copies.conversion import SourceReplacedError, convert_checkpoint
 from ckptcore_tools.copies.manifests import Manifest, StoredRoot, read_manifest, refuse_destination
 from ckptcore_tools.copies.transfers import Transfer
@@ -288,7 +288,7 @@ class _CopyAttempt:
             self._destination,
             Claim(self._manifest.copy_id, save_created()),
             overwrite,
-            foreign_checkpoints(self._context),
+            foreign_finder(self._context),
             resume=True,
         )
         try:
