@@ -16,7 +16,6 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.events import Recording, logger_named
-from ckptcore.loading.abstract_trees import stored_in, with_stored_values
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget, files_instead
 from ckptcore.loading.reading import TreeRead, default_handlers
 from ckptcore.matching.leaf_matching import Matched, match_leaves
@@ -277,6 +276,8 @@ def flatten_like(checkpoint: Checkpoint, value: object, context: Context, reques
     Raises:
         TreeMismatchError: files are stored.
     """
+    from ckptcore.loading.abstract_trees import stored_in, with_stored_values  # only loads with an abstract tree
+
     if checkpoint.is_files:
         raise files_instead(checkpoint)
     runtime = runtime_of(context)
