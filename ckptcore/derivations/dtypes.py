@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -13,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
+from ckptcore.planning.partition import cut_box
 from ckptcore.protocols import DerivedArray, Part
 
 PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
@@ -351,15 +351,8 @@ def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[PieceIndex
         shape: shape of the array, in elements.
         most: limit of the elements of a piece.
     """
-    if not shape:
-        yield (...,)
-        return
-    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most)
-    step = max(1, most // max(1, math.prod(shape[axis + 1 :])))
-    for before in np.ndindex(*shape[:axis]):
-        ones = [slice(index, index + 1) for index in before]
-        for start in range(0, shape[axis], step):
-            yield (*ones, slice(start, start + step), ...)
+    for box in cut_box(Box.whole(shape), 1, most):
+        yield (*box.slices, ...)
 
 
 def is_complex(dtype: np.dtype[Any]) -> bool:
