@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import SavesToDirectoryAsyncHandler
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -25,7 +26,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 
 def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
