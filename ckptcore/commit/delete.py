@@ -83,7 +83,8 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
         is_ours = True  # an object in an archive can be deleted, although it cannot be read
     if not is_ours:
         if not _delete_sessions(location):
-            return delete_checkpoint(location, threads, other_files=other_files)
+            delete_checkpoint(location, threads, other_files=other_files)
+            return
     elif isinstance(root, Claim | PartialSave):
         location.commits.remove(location, new_save_id(), other_files=other_files)
     else:

@@ -139,8 +139,7 @@ class CollectiveRead:
             reading = attempt.plan()
             if reading is not None and attempt.begin(reading) and attempt.read(reading):
                 with agreement.stage(f"finish-{number}"):
-                    result = load.build(reading)
-                return result
+                    return load.build(reading)
         raise AssertionError("unreachable")
 
 

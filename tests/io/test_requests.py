@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,9 +58,9 @@ STORAGES: dict[str, Callable[[Path], StorageBackend]] = {
 
 
 @pytest.fixture(params=list(STORAGES))
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> StorageBackend:
     """Each storage."""
-    yield STORAGES[request.param](tmp_path)
+    return STORAGES[request.param](tmp_path)
 
 
 def test_storages_before_others_pass_it_on(storage: StorageBackend) -> None:

@@ -82,16 +82,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.seen.append(("PUT", self.path, body))
         created = self.path not in self.server.objects
         if not created and self.headers.get("If-None-Match") == "*":
-            return self._answer(412, b"there")
+            self._answer(412, b"there")
+            return
         self.server.objects[self.path] = body
         self._answer(201 if created else 200, self.requestline.encode())
 
     def do_GET(self) -> None:
         self.server.seen.append((self.command, self.path, b""))
         if self.path == "/list":
-            return self._answer(200, " ".join(sorted(self.server.objects)).encode())
+            self._answer(200, " ".join(sorted(self.server.objects)).encode())
+            return
         if self.path == "/headers":
-            return self._answer(200, bytes(self.headers))
+            self._answer(200, bytes(self.headers))
+            return
         if self.path == "/chunks":
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")

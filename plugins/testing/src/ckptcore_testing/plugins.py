@@ -249,8 +249,7 @@ def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
 
 
 def _requirements(distribution: importlib.metadata.Distribution) -> set[str]:
-    names = {_normal(re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) for line in distribution.requires or ()}
-    return names
+    return {_normal(re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) for line in distribution.requires or ()}
 
 
 def _normal(name: str) -> str:
