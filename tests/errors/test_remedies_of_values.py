@@ -189,7 +189,7 @@ class Tasks:
         self.text = (Path(directory) / "text").read_text()
 
 
-def test_tasks_that_nobody_awaits(tmp_path: Path) -> None:
+def test_tasks_without_an_await(tmp_path: Path) -> None:
     handlers = Context(plugins=PluginOptions(handlers={Tasks: SavesToDirectoryAsyncHandler()}))
 
     def save(finish: str) -> None:
