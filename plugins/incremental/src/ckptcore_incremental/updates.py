@@ -89,6 +89,10 @@ class Update(PlainSave):
     def prepare(self, draft: SaveDraft) -> Save:
         """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
+        # Import the modules of the locks on this thread: a process that is forked while the thread of a save in the
+        # background imports a module hangs if it imports the module too.
+        for base in planned.bases:
+            base_locks(base)
         return PlainSave.prepare(_PlannedUpdate(self.base, planned), draft._replace(descriptions=[written]))
 
 
