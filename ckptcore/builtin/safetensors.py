@@ -266,7 +266,8 @@ class SafetensorsLayout(Layout):
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        sessions = [state for state in states if "files" in state]
+        # All of them: a damaged state without files must fail, or the checkpoint would lack its arrays.
+        sessions = states if any("files" in state for state in states) else []
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
