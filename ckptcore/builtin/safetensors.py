@@ -412,7 +412,8 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
 def _boxes_with_arrays(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
     """Return some boxes of an item, by their positions, with their elements."""
     boxes, arrays = snapshot.plan.items[number].boxes, snapshot.take(number)
-    return [(boxes[position], arrays[position]) for position in positions]
+    # Called for each array, so without a comprehension, which is a call of its own before Python 3.12.
+    return tuple(zip(map(boxes.__getitem__, positions), map(arrays.__getitem__, positions), strict=True))
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
