@@ -387,7 +387,7 @@ class _RandomHandler(CheckpointableHandler):
                 load would mix the two.
         """
         own: Any = self.flatten(value)
-        expected = own["bit_generator"]
+        expected = own.get("bit_generator", "another one")  # bit generators of other libraries may have no name
         kind = stored.get("bit_generator") if isinstance(stored, dict) else None
         if isinstance(kind, str) and kind != expected:
             difference = f"the state is one of {kind}, the generator has {expected}"
