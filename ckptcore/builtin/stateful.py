@@ -277,7 +277,7 @@ class StateDictHandler(CheckpointableHandler):
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
         """Return the stored state, with the types of the object's own state."""
-        return state_to_load(self.flatten(value), stored)
+        return state_to_load(getattr(value, self._getter)(), stored)
 
     def unflatten(self, like: Any, state: object) -> object:
         """Return the state, which the program passes to the setter."""
