@@ -195,7 +195,7 @@ class Context:
         return _of_options, (type(self), {option.name: getattr(self, option.name) for option in fields(self)})
 
     def of_another_process(self) -> Context:
-        """Return the options for a copy that another process uses, without what belongs to this process and its job."""
+        """Return the options for another process, without the observers and the job of this process."""
         if self is default_context():
             return self
         job = replace(self.job, executor=None, collectives=None)

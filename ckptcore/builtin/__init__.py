@@ -94,7 +94,6 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
         """Objects that save themselves to a directory."""
-
         return files_handler(value_type)
 
     @hookimpl

@@ -25,13 +25,14 @@ from ckptcore.protocols import (
 _EMPTY: Final = "empty_directories"
 
 _MAX_PARTS: Final = 1 << 17
-"""Most directories on the paths of all empty directories. A small hostile root could otherwise create many of them."""
+"""Maximum number of directories on the paths of all empty directories. Each path of a small hostile root could create
+hundreds of them."""
 
 _MAX_DEPTH: Final = 200
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
-    """Return the state that records these empty directories, which no key of a file implies.
+    """Return the state that records empty directories. Keys of files do not imply them.
 
     Raises:
         UnsupportedLeafError: there are too many directories, or one is too deep.
@@ -67,7 +68,7 @@ def empty_directories(state: JSON) -> Sequence[str]:
         except InvalidLocationError as error:
             raise CorruptCheckpointError(f"an empty directory has an invalid name: {error}") from error
     if (problem := _problem(keys)) is not None:
-        raise CorruptCheckpointError(f"empty directories are listed, and {problem}; load another checkpoint")
+        raise CorruptCheckpointError(f"the list of empty directories is invalid: {problem}; load another checkpoint")
     return keys
 
 
@@ -116,7 +117,7 @@ _PLAIN: Final = SavesToDirectoryHandler()
 def files_handler(value_type: type) -> FilesHandler | None:
     """Return the handler for types whose `save` and `load` only take a parameter called ``directory``; otherwise None.
 
-    The name of the parameter distinguishes them from the many classes with other methods of these names. None also if
+    The name of the parameter distinguishes them from the many classes with other methods of these names. Also None if
     only one of the two methods is asynchronous.
 
     Raises:

@@ -179,7 +179,7 @@ class LocalFile:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            self.cold = None  # it has files of its own, which the server has forgotten
+            self.cold = None  # the server has forgotten its descriptors too
             return 0
 
     def _fresh(self, read: Callable[[], T]) -> T:
@@ -371,7 +371,7 @@ class StampedFile:
             return None  # the address space may be limited; the file can still be read
 
 
-_PAGE_BYTES: Final = 4096  # alignment of addresses, offsets and lengths that every disk accepts
+_PAGE_BYTES: Final = 4096  # an alignment of addresses, offsets and lengths that every disk accepts
 _SECTOR_BYTES: Final = 512
 _WINDOW_BYTES: Final = 8 << 20
 _BOUNCE_BYTES: Final = 4 << 20
@@ -437,7 +437,7 @@ class ColdReader:
         return guess[0]
 
     def _probe_window(self, start: int) -> bool:
-        """Return True if a random page of a window is not in memory. Random, because the probe loads the page."""
+        """Return True if a random page of a window is not in memory. An earlier probe may have loaded a fixed one."""
         pages = max(1, min(_WINDOW_BYTES, self._size - start) // _PAGE_BYTES)
         number = int.from_bytes(os.urandom(4), "little") % pages
         try:
@@ -477,6 +477,7 @@ class ColdReader:
                 break
             _spread(whole[skip : skip + count], pending)
             done += count
+            # A direct read cannot continue within a page: it was a short read.
             if (offset + done) % _PAGE_BYTES and done < total:
                 break
             skip = 0

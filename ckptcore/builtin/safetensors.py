@@ -266,7 +266,8 @@ class SafetensorsLayout(Layout):
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        sessions = [state for state in states if "files" in state]
+        # All of them: a damaged state without files must fail, or the checkpoint would lack its arrays.
+        sessions = states if any("files" in state for state in states) else []
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
@@ -411,7 +412,8 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
 def _boxes_with_arrays(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
     """Return some boxes of an item, by their positions, with their elements."""
     boxes, arrays = snapshot.plan.items[number].boxes, snapshot.take(number)
-    return [(boxes[position], arrays[position]) for position in positions]
+    # Called for each array, so without a comprehension, which is a call of its own before Python 3.12.
+    return tuple(zip(map(boxes.__getitem__, positions), map(arrays.__getitem__, positions), strict=True))
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:

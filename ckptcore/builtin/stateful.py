@@ -277,7 +277,7 @@ class StateDictHandler(CheckpointableHandler):
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
         """Return the stored state, with the types of the object's own state."""
-        return state_to_load(self.flatten(value), stored)
+        return state_to_load(getattr(value, self._getter)(), stored)
 
     def unflatten(self, like: Any, state: object) -> object:
         """Return the state, which the program passes to the setter."""
@@ -387,7 +387,7 @@ class _RandomHandler(CheckpointableHandler):
                 load would mix the two.
         """
         own: Any = self.flatten(value)
-        expected = own["bit_generator"]
+        expected = own.get("bit_generator", "another one")  # bit generators of other libraries may have no name
         kind = stored.get("bit_generator") if isinstance(stored, dict) else None
         if isinstance(kind, str) and kind != expected:
             difference = f"the state is one of {kind}, the generator has {expected}"

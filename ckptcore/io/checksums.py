@@ -233,7 +233,8 @@ def encoded(checksum: Checksum, value: int) -> bytes:
 def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSegment, before: int) -> int:
     """Return the number of the first segment that the checksum in segment `number` covers.
 
-    It covers this segment and all others before itself. `before` is the number of the previous checksum segment, or -1.
+    The checksum covers all segments from there to the one before its own. `before` is the number of the previous
+    checksum segment, or -1.
 
     Raises:
         PluginError: it covers no segment, another checksum, or more segments than precede it.
@@ -311,7 +312,7 @@ class ChunkCheck:
         computed = self._sum.data or b""
         if computed != self._stored:
             difference = f"expected the stored {checksum.name} {self._stored.hex()}, found {computed.hex()}"
-            if checksum.nbytes > _SHOWN_BYTES:  # a record with more than a checksum
+            if checksum.nbytes > _SHOWN_BYTES:  # the format stores more than a checksum there
                 difference = f"they do not match their {checksum.name} in bytes {self.stop} to {self.end}"
             raise _checksum_error(self._key, self.start, self.end, difference)
         return True

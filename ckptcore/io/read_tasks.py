@@ -210,10 +210,10 @@ def _shape(read: ChunkRead, box: Box) -> tuple[int, ...]:
     return tuple(map(int.__sub__, box.stop, box.start))
 
 
-def _mismatch(read: ChunkRead, found: str) -> CorruptCheckpointError:
+def _mismatch(read: ChunkRead, given: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"the metadata of {read.key!r} is damaged: expected a box from {list(read.box.start)} to {list(read.box.stop)} "
-        f"with {read.itemsize} bytes per element at byte {read.offset}, found {found}. Restore it from a copy, or load "
+        f"with {read.itemsize} bytes per element at byte {read.offset}, found {given}. Restore it from a copy, or load "
         "another checkpoint",
         key=read.key,
     )

@@ -340,16 +340,16 @@ def _cuts(encoded: JSON, spec: ArraySpec) -> tuple[tuple[int, ...], ...] | None:
     return cuts if is_ordered else None
 
 
-def _expect(found: Any, kind: type[T]) -> T:
-    if not isinstance(found, kind):
-        raise damaged_tree(f"expected a {kind.__name__}, found {str(found)[:80]!r}")
-    return found
+def _expect(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise damaged_tree(f"expected a {kind.__name__}, found {str(value)[:80]!r}")
+    return value
 
 
-def _natural(found: JSON) -> int:
-    if type(found) is not int or found < 0:
-        raise damaged_tree(f"expected a count, found {str(found)[:80]!r}")
-    return found
+def _natural(value: JSON) -> int:
+    if type(value) is not int or value < 0:
+        raise damaged_tree(f"expected a count, found {str(value)[:80]!r}")
+    return value
 
 
 BLOCK_BYTES: Final = 1 << 20

@@ -380,8 +380,8 @@ def _plain_key_from_json(encoded: JSON, depth: int) -> PlainKey:
     return tuple([_plain_key_from_json(part, depth + 1) for part in encoded])
 
 
-def _bad_skeleton(found: object) -> CorruptCheckpointError:
-    return damaged_tree(f"expected a container or a leaf, found {str(found)[:120]!r}")
+def _bad_skeleton(encoded: object) -> CorruptCheckpointError:
+    return damaged_tree(f"expected a container or a leaf, found {str(encoded)[:120]!r}")
 
 
 def damaged_tree(reason: str) -> CorruptCheckpointError:

@@ -55,7 +55,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
 
 
 _FEW_BOXES: Final = 16
-"""Up to this number of boxes, comparing each pair is faster than a check of all."""
+"""Up to this number of boxes, comparing each pair is faster than computing `_moved_volumes`."""
 
 _MAX_EXTENT: Final = 1 << 62
 """Limit of the length of an axis, which the tables of boxes share."""
@@ -75,10 +75,12 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
 
     Takes time proportional to the boxes and their axes, whatever the boxes are: a hostile checkpoint may state any.
 
-    The number of boxes around an element, as a function of the element, is the sum of the products of differences
-    ``step(stop) - step(start)`` over the axes. Two such functions are equal if and only if the same sums are equal with
-    unknowns in place of the steps. The sums are compared for random values of the unknowns, modulo two primes. Unequal
-    sums are equal by chance in less than one of 2**50 calls (Schwartz and Zippel).
+    Let ``step(n)`` be the function of an index that is 0 below `n` and 1 from `n` on. Then a box is the product of
+    ``step(start) - step(stop)`` over the axes: 1 inside the box, 0 outside. The boxes cover the array exactly if the
+    sum of their products equals the product of the array. Steps at different bounds are independent, so both sides are
+    equal if and only if they are equal as polynomials with an unknown for each step. The polynomials are compared at
+    random values of the unknowns, modulo two primes. Unequal ones have equal values in less than one of 2**50 calls
+    (Schwartz and Zippel).
 
     Args:
         shape: shape of the array, in elements.
@@ -139,7 +141,7 @@ class WrittenBoxes:
         axes: HostArray = np.array(
             [len(record.spec.shape) if isinstance(record, ArrayRecord) else 0 for record in leaves], np.int64
         )
-        none = np.zeros(0, np.int64)
+        none = np.zeros(0, np.int64)  # `concatenate` refuses an empty list, which a tree without arrays has
         count = np.concatenate([none, *[columns.counts for columns in written]]).astype(np.int64)
         leaf = np.repeat(np.concatenate([none, *[columns.leaf for columns in written]]).astype(np.int64), count)
         self._bounds: HostArray = np.concatenate([none, *[columns.bounds for columns in written]])
@@ -197,6 +199,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
 
 def _not_in_one_box(shape: tuple[int, ...], starts: HostArray, stops: HostArray) -> tuple[int, ...]:
     """Return an element that is in no box, or in several. The boxes are not empty, and do not cover the array."""
+    # Bisection: if the boxes cover the lower half exactly, the element is in the upper half.
     first, after = [0] * len(shape), list(shape)
     for axis in range(len(shape)):
         while after[axis] - first[axis] > 1:

@@ -131,8 +131,8 @@ class Inspection(NamedTuple):
         custom: metadata of the user.
         metrics: measurements.
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
-        unused: by object, the names of stored arrays that are no leaves, because an index of the checkpoint names
-            another copy of them, or does not name them. Shown to the user.
+        unused: by object, the names of stored arrays that are not leaves of the tree: the index of the
+            checkpoint names another copy of them, or does not name them. Shown to the user.
         files: the objects of the checkpoint; those with arrays and those in `unused` may be left out.
     """
 
@@ -216,11 +216,12 @@ class ChunkIndex(Protocol):
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
         """Return the byte ranges (object, start, stop) of an array, as far as the metadata has them.
 
-        Errors use them to name arrays, and they limit memory. Elements that are in no plain range are left out.
+        Errors use them to name arrays. They limit the memory that a load allocates. Elements that are in no plain
+        range are left out.
         """
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
-        """Return the objects in which a changed byte of an array may not be found, because the format has no checksum.
+        """Return the objects in which a damaged byte of an array may go undetected, because they have no checksum.
 
         Called after the whole array was read, in checkpoints of other software. Compares those checksums of the format
         that the read did not compare. By default returns all objects of `extents`.
@@ -330,7 +331,7 @@ class Layout(Protocol):
         return
 
     def names_in_keys(self, plan: WritePlan) -> Collection[str]:
-        """Return keys, or directories on their paths, that have names of arrays of a tree in them; none by default.
+        """Return keys that contain names of arrays, or the directories on their paths that do; none by default.
 
         A save is refused before it writes if its file system takes two of them for one.
         """
@@ -364,8 +365,8 @@ class Layout(Protocol):
     def with_own_names(self, tag: str) -> Layout | None:
         """Return this layout for objects whose names contain ``.`` and `tag`; None, the default, if names are fixed.
 
-        `finish` writes only the object `index_name` under a fixed name. The name of an object without the tag is the
-        name that it would have otherwise.
+        `finish` writes only the object `index_name` under a fixed name. Without ``.`` and the tag, the name of
+        an object is its usual one.
 
         Args:
             tag: letters and digits that no other save uses.
@@ -425,7 +426,7 @@ class Layout(Protocol):
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files in the directory of a checkpoint of this layout that belong to the checkpoint.
 
-        Asked only where other software wrote the checkpoint, before a save replaces it. Other files, such as a
+        Called only for a checkpoint that other software wrote, before a save replaces it. Other files, such as a
         configuration or a tokenizer, are the user's, and stop the save. By default all files belong to it.
 
         Args:

@@ -68,12 +68,12 @@ def merge_trees(
 def refuse_different_arrays(
     trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], digests: Sequence[Mapping[str, int]]
 ) -> None:
-    """Refuse arrays that several ranks are assumed to have alike, and that differ.
+    """Refuse arrays that must be equal on several ranks, and are not.
 
     Args:
-        trees: the trees of some ranks, one of each group of ranks with equal digests.
-        ranks: by tree, the ranks that have it with these digests.
-        digests: by tree, the result of `ckptcore.saving.common_trees.replica_digests`.
+        trees: for each group of ranks with equal trees and digests, the tree.
+        ranks: for each group, its ranks.
+        digests: for each group, the result of `ckptcore.saving.common_trees.replica_digests`.
 
     Raises:
         TreeMismatchError: lists the arrays, with the ranks that have equal elements.
@@ -92,7 +92,7 @@ def refuse_different_arrays(
     if lines:
         differences = list(lines.values())
         raise TreeMismatchError(
-            "arrays that every rank has must be equal, because this layout writes some from each rank:"
+            "arrays that every rank has must be equal, because with this layout each rank writes some of them:"
             f"{_listed(differences)}\n"
             "To store the array of every rank, wrap it in PerProcess(...). To store one for all, copy it from one rank "
             "to the others before the save, for example with torch.distributed.broadcast, or use the layout "

@@ -116,6 +116,29 @@ def test_states_of_128_bits_are_kept(tmp_path: Path) -> None:
     assert loaded["state"] == {"state": (1 << 128) - 1, "inc": (1 << 127) + 1}
 
 
+def _unnamed_bit_generator() -> Any:
+    """Return a type of bit generators, as another library may have it, whose state does not have its name."""
+    base: Any = np.random.PCG64
+
+    def get_state(self: Any) -> dict[str, Any]:
+        return {"state": base.state.__get__(self)["state"]}
+
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        base.state.__set__(self, {"bit_generator": "Unnamed", "has_uint32": 0, "uinteger": 0, **state})
+
+    return type("Unnamed", (base,), {"state": property(get_state, set_state)})
+
+
+def test_a_bit_generator_whose_state_has_no_name_goes_on(tmp_path: Path) -> None:
+    unnamed = _unnamed_bit_generator()
+    made = np.random.Generator(unnamed(1))
+    ckptcore.save(tmp_path / "c", {"g": made})
+    expected = made.random()
+    other = np.random.Generator(unnamed(2))
+    ckptcore.load_into(tmp_path / "c", {"g": other})
+    assert other.random() == expected
+
+
 @pytest.mark.parametrize(
     ("saved", "target"),
     [

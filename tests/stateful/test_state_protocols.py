@@ -499,3 +499,24 @@ def test_a_context_chooses_another_protocol(tmp_path: Path) -> None:
     target = WithBoth()
     ckptcore.load_into(tmp_path / "step", target, context=context)
     assert target.position == 5
+
+
+class _SaveWarns(StateDictHandler):
+    """As handlers do that warn of state which a save cannot take."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+
+    def flatten(self, value: Any) -> object:
+        self.saves += 1
+        return super().flatten(value)
+
+
+def test_a_load_does_not_call_what_a_derived_handler_does_in_a_save(tmp_path: Path) -> None:
+    handler = _SaveWarns()
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(handlers={Keeper: handler}))
+    ckptcore.save(tmp_path / "step", Keeper({"a": 1}), context=context)
+    of_save = handler.saves
+    target = Keeper({"a": 2})
+    ckptcore.load_into(tmp_path / "step", target, context=context)
+    assert target.state == {"a": 1} and handler.saves == of_save

@@ -118,6 +118,25 @@ def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -
     assert refused > 50
 
 
+def test_a_session_without_its_files_is_refused(tmp_path: Path) -> None:
+    """The others have theirs: a commit of these alone would lack its arrays."""
+    place = new_place("memory", tmp_path)
+    for name in "ab":
+        ckptcore.partial(place, layout="safetensors").save({name: np.arange(3.0)})
+    store = store_at(place)
+    document = json.loads(store.get("checkpoint.json"))
+    row = document["sessions"][1]
+    head, receipts, rest = store.get(row[5]).split(b"\n", 2)
+    decoded = json.loads(receipts)
+    del decoded["receipts"][0]["state"]["files"]
+    changed = head + b"\n" + _line(decoded) + b"\n" + rest
+    row[6:8] = len(changed), f"xxh3_64:{xxhash.xxh3_64_hexdigest(changed)}"
+    store.put(row[5], changed)
+    store.put("checkpoint.json", sealed(document))
+    with pytest.raises(CorruptCheckpointError):
+        _finalize(place)
+
+
 def _table_problems(place: str) -> dict[str, bytes | None]:
     """Return contents of the first table by the text of the error; None for a missing one."""
     store = store_at(place)
