@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,12 @@ def load_async(
     that decide about loaded leaves, such as JAX' default device.
     """
     settings = runtime_of(context or default_context()).registry.thread_settings()
+    # Import on this thread what only some loads need: a process that is forked while another thread imports a module
+    # inherits the unfinished import, and hangs if it imports the module too.
+    if abstract is not None:
+        importlib.import_module("ckptcore.loading.abstract_trees")
+    if select is not None:
+        importlib.import_module("ckptcore.loading.selections")
 
     def run(progress: ProgressCallback) -> Any:
         with settings:

@@ -14,10 +14,10 @@ from typing import Any, Final
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, abstract_of_stored
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.loading.reading import default_handlers
+from ckptcore.matching.forms import plain_path
 from ckptcore.model.metadata import UNREADABLE, ArrayRecord, LeafRecord, TreeMetadata, unreadable_error
 from ckptcore.model.tree import (
     LEAF,
-    Attribute,
     Node,
     Skeleton,
     TreePath,
@@ -122,11 +122,6 @@ def _unreadable_leaves(tree: TreeMetadata, numbers: Collection[int]) -> dict[Tre
         for number, record in enumerate(tree.leaves)
         if number in numbers and (error := unreadable_error(record))
     }
-
-
-def plain_path(path: TreePath) -> TreePath:
-    """Return a path with names instead of attributes."""
-    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
 
 def _is_plain_value(record: LeafRecord) -> bool:

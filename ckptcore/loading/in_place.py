@@ -40,7 +40,7 @@ class Undo:
         self._changed: set[int] = set()
 
     def add(self, live: LiveObject) -> None:
-        """Keep the present state of an object; if the load is repeated, the first one."""
+        """Keep the present state of an object. A repeated load keeps the state before its first attempt."""
         if id(live.node.like) not in self._before:
             self._before[id(live.node.like)] = live, live.undo()
 
@@ -53,7 +53,7 @@ class Undo:
             source: the location of the checkpoint, for errors.
 
         Raises:
-            TreeMismatchError: it refused the state.
+            TreeMismatchError: the object refused the state.
         """
         self._changed.add(id(live.node.like))
         try:
@@ -81,7 +81,7 @@ class Undo:
                     undo()
                 elif key in self._changed:
                     kept.append(live.name)
-            except Exception as error:  # of the object: the others are still put back, and the caller names this one
+            except Exception as error:  # any error of the object's code: put the others back, and name this one below
                 logger.warning("the old state of an object cannot be put back: %s", live.name, exc_info=error)
                 kept.append(live.name)
         self._before.clear()
@@ -223,7 +223,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
 
 
 def _check_inner_objects(checkpoint: Checkpoint, shape: Shape) -> None:
-    """Refuse the stored state of an object inside another one that does not have that object: it would get a dict.
+    """Refuse the state of an inner object that the target does not have: the outer object would get a dict instead.
 
     Raises:
         TreeMismatchError: names the first such object.

@@ -79,7 +79,7 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
     try:
         made = _make(Stored(stored, 0), change)
     except ValueError as error:  # the dtype cannot represent the pad value
-        return [Difference("shape", f"{path}: shape: {both}; {error}")]
+        return [Difference("shape", f"{path}: shape: {both}; pad_value: {error}")]
     return replace(change, loaded=made.spec)
 
 
@@ -137,7 +137,7 @@ def _make(stored: DerivedArray, change: LeafChange) -> DerivedArray:
         after = [new - old for new, old in zip(requested.shape, made.spec.shape, strict=True)]
         # `pad` refuses everything else that the dtype cannot represent.
         if requested.dtype == "bool" and np.asarray(change.pad_value).dtype != np.bool_:
-            raise ValueError(f"bool cannot represent pad_value={change.pad_value!r}")
+            raise ValueError(f"bool cannot represent {change.pad_value!r}")
         made = pad(made, before, after, change.pad_value)
     return made
 

@@ -134,7 +134,8 @@ def match_leaves(
         if compared.absent and in_place:
             parts.drop_tied(compared)
         parts.expect_allowed(compared, differences, display, rank_and_size, in_place=in_place)
-        if compared.absent and chosen is None:
+        # With placeholders, the caller expects parts without values: a warning would only repeat the request.
+        if compared.absent and chosen is None and matching.missing != "placeholder":
             sparse = parts.sparse_parts(compared)
     if matching.missing == "placeholder":
         for position in compared.absent:

@@ -49,8 +49,8 @@ class Derived:
         tree: the derived tree.
         sources: the checkpoint that is read, and additional ones that are combined with it.
         derivations: by leaf number, the derived array. May lack aliases.
-        values: for each value of the derived tree that comes from the first source, by its leaf number: its leaf number
-            in that source.
+        values: the values of the derived tree that come from the first source: by leaf number, the leaf number in that
+            source.
         most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
             in pieces may exceed it.
         description: a description of the transforms and of the bases of an update, which must be equal on every rank of
@@ -122,7 +122,7 @@ class Derived:
         stored = sum([array.spec.nbytes for array in set(walk(derivation)) if isinstance(array, Stored)])
         for axis, extent in enumerate(spec.shape):
             step = max(1, extent * nbytes // spec.nbytes)
-            start = min(extent // 2, extent - step)
+            start = min(extent // 2, extent - step)  # the bands at the ends may read less than those between them
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MAX_BAND_BYTES:
                 continue
@@ -165,22 +165,23 @@ class Derived:
                     yield owner
 
     def _read_stored(self, reads: Sequence[_StoredRead]) -> Iterator[int]:
-        for checkpoint, below in enumerate(self.sources):
-            numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == checkpoint]
+        for index, source in enumerate(self.sources):
+            numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == index]
             if not numbers:
                 continue
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
-            plan = plan_read(below.tree, wanted)
-            with naming_additional(below) if checkpoint else nullcontext():
-                for there in below.read(plan, [reads[number].buffer for number in numbers]):
-                    yield numbers[there]
+            plan = plan_read(source.tree, wanted)
+            with naming_additional(source) if index else nullcontext():
+                for item in source.read(plan, [reads[number].buffer for number in numbers]):
+                    yield numbers[item]
 
     def _fills(self, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> Sequence[_Fill]:
         """Return the fills of boxes of an array: one fill, or several if one fill needs too much memory.
 
-        First tries pieces, which must read few additional bytes. A piece is a band across all boxes, because stored
-        elements between those of one box may belong to another box. If there are no such pieces, divides the list of
-        boxes, or returns one fill that exceeds the memory limit.
+        First tries to cut all boxes into bands along an axis, one fill for each band. The bands must together read
+        hardly more bytes than one fill does. A band cuts all boxes, because the stored elements of several boxes may
+        alternate. If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory
+        limit.
         """
         fill = _Fill.of(derivation, outputs)
         if fill.held_bytes <= self.most_bytes:
@@ -221,7 +222,7 @@ class Derived:
         return not counts[None] and counts["short"] <= counts["long"]
 
     def _runs(self, fill: _Fill) -> Counter[_RunKind | None]:
-        """Count the contiguous ranges of each kind that a piece reads."""
+        """Count the contiguous ranges of each kind that a piece reads; None counts boxes that are not contiguous."""
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
             boxes.setdefault(read.array, {})[read.box] = None
@@ -244,18 +245,18 @@ class Derived:
 
     def _is_plain(self, array: Stored) -> bool:
         """Return True if the elements of a stored array are uncompressed, so that any range of them can be read."""
-        below = self.sources[array.checkpoint]
-        if below.derived is not None:
+        source = self.sources[array.checkpoint]
+        if source.derived is not None:
             return False  # a derived source divides its own reads
         if (plain := self._plain_bytes.get(array.checkpoint)) is None:
             plain = self._plain_bytes[array.checkpoint] = Counter()
-            for leaf, _, start, stop in extents_of(below):
+            for leaf, _, start, stop in extents_of(source):
                 plain[leaf] += stop - start
-        return plain[below.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
+        return plain[source.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
 
 
 def derive(
-    opened: Checkpoint,
+    source: Checkpoint,
     tree: TreeMetadata,
     derivations: Mapping[int, DerivedArray],
     *,
@@ -271,11 +272,11 @@ def derive(
     It is read in boxes like any other. It has the root, version and origin of the open checkpoint.
 
     Args:
-        opened: the checkpoint that is read.
+        source: the open checkpoint that is read.
         tree: the new tree, with its values.
         derivations: by leaf number, the derived array, for each array of the new tree that is not an alias. A `Stored`
-            refers to leaves of `opened`.
-        values: by leaf number of each value in the new tree that comes from `opened`, its leaf number in `opened`.
+            refers to leaves of `source`.
+        values: by leaf number of each value in the new tree that comes from `source`, its leaf number in `source`.
         additional: additional sources; `Stored.checkpoint` is 1 for the first of them.
         most_bytes: see `Derived`; None: 256 MiB.
         description, changes, is_builtin: see `Derived`.
@@ -290,11 +291,11 @@ def derive(
         if spec != record.spec:
             path = format_path(tree.paths[leaf])
             raise TransformError(f"{path} is declared as {record.spec}, but its derivation is {spec or 'missing'}")
-    if opened.derived is not None:
-        description = f"{opened.derived.description}\n{description}"
+    if source.derived is not None:
+        description = f"{source.derived.description}\n{description}"
     limit = most_bytes or _DEFAULT_BYTES
-    derived = Derived(tree, (opened, *additional), derivations, values, limit, description, changes or {}, is_builtin)
-    return dataclasses.replace(opened, tree=tree, derived=derived, read_instead=derived.read)
+    derived = Derived(tree, (source, *additional), derivations, values, limit, description, changes or {}, is_builtin)
+    return dataclasses.replace(source, tree=tree, derived=derived, read_instead=derived.read)
 
 
 def _bounding_box(boxes: Sequence[Box]) -> Box:

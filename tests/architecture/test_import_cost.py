@@ -141,11 +141,22 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 with tempfile.TemporaryDirectory() as directory:
-    ckptcore.save_async(directory + "/state", {"w": numpy.ones(3)}).result()
+    ACTION
 assert not imported, imported
 """
 
 
-def test_a_first_asynchronous_save_imports_on_the_thread_of_the_caller() -> None:
+def expect_imports_on_the_calling_thread(action: str) -> None:
     """A process that is forked while another thread imports a module waits for ever if it imports it too."""
-    subprocess.run([sys.executable, "-c", THREADS_PROBE], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", THREADS_PROBE.replace("ACTION", action)], check=True, timeout=120)
+
+
+def test_a_first_asynchronous_save_imports_on_the_thread_of_the_caller() -> None:
+    expect_imports_on_the_calling_thread('ckptcore.save_async(directory + "/state", {"w": numpy.ones(3)}).result()')
+
+
+@pytest.mark.parametrize("arguments", ["", "{'w': numpy.ones(3)}", "select=ckptcore.select.names('w')"])
+def test_a_first_asynchronous_load_imports_on_the_thread_of_the_caller(tmp_path: Path, arguments: str) -> None:
+    ckptcore.save(tmp_path / "state", {"w": np.ones(3)})
+    load = f"ckptcore.load_async({str(tmp_path / 'state')!r}, {arguments}).result()"
+    expect_imports_on_the_calling_thread(f"import resource; {load}")  # the system's limits are read in any thread

@@ -224,6 +224,14 @@ def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: 
     assert str(float(loaded[2])) == str(float(padded)) and loaded[:2].astype(float).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(("dtype", "pad_value"), [("int8", 0.5), ("int8", 300), ("bool", 1), ("float8_e8m0fnu", 0)])
+def test_the_error_of_a_padding_names_the_option(tmp_path: Path, dtype: str, pad_value: float) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.ones(2, dtype_from_name(dtype))})
+    matching = Matching(shapes={"pad"}, pad_value=pad_value)
+    with pytest.raises(TreeMismatchError, match=f"pad_value: {dtype} cannot represent {pad_value}"):
+        ckptcore.load(tmp_path / "c", {"w": AbstractArray((3,), dtype)}, matching=matching)
+
+
 @pytest.mark.parametrize("shape", [(6, 8), (8,), (9, 6, 1), (0, 6)])
 def test_only_shapes_that_fit_are_changed(saved: Path, shape: tuple[int, ...]) -> None:
     allowed = {"reshape"} if shape in ((8,), (9, 6, 1), (0, 6)) else {"truncate"}

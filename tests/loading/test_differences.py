@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,16 @@ def test_what_is_missing_is_left_out_only_by_name(tmp_path: Path) -> None:
     assert (list(report.restored), list(report.defaulted), list(report.skipped)) == (["w"], ["b"], [])
     with pytest.raises(ValueError, match="keep"):
         ckptcore.load_into(tmp_path / "c", {"w": np.zeros(3, np.float32)}, matching=Matching(missing="placeholder"))
+
+
+def test_missing_leaves_that_become_placeholders_cause_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckptcore.save(tmp_path / "c", {"model": {"w": ONES}, "moments": {"m": ONES}})
+    abstract = {"model": wanted("w"), "moments": wanted("mu", "nu")}
+    with caplog.at_level(logging.WARNING, "ckptcore"):
+        ckptcore.load(tmp_path / "c", abstract, matching=Matching(missing="placeholder", unexpected="ignore"))
+    assert not caplog.records
 
 
 def test_what_is_missing_keeps_the_value_that_the_abstract_tree_has(tmp_path: Path) -> None:

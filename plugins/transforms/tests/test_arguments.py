@@ -90,3 +90,14 @@ def test_what_is_no_list_of_transforms_is_refused(given: Any) -> None:
 def test_dtypes_and_numbers_of_numpy_are_taken() -> None:
     assert t.Cast("a", ml_dtypes.bfloat16).dtype == "bfloat16" and t.Cast("a", "int4", np.int8).stored == "int8"
     assert t.Slice("a", np.int64(0), np.int32(3)).stop == 3 and t.Scale("a", np.float32(2)).factor == 2
+
+
+def test_elements_are_padded_with_any_value_of_their_dtype() -> None:
+    for value in (float("-inf"), float("nan"), True):
+        assert repr(t.Pad("a", 5, value=value).value) == repr(value)
+    ckptcore.save("memory://transforms/pad", {"mask": np.zeros(2), "used": np.zeros(2, bool)}, overwrite="non-atomic")
+    loaded = ckptcore.load(
+        "memory://transforms/pad",
+        transforms=[t.Pad("mask", 3, value=float("-inf")), t.Pad("used", 3, value=True)],
+    )
+    assert loaded["mask"].tolist() == [0, 0, float("-inf")] and loaded["used"].tolist() == [False, False, True]

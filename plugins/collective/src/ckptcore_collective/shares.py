@@ -21,7 +21,7 @@ ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
 """Returns the chunks of an array by number of its leaf: all of them plain, or none. Empty if they are unknown."""
 
 ReaderSet: TypeAlias = frozenset[int]
-"""The numbers of the readers that request a box."""
+"""The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
 """Minimum size of messages except the last one: each costs a request, and ends at a block."""
@@ -112,7 +112,7 @@ def plan_shares(
         request_of: the number of its request, by rank, for all ranks of the exchange.
         rank: the rank to plan for.
         sizes: limits of messages and rounds.
-        chunks: the chunks of arrays: messages do not split blocks, or chunks that can only be read whole.
+        chunks: returns the chunks of an array. Messages split neither blocks nor chunks that can only be read whole.
     """
     ranks_of: dict[int, list[int]] = {}
     for member, number in sorted(request_of.items()):

@@ -87,7 +87,7 @@ def _format_each(policy: PreservationPolicy) -> Iterator[str]:
         case CustomSteps(steps):
             yield "custom_steps=" + ":".join(map(str, sorted(steps)))
         case BestN(n, metric, mode):
-            escaped = _TO_ESCAPE.sub(lambda found: f"%{ord(found[0]):02X}", metric)
+            escaped = _TO_ESCAPE.sub(lambda match: f"%{ord(match[0]):02X}", metric)
             yield f"best_n={n}:{escaped}:{mode}" + ("" if policy.keep_unmeasured else f":{_DROP_UNMEASURED}")
         case _:
             raise ValueError(f"{policy!r} has no text; the policies that have one are {', '.join(_FORMS.values())}")
@@ -117,7 +117,7 @@ def _parse_best_n(values: list[str]) -> PreservationPolicy:
     if len(values) != (3 if keep_unmeasured else 4):
         raise ValueError(f"expected n:metric:min or n:metric:max, with or without :{_DROP_UNMEASURED}")
     n, metric, mode = values[:3]
-    name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), metric)
+    name = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), metric)
     # BestN checks the mode.
     return BestN(_whole_number(n), name, cast(Literal["min", "max"], mode), keep_unmeasured=keep_unmeasured)
 

@@ -162,14 +162,14 @@ class Pad(EachArray):
         pattern: selects the arrays.
         size: new extent, at least the old one.
         axis: axis to extend; -1 is the last.
-        value: value of the new elements.
+        value: value of the new elements. Infinity and NaN are allowed, and bools in arrays of bools.
         stored: expected extent in the checkpoint; another one is an error. None accepts any. The
             inverse needs it.
     """
 
     size: int
     axis: int = 0
-    value: float = 0
+    value: bool | float = 0
     stored: int | None = None
 
     def changed(self, array: DerivedArray) -> DerivedArray:

@@ -1,9 +1,9 @@
 """Ready-made transforms between the weights of model families in different libraries.
 
-Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse`
-returns those in the other direction. Leaves that a map does not know outside of the model, such as
-classification heads, do not change.
-Unknown leaves of the model itself are an error, in both directions.
+Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns those in the other
+direction. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the model
+itself are an error in both directions: each list ends with a `Refuse` for them, and its first one is the last of the
+inverse.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
 inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
@@ -130,11 +130,11 @@ def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> li
     Args:
         head_dim: number of elements of a head; even. A load fails if a ``config.json`` of the model
             has another value.
-        rope_type: ``rope_type`` of MaxText's configuration. ``"llama3.1"`` stores rotated pairs of
-            a head's elements next to each other. MaxText also uses it if its ``model_name`` starts
-            with ``llama3.1``. ``"default"``, for Llama 2 and 3 and Mistral, stores all first
-            elements before all second ones, as Hugging Face does. With the wrong type the load
-            succeeds, but the model computes wrong results.
+        rope_type: ``rope_type`` of MaxText's configuration. It decides about the order of a head's elements, which
+            are rotated in pairs. ``"llama3.1"`` stores the two elements of a pair next to each other; MaxText also
+            uses it if its ``model_name`` starts with ``llama3.1``. ``"default"``, for Llama 2 and 3 and Mistral,
+            stores the first elements of all pairs before the second ones, as Hugging Face does. With the wrong type
+            the load succeeds, but the model computes wrong results.
         prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. MaxText has
             none.
 

@@ -103,10 +103,8 @@ def _section(config: Mapping[str, JSON]) -> JSON:
     """Return the quantisation of the model or its text part, or None."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
-        for name in (
-            "quantization_config",
-            "compression_config",
-        ):  # the name in compressed-tensors before 0.9
+        # compressed-tensors before 0.9 wrote "compression_config".
+        for name in ("quantization_config", "compression_config"):
             if part.get(name) is not None:
                 return part[name]
     return None

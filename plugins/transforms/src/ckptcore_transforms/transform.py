@@ -24,7 +24,9 @@ class TreeTransform(Transform, Protocol):
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check each argument by its annotation.
+        """Check each argument by the text of its annotation. Arguments with annotations that are not in `_CHECKS` pass.
+
+        A subclass whose arguments have other rules, such as infinite floats, uses another annotation or replaces this.
 
         Raises:
             TypeError: if an argument has another type. The error names the transform and the argument.

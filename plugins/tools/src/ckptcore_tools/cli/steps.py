@@ -155,7 +155,7 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
 
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
-    # The order is only for programs that compare the steps of a run.
+    # Leave the order of saves out: it only serves to compare the steps of a run, as the viewer does.
     document = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
     return document if check is None else {**document, **to_json(check), "error": status.error}
 
