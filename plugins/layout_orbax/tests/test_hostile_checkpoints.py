@@ -23,7 +23,6 @@ import zstandard
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_orbax.orbax.trees import tree_of_names
 from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
-from ckptcore_tools import loaded_boxes
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
@@ -462,7 +461,7 @@ def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeyp
     )
     planned = []
     for most in (200, 199):
-        monkeypatch.setattr(loaded_boxes, "MAX_PLANNED_CHUNKS", most)
+        monkeypatch.setattr("ckptcore.on_demand.boxes.MAX_PLANNED_CHUNKS", most)
         with ckptcore.open(location) as opened:
             boxes = list(opened.iter_boxes())
         assert np.sort(np.concatenate([found.elements for found in boxes])).tolist() == list(range(200))

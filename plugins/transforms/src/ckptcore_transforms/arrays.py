@@ -12,7 +12,7 @@ from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
 from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.derived_arrays import computed, permute, weighted_sum
 from ckptcore_transforms.patterns import Pattern, Template
-from ckptcore_transforms.transform import DtypeName, Sizes, TreeTransform, naming, not_invertible
+from ckptcore_transforms.transform import DtypeName, FillValue, Sizes, TreeTransform, naming, not_invertible
 from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
 
@@ -169,7 +169,7 @@ class Pad(EachArray):
 
     size: int
     axis: int = 0
-    value: float = 0
+    value: FillValue = 0
     stored: int | None = None
 
     def changed(self, array: DerivedArray) -> DerivedArray:

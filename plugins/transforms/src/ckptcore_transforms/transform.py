@@ -199,6 +199,9 @@ def _expect_dtype(transform: object, name: str) -> None:
 DtypeName: TypeAlias = str
 """Name of a dtype. A transform accepts the dtype itself, too."""
 
+FillValue: TypeAlias = float
+"""Value of new elements. Not checked: it may be infinite, NaN or a NumPy scalar."""
+
 Sizes: TypeAlias = Sequence[int]
 """At least one integer."""
 
@@ -214,7 +217,7 @@ _CHECKS: Final[Mapping[str, Callable[[object, str], None]]] = {
     "Callable[[AbstractArray], AbstractArray]": _expect_callable,
     "DtypeName": _expect_dtype,
 }
-"""Checks of arguments, by the annotations of the fields of transforms."""
+"""Checks of arguments, by the text of the annotations of transforms' fields. Other annotations are not checked."""
 
 
 def _is_int(value: object) -> bool:
