@@ -148,7 +148,7 @@ class Executor(Protocol):
 
     The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
     `n` is rank ``n + 1``, as if each were a process of a job. Derive an executor from
-    ``ckptcore_jax.worker_stages.StagedExecutor``.
+    ``ckptcore_jax.staged_executor.StagedExecutor``.
     """
 
     def leaves_to_save(self, handler: LeafHandler) -> LeafHandler:
