@@ -21,7 +21,7 @@ import numpy, os, sys, time
 before, start = set(sys.modules), time.perf_counter()
 {timed}
 print(time.perf_counter() - start, len(set(sys.modules) - before))
-# What was timed has no threads that must end, and the end of an interpreter is not part of it.
+# Exit at once: the shutdown of the interpreter is not measured, and no thread has work left to finish.
 sys.stdout.flush()
 os._exit(0)
 """
@@ -96,9 +96,9 @@ def _import_rows(setting: Setting) -> Iterator[Row]:
     ]
     ours, *others = compare(Case("import after numpy", contenders), setting.rounds)
     most = f"at most {_MOST_IMPORT_SECONDS * 1e3:.0f} ms"
-    yield _told(ours, modules, target=most, reached=ours.median <= _MOST_IMPORT_SECONDS)
+    yield _with_modules(ours, modules, target=most, reached=ours.median <= _MOST_IMPORT_SECONDS)
     for other in others:
-        yield _told(other, modules)
+        yield _with_modules(other, modules)
 
 
 def _first_rows(setting: Setting) -> Iterator[Row]:
@@ -125,7 +125,7 @@ def _first_rows(setting: Setting) -> Iterator[Row]:
             for timed in (save, save_file):
                 _run(_TIMED.format(setup=_STATE, timed=timed))
         for row in compare(Case(case, contenders, writes=saves), setting.rounds):
-            yield _told(row, modules)
+            yield _with_modules(row, modules)
 
 
 def _in_process(
@@ -140,7 +140,7 @@ def _in_process(
     return Contender(name, partial(_run, program), clear or (lambda: None), note, lambda figures: float(figures[0]))
 
 
-def _told(row: Row, modules: dict[str, int], *, target: str = "", reached: bool = True) -> Row:
+def _with_modules(row: Row, modules: dict[str, int], *, target: str = "", reached: bool = True) -> Row:
     imported = f"{modules[row.contender]} modules imported"
     return replace(row, cpu=None, note=imported, target=target, reached=reached)
 

@@ -20,6 +20,7 @@ from ckptcore_testing import (
     LeafHandlerTests,
     SaveLoadMatrixTests,
     ThreadJob,
+    assert_same_value,
     bit_patterns,
 )
 from ckptcore_testing.builtin_samples import FILE, NUMPY
@@ -556,3 +557,49 @@ def test_two_samples_of_one_name_are_detected(monkeypatch: pytest.MonkeyPatch) -
 
 
 IMPOSTOR = dataclasses.replace(NUMPY, fills=False)
+
+
+class _Described:
+    """An abstract array like `jax.ShapeDtypeStruct`: NumPy makes an array of one object of it."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Described) and self.shape == other.shape
+
+    def __hash__(self) -> int:
+        return hash(self.shape)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.float64("nan"),
+        lambda: np.complex128(complex(1, float("nan"))),
+        lambda: np.float32(-0.0),
+        lambda: _Described((2, 3)),
+        lambda: AbstractArray((2, 3), "float32"),
+    ],
+)
+def test_values_with_a_dtype_are_compared_by_their_content(make: Callable[[], Any]) -> None:
+    assert_same_value(make(), make(), "value")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (np.float32(0.0), np.float32(-0.0)),
+        (np.float64(0.0), np.float64(-0.0)),
+        (_Described((2, 3)), _Described((3, 2))),
+    ],
+)
+def test_other_values_with_a_dtype_differ(found: Any, expected: Any) -> None:
+    with pytest.raises(AssertionError, match="value: expected"):
+        assert_same_value(found, expected, "value")
+
+
+def test_nans_of_numpy_with_other_bits_are_equal() -> None:
+    assert_same_value(-np.float64("nan"), np.float64("nan"), "value")

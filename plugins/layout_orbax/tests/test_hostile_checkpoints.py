@@ -27,7 +27,6 @@ from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InsufficientMemoryError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
-from ckptcore.on_demand import boxes as read_boxes
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
@@ -462,7 +461,7 @@ def test_boxes_of_more_chunks_than_are_planned_at_a_time(tmp_path: Path, monkeyp
     )
     planned = []
     for most in (200, 199):
-        monkeypatch.setattr(read_boxes, "MAX_PLANNED_CHUNKS", most)
+        monkeypatch.setattr("ckptcore.on_demand.boxes.MAX_PLANNED_CHUNKS", most)
         with ckptcore.open(location) as opened:
             boxes = list(opened.iter_boxes())
         assert np.sort(np.concatenate([found.elements for found in boxes])).tolist() == list(range(200))

@@ -1,8 +1,8 @@
 """The layout `ranks`: one torch.save file for each process, with parts of DTensors or ShardedTensors. Read-only.
 
-verl writes ``model_world_size_4_rank_0.pt``, ``optim_...`` and ``extra_state_...``; FSDP with local or
-sharded state dicts, and programs that save ``model.state_dict()`` on every process, have names such as
-``pytorch_model_fsdp_rank0.bin``. Files of one kind are merged into one tree. If there are several
+verl writes ``model_world_size_4_rank_0.pt``, ``optim_...`` and ``extra_state_...``. FSDP with local or
+sharded state dicts writes names such as ``pytorch_model_fsdp_rank0.bin``, as do programs that save
+``model.state_dict()`` on every process. Files of one kind are merged into one tree. If there are several
 kinds, the tree is a dict with the name of each kind. A kind without parts, such as ``extra_state``,
 is a dict with the state of each rank.
 """
@@ -67,7 +67,7 @@ class RankFilesLayout(AssembledLayout):
             return None
         reader = PartReader(store)
         if has_weights({*names}.difference(*[files.values() for files in kinds.values()])):
-            return None  # another layout knows them
+            return None  # the weights are in other files, which another layout reads
         first: dict[_Kind, Part] = {}
         for kind, files in kinds.items():
             part = reader.find(files[min(files)])
@@ -101,10 +101,10 @@ def _kinds_of(names: Sequence[str]) -> Mapping[_Kind, Mapping[int, str]]:
 
 
 def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
-    """Refuse files of one kind of jobs with different numbers of processes.
+    """Check that the files of each kind are from one job: their names differ only by the rank.
 
     Raises:
-        CorruptCheckpointError: there are such files.
+        CorruptCheckpointError: the files are from several jobs.
     """
     first: dict[str, _Kind] = {}
     for kind, files in kinds.items():
@@ -144,7 +144,7 @@ def _merge_ranks(parts: Sequence[Part]) -> Entry:
 
 
 def merge_parts(parts: Sequence[Part]) -> Entry:
-    """Return one tree for the trees of all processes, by rank. What differs is a leaf that cannot be loaded."""
+    """Merge the trees of all processes, in the order of ranks. Parts that differ cannot be loaded."""
     skeleton = parts[0].skeleton
     if all(part.skeleton == skeleton for part in parts):
         leaves = zip(*[part.leaves for part in parts], strict=True)
@@ -194,7 +194,7 @@ def _merge_leaf(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Entry:
 
 
 def _content(leaf: Leaf, part: Part) -> tuple[object, ...] | None:
-    """Return what is equal for tensors with equal elements in equal storages; None if there is no CRC-32."""
+    """Return a key that is equal for tensors with equal content; None if their storage has no CRC-32."""
     if not isinstance(leaf, StoredTensor) or leaf.storage not in part.storages:
         return None
     storage = part.storages[leaf.storage]

@@ -47,9 +47,11 @@ class GcsService(Service):
 
     def __init__(self, settings: Settings) -> None:
         """Initialise without sending a request or loading credentials."""
-        source: CredentialSource[Token] = DefaultTokens(settings.credentials_file)
+        source: CredentialSource[Token]
         if settings.anonymous or settings.access_token is not None:
             source = FixedCredentials(Token("" if settings.anonymous else settings.access_token or ""))
+        else:
+            source = DefaultTokens(settings.credentials_file)  # registers a callback of forks that is never removed
         super().__init__(f"gs://{settings.bucket}", settings.tuning, source)
         self.settings: Final = settings
 

@@ -139,7 +139,7 @@ class StoreCoordinator:
         try:
             self._wait(store, key, names)
         finally:
-            # Not in a group of some ranks: the other ranks may not have taken part in the handshake yet.
+            # In a group of only some ranks, the other ranks may not have finished the handshake yet.
             if self.size == self._handshake.size:
                 self._handshake.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]

@@ -216,7 +216,7 @@ _CHECKS: Final[Mapping[str, Callable[[object, str], None]]] = {
     "Callable[[AbstractArray], AbstractArray]": _expect_callable,
     "DtypeName": _expect_dtype,
 }
-"""Checks of arguments, by the annotations of the fields of transforms."""
+"""Checks of arguments, by the text of the annotations of transforms' fields. Other annotations are not checked."""
 
 
 def _is_int(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Loads: Orbax finds the checkpoint and its layout; a handler of trees takes the place of its `PyTreeHandler`."""
+"""Loads and metadata. Orbax finds the checkpoint and its layout; `TreeHandler` replaces its `PyTreeHandler`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREE_HANDLER = typestr(v1.handlers.PyTreeHandler)
 """The class name of Orbax's handler of trees, as checkpoints store it."""
 
 _MISMATCH: Final = "User-provided restore item and on-disk value metadata tree structures do not match"
-"""Orbax's words, by which programs recognise the error."""
+"""The text of Orbax's error, which programs search for."""
 
 _NUMBERS: Final = (int, float, np.number)
 
@@ -85,7 +85,7 @@ class TreeHandler:
 
 @converts_errors
 def remedy_of_equinox(*values: object) -> Iterator[None]:
-    """Add what to do to Orbax's error for a function, or another object, in a module of Equinox.
+    """Add a remedy to Orbax's error for a module of Equinox that contains a function or another object.
 
     Args:
         values: the trees that are saved, or the arguments of a load.
@@ -160,7 +160,7 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
 
 
 def _opening(location: str, error: CheckpointError) -> str:
-    """Return the message with the words of Orbax by which programs recognise files that are missing or damaged."""
+    """Return the message of an error, with the text that Orbax has for missing or damaged files: programs search it."""
     return f"Error opening {location} with ckptcore in place of a TensorStore driver: {error}"
 
 
@@ -230,7 +230,7 @@ def _array(leaf: Any, stored: Any) -> Any:
         return stored  # Orbax's metadata has the shape and the dtype of the data
     shape, dtype = leaf.shape, leaf.dtype
     if hasattr(stored, "dtype"):
-        # Orbax saves no empty arrays: one requests a NumPy array with the stored shape.
+        # Orbax saves no empty arrays, so an empty one in an abstract tree means a NumPy array of the stored shape.
         is_empty = isinstance(leaf, np.ndarray) and leaf.size == 0
         shape = stored.shape if shape is None or is_empty else shape
         dtype = stored.dtype if dtype is None else dtype
@@ -277,7 +277,7 @@ T = TypeVar("T")
 
 
 def _with_ckptcore(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function of Orbax that loads trees with ckptcore, and knows the home directory."""
+    """Return a function of Orbax that loads trees with ckptcore and expands ``~`` in the path."""
 
     @functools.wraps(function)
     def call(path: Any, *args: Any, **kwargs: Any) -> T:

@@ -156,7 +156,7 @@ class ZarrIndex(ChunkIndex):
         return rows
 
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Returns the extents of raw arrays, those in objects one at a time.
+        """See `ChunkIndex.extents`. Encoded arrays in objects have none; raw chunks in objects are yielded lazily.
 
         Raises:
             CorruptCheckpointError: an array is larger than its extents.

@@ -33,7 +33,16 @@ from ckptcore_view.documents.request import Request, number_to_json
 from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
+_MAX_FILES: Final = 2_000
+_MAX_EVENTS: Final = 500
+_MAX_PROBLEMS: Final = 200
+_MAX_PLACES: Final = 64
+"""Limit of the links to per-process states of one checkpointable."""
+_MAX_VALUE_CHARACTERS: Final = 200
+
 _LARGEST: Final = 8
+"""Number of arrays in a summary."""
+
 _OPTIMIZER: Final = frozenset(
     {
         "optimizer", "optimizers", "optim", "opt_state", "optimizer_state", "optimizer_states", "exp_avg",
@@ -58,7 +67,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
     above: dict[TreePath, bool] = {}
     is_inside = _is_of_optimizer((name, inside))
     aliases, paths = tree.aliases, tree.paths
-    found: list[tuple[int, int]] = []
+    sized_leaves: list[tuple[int, int]] = []  # bytes and -leaf: of equal sizes the first leaf wins
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in aliases:
             continue
@@ -70,7 +79,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
         if number not in records:
             records[number], sizes[number] = record, record.spec.nbytes
         counts[number, is_state] = counts.get((number, is_state), 0) + 1
-        found.append((sizes[number], -leaf))
+        sized_leaves.append((sizes[number], -leaf))
     dtypes: dict[str, list[int]] = {}
     roles: dict[str, list[int]] = {}
     for (number, is_state), count in counts.items():
@@ -78,7 +87,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
         totals = (count, count * spec.size, count * spec.nbytes)
         _add(dtypes, spec.dtype, totals)
         _add(roles, "optimizer" if is_state else _role(spec.dtype), totals)
-    largest = [-number for _, number in heapq.nlargest(_LARGEST, found)]
+    largest = [-number for _, number in heapq.nlargest(_LARGEST, sized_leaves)]
     return {
         "dtypes": dtypes,
         "roles": roles,
@@ -114,7 +123,7 @@ def _add(totals: dict[str, list[int]], key: str, counts: Sequence[int]) -> None:
 
 
 def _role(dtype: str) -> str:
-    """Return the role of an array that is not part of an optimizer: only floating point numbers are trained."""
+    """Return the role of an array outside of optimizers. Parameters have floating point or complex dtypes."""
     return "parameters" if "float" in dtype or dtype.startswith("complex") else "other"
 
 
@@ -126,28 +135,20 @@ def _is_of_optimizer(path: TreePath) -> bool:
     return False
 
 
-_MAX_FILES: Final = 2_000
-_MAX_EVENTS: Final = 500
-_MAX_PROBLEMS: Final = 200
-_MAX_PLACES: Final = 64
-"""Limit of states that processes saved for themselves, of which the page has links."""
-_MAX_VALUE_CHARACTERS: Final = 200
-
-
 def checkpoint_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the origin, files and timeline of a checkpoint. Parameter: ``at``, its place."""
     request.check_wanted()
     place = request.text("at")
     composite = viewed.members(place)
     if composite is None:
-        return viewed.read_current(place, lambda opened: _tree_checkpoint(opened, viewed.context))
+        return viewed.read_current(place, lambda open_tree: _tree_checkpoint(open_tree, viewed.context))
     checkpoint, files = describe_and_check(viewed.locate(place), viewed.context)
     return {**_composite_checkpoint(composite, checkpoint), **_problems(files.problems)}
 
 
-def _tree_checkpoint(opened: OpenTree, context: Context) -> Mapping[str, JSON]:
-    checkpoint, root, outline = opened.checkpoint, opened.checkpoint.root, opened.outline
-    location = opened.location
+def _tree_checkpoint(open_tree: OpenTree, context: Context) -> Mapping[str, JSON]:
+    checkpoint, root, outline = open_tree.checkpoint, open_tree.checkpoint.root, open_tree.outline
+    location = open_tree.location
     files = FileCheck(context).check(checkpoint, location, member_opener(checkpoint, location, context))
     data = checkpoint.version.root
     timeline = None if root is None else root.timeline
@@ -189,7 +190,10 @@ def _problems(problems: Sequence[Problem]) -> dict[str, JSON]:
 
 
 def _files(checkpoint: Checkpoint) -> JSON:
-    """Return the largest files, their number and their size. Sizes of foreign files are known in object stores."""
+    """Return the largest files, their number and their total size.
+
+    A checkpoint of other software has no records of its files. Then only object stores, which list sizes, give them.
+    """
     records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
     if not records and checkpoint.root is None:
         sizes = _foreign_sizes(checkpoint)
@@ -206,7 +210,8 @@ def _foreign_sizes(checkpoint: Checkpoint) -> Mapping[str, int | None]:
     """Return the files of a checkpoint of other software, and their sizes in bytes as far as they are known."""
     location, version = checkpoint.location, checkpoint.version
     if version.is_object:
-        return {location.name: version.nbytes}  # its storage is its directory, which has other files
+        # The checkpoint is one file. Its storage is a directory, which may have other files.
+        return {location.name: version.nbytes}
     return location.store.list_sizes() or dict.fromkeys(location.store.list())
 
 
@@ -235,13 +240,13 @@ def _composite_checkpoint(composite: CompositeCheckpoint, metadata: CheckpointMe
         "digest": metadata.digest,
         "kind": "checkpointables",
         "checkpointables": [
-            _checkpointable(name, one, metadata.checkpointables.processes.get(name), directories.get(name, ()))
-            for name, one in metadata.checkpointables.items()
+            _checkpointable(name, part, metadata.checkpointables.processes.get(name), directories.get(name, ()))
+            for name, part in metadata.checkpointables.items()
         ],
         "summary": merged_summary(
             [
-                summary_of(name, one.tree, next(iter(directories.get(name, ())), ""))
-                for name, one in metadata.checkpointables.items()
+                summary_of(name, part.tree, next(iter(directories.get(name, ())), ""))
+                for name, part in metadata.checkpointables.items()
             ]
         ),
         "deleted": list(metadata.checkpointables.deleted),
@@ -273,11 +278,11 @@ def _checkpointable(
 
 def tree_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the rows of a tree in columns. Parameter: ``at``, its place."""
-    return viewed.read_current(request.text("at"), lambda opened: _tree(opened, request))
+    return viewed.read_current(request.text("at"), lambda open_tree: _tree(open_tree, request))
 
 
-def _tree(opened: OpenTree, request: Request) -> Mapping[str, JSON]:
-    outline, tree = opened.outline, opened.tree
+def _tree(open_tree: OpenTree, request: Request) -> Mapping[str, JSON]:
+    outline, tree = open_tree.outline, open_tree.tree
     types: dict[str, int] = {}
     known: dict[int, int] = {}  # equal arrays share a record, so most types are found by identity
     column: list[int] = []
@@ -296,7 +301,7 @@ def _tree(opened: OpenTree, request: Request) -> Mapping[str, JSON]:
             error = unreadable_error(record)
             values[str(row)] = column_summary(record) or _value_text(record.value if error is None else str(error))
     return {
-        "version": opened.version,
+        "version": open_tree.version,
         "names": list(outline.names),
         "depths": list(outline.depths),
         "stops": list(outline.stops),

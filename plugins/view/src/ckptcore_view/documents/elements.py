@@ -21,6 +21,12 @@ from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import Viewed
 
 _MAX_ROWS: Final = 5_000
+_MAX_ELEMENTS: Final = 1 << 16
+_WINDOW: Final = 64
+"""Rows and columns of the first slice that is shown."""
+
+_MAX_INDEX_CHARACTERS: Final = 4_096
+_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
 
 
 def differences_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
@@ -97,30 +103,25 @@ def _difference(a: OpenTree, b: OpenTree, request: Request) -> Mapping[str, JSON
     }
 
 
-_MAX_ELEMENTS: Final = 1 << 16
-_WINDOW: Final = 64
-"""Rows and columns of the first slice that is shown."""
-
-_MAX_INDEX_CHARACTERS: Final = 4_096
-_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
-
-
 def statistics_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return the statistics of an array. Reads all of its elements.
 
     Parameters: ``at``, the place of its tree, and ``leaf``, its number. With ``of``, the number is that of an array in
-    the tree at this place, and the array with the same path is read: so the norms of an array over steps are read.
+    the tree at that place, and the array with the same path in ``at`` is read. The page uses this to follow an array
+    over steps.
     """
     if "of" not in request.parameters:
-        return viewed.read(request.text("at"), lambda opened: _statistics(opened, request.array_of(opened), request))
-    path = viewed.read(request.text("of"), lambda opened: opened.path(request.array_of(opened)))
-    return viewed.read(request.text("at"), lambda opened: _statistics(opened, opened.leaf_at(path), request))
+        return viewed.read(
+            request.text("at"), lambda open_tree: _statistics(open_tree, request.array_of(open_tree), request)
+        )
+    path = viewed.read(request.text("of"), lambda open_tree: open_tree.path(request.array_of(open_tree)))
+    return viewed.read(request.text("at"), lambda open_tree: _statistics(open_tree, open_tree.leaf_at(path), request))
 
 
-def _statistics(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
-    if not are_numbers(opened.record(leaf).spec.numpy_dtype):
+def _statistics(open_tree: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
+    if not are_numbers(open_tree.record(leaf).spec.numpy_dtype):
         return {"numbers": False}
-    statistics = statistics_of(request.each(opened.boxes(leaf)))
+    statistics = statistics_of(request.each(open_tree.boxes(leaf)))
     assert statistics is not None  # for numbers
     histogram = statistics.histogram
     return {
@@ -148,7 +149,9 @@ def elements_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """
     text = request.text("index")
     request.check_wanted()
-    return viewed.read(request.text("at"), lambda opened: _elements(opened.array(request.array_of(opened)), text))
+    return viewed.read(
+        request.text("at"), lambda open_tree: _elements(open_tree.array(request.array_of(open_tree)), text)
+    )
 
 
 def _elements(array: StoredArray, text: str) -> Mapping[str, JSON]:
@@ -237,6 +240,6 @@ def _part_text(part: int | slice | EllipsisType) -> str:
 
 
 def _first_window(shape: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the first rows and columns of the last two axes. An array of one axis is shown further."""
+    """Return the first rows and columns of the last two axes, or more elements of an array with one axis."""
     window = _WINDOW if len(shape) > 1 else _WINDOW * 8
     return tuple([0 if axis < len(shape) - 2 else slice(0, min(extent, window)) for axis, extent in enumerate(shape)])
