@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from tests.composites.objects import Files, staged
 
 def _left_behind() -> Path:
     """Make a directory of a killed process, which no process locks."""
-    directory = StagingDirectory()
-    directory._lock.close()
-    (directory.path / "file").write_text("x")
-    return directory.path
+    with closing(StagingDirectory()) as directory:
+        prefix = directory.path.name.rpartition("-")[0]
+    left = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=directory.path.parent))
+    (left / "file").write_text("x")
+    return left
 
 
 def test_unlocked_staged_files_are_removed_by_the_next_process() -> None:
