@@ -55,9 +55,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
-from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model.tree import JSON
 from ckptcore.progress import ByteProgress
 from ckptcore.redaction import redacted, redacted_location
@@ -73,7 +72,6 @@ __all__ = [
     "RunningPhase",
     "logger_named",
     "readable_events",
-    "timeline_from_json",
     "timeline_to_json",
 ]
 
@@ -316,7 +314,6 @@ _MAX_MICROSECONDS: Final = 1 << 52
 """Maximum time or duration, in the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
 
 _MAX_INTEGER: Final = (1 << 63) - 1
-_SHOWN_CHARACTERS: Final = 80
 
 
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
@@ -353,74 +350,58 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     }
 
 
-def timeline_from_json(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
-    """Return the events of a stored timeline, which may be hostile.
+def readable_events(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
+    """Return the valid events of a stored timeline, which may be hostile. Leave out the others.
+
+    A checkpoint can be read without its timeline, so an invalid one is no reason to refuse the checkpoint. There are
+    no events if the fields of the whole timeline are invalid.
 
     Args:
         timeline: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
         location: the current location of the checkpoint, for the events.
-
-    Raises:
-        CorruptCheckpointError: the timeline is invalid, or has more than `MAX_EVENTS` events.
-    """
-    event = _row_reader(timeline, location)
-    columns = [timeline.get(name) for name in _COLUMNS] if isinstance(timeline, dict) else []
-    for name, column in zip(_COLUMNS, columns, strict=True):
-        if not isinstance(column, list) or len(column) > MAX_EVENTS:
-            _refuse(name, column, f"a list of at most {MAX_EVENTS}")
-    lengths = {name: len(column) for name, column in zip(_COLUMNS, columns, strict=True) if isinstance(column, list)}
-    if len(set(lengths.values())) != 1 or not lengths["phase"]:
-        _refuse("the length of its columns", max(lengths.values()), "the same for all, and at least 1")
-    rows: Any = zip(*columns, strict=True)
-    return tuple([event(row) for row in rows])
-
-
-def readable_events(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
-    """Return the events of a stored timeline that `timeline_from_json` accepts; without the others.
-
-    A checkpoint can be read without its timeline, so an odd one is no reason to refuse the checkpoint. There are no
-    events if what they have in common is odd.
     """
     columns: list[Any] = [timeline.get(name) for name in _COLUMNS] if isinstance(timeline, dict) else []
     if {*map(type, columns)} != {list}:
         return ()
     try:
         event = _row_reader(timeline, location)
-    except CorruptCheckpointError:
+    except _InvalidFieldError:
         return ()
     events: list[Event] = []
     for row in itertools.islice(zip(*columns, strict=False), MAX_EVENTS):
-        with contextlib.suppress(CorruptCheckpointError):
+        with contextlib.suppress(_InvalidFieldError):
             events.append(event(row))
     return tuple(events)
+
+
+class _InvalidFieldError(Exception):
+    """A field of a stored timeline is invalid."""
 
 
 def _row_reader(timeline: JSON, location: str) -> Callable[[Sequence[Any]], Event]:
     """Check what the events of a stored timeline have in common. Returns a function that reads a row of its columns.
 
     Raises:
-        CorruptCheckpointError: it is invalid. The result raises this error for an invalid row.
+        _InvalidFieldError: a field is invalid. The result raises this error for an invalid row.
     """
-    if not isinstance(timeline, dict):
-        _refuse("it", timeline, "an object")
-    operation = timeline.get("operation")
-    if operation not in _OPERATIONS:
-        _refuse("operation", operation, f"one of {', '.join(_OPERATIONS)}")
-    step = None if timeline.get("step") is None else _whole("step", timeline["step"], -_MAX_INTEGER, _MAX_INTEGER)
-    save_id = None if timeline.get("save_id") is None else _text("save_id", timeline["save_id"], _SAVE_ID)
-    first = _whole("began", timeline.get("began"), 0, _MAX_MICROSECONDS)
+    if not isinstance(timeline, dict) or timeline.get("operation") not in _OPERATIONS:
+        raise _InvalidFieldError
+    operation: Any = timeline["operation"]
+    step = None if timeline.get("step") is None else _whole(timeline["step"], -_MAX_INTEGER, _MAX_INTEGER)
+    save_id = None if timeline.get("save_id") is None else _text(timeline["save_id"], _SAVE_ID)
+    first = _whole(timeline.get("began"), 0, _MAX_MICROSECONDS)
 
     def event(row: Sequence[Any]) -> Event:
         phase, rank, offset, duration, nbytes, error = row
         return Event(
-            phase=_text("phase", phase, _NAME),
+            phase=_text(phase, _NAME),
             operation=operation,
             location=location,
             step=step,
-            rank=_whole("rank", rank, 0, 1 << 31),
-            began=(first + _whole("offset", offset, 0, _MAX_MICROSECONDS - first)) / 1e6,
-            seconds=_whole("duration", duration, 0, _MAX_MICROSECONDS) / 1e6,
-            nbytes=None if nbytes is None else _whole("nbytes", nbytes, 0, _MAX_INTEGER),
+            rank=_whole(rank, 0, 1 << 31),
+            began=(first + _whole(offset, 0, _MAX_MICROSECONDS - first)) / 1e6,
+            seconds=_whole(duration, 0, _MAX_MICROSECONDS) / 1e6,
+            nbytes=None if nbytes is None else _whole(nbytes, 0, _MAX_INTEGER),
             error=None if error is None else _error(error),
             save_id=save_id,
         )
@@ -432,26 +413,19 @@ def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _whole(name: str, value: Any, least: int, most: int) -> int:
+def _whole(value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        _refuse(name, value, f"a whole number from {least} to {most}")
+        raise _InvalidFieldError
     return value
 
 
-def _text(name: str, value: Any, expected: str) -> str:
+def _text(value: Any, expected: str) -> str:
     if not isinstance(value, str) or re.fullmatch(expected, value) is None:
-        _refuse(name, value, f"text that matches {expected}")
+        raise _InvalidFieldError
     return value
 
 
 def _error(value: Any) -> str:
     if not isinstance(value, str) or len(value) > ERROR_CHARACTERS:
-        _refuse("error", value, f"text of at most {ERROR_CHARACTERS} characters")
+        raise _InvalidFieldError
     return value
-
-
-def _refuse(name: str, value: Any, expected: str) -> NoReturn:
-    # Show only the size of a container or a long text: it may be large or deeply nested, and many rows may have one.
-    is_large = isinstance(value, list | dict) or (isinstance(value, str) and len(value) > _SHOWN_CHARACTERS)
-    shown = f"{type(value).__name__} of {len(value)}" if is_large else repr(value)[:_SHOWN_CHARACTERS]
-    raise CorruptCheckpointError(f"a timeline cannot be read: {name} is {shown}; expected {expected}")

@@ -602,7 +602,7 @@ def rename_without_replacing(source: str, destination: str) -> None:
         AtomicityError: the file system does not support this; nothing was changed.
         OSError
     """
-    _rename(_no_replace(), source, destination, "rename without replacing")
+    _rename(_rename_call(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE), source, destination, "rename without replacing")
 
 
 def exchange(first: str, second: str) -> None:
@@ -612,7 +612,7 @@ def exchange(first: str, second: str) -> None:
         AtomicityError: the file system does not support this; nothing was changed.
         OSError
     """
-    _rename(_exchange(), first, second, "exchange two names")
+    _rename(_rename_call(_LINUX_EXCHANGE, _MACOS_EXCHANGE), first, second, "exchange two names")
 
 
 def _rename(function: _RenameCall | None, first: str, second: str, what: str) -> None:
@@ -629,16 +629,6 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
             f"it ({os.strerror(number)}); nothing was changed. Use a local file system, or save to a new location"
         )
     raise OSError(number, os.strerror(number), first, None, second)
-
-
-@functools.cache
-def _no_replace() -> _RenameCall | None:
-    return _rename_call(_LINUX_NO_REPLACE, _MACOS_NO_REPLACE)
-
-
-@functools.cache
-def _exchange() -> _RenameCall | None:
-    return _rename_call(_LINUX_EXCHANGE, _MACOS_EXCHANGE)
 
 
 def _rename_call(linux_flag: int, macos_flag: int) -> _RenameCall | None:

@@ -29,52 +29,30 @@ def checksums_of(data: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
 
 
 class BlockChecksums:
-    """The checksums of an object that is being written, computed from pieces in any order. Thread-safe."""
+    """The checksums of an object that is being written, computed from whole blocks in any order. Thread-safe."""
 
     def __init__(self, size: int, *, block_bytes: int = BLOCK_BYTES) -> None:
         """Expect an object of `size` bytes."""
         self._size: Final = size
         self._block_bytes: Final = block_bytes
         self._sums: list[int | None] = [None] * -(-size // block_bytes)
-        self._partial: dict[int, _PartialBlock] = {}
-        self._lock = threading.Lock()
 
     def add(self, offset: int, data: Buffer) -> None:
-        """Add bytes. Each byte of the object is added once. Whole blocks are not copied.
+        """Add whole blocks; the last block of the object may be shorter. Each block is added once.
 
         Raises:
-            ValueError: bytes are outside the object.
+            ValueError: bytes are outside the object, or are no whole blocks.
         """
         view = memoryview(data)
         stop = offset + len(view)
         if offset < 0 or stop > self._size:
             raise ValueError(f"bytes {offset} to {stop} are not in an object of {self._size} bytes")
-        position = offset
-        while position < stop:
-            block, within = divmod(position, self._block_bytes)
-            begin = position - within
-            end = min(begin + self._block_bytes, self._size)
-            piece = view[position - offset : min(end, stop) - offset]
-            if len(piece) == end - begin:
-                # Without the lock: one thread has all bytes of this block, and setting an item of a list is atomic.
-                self._sums[block] = xxh3_64_intdigest(piece)
-            else:
-                self._add_part(block, within, piece, end - begin)
-            position += len(piece)
-
-    def _add_part(self, block: int, within: int, piece: memoryview, length: int) -> None:
-        with self._lock:
-            partial = self._partial.get(block)
-            if partial is None:
-                partial = self._partial[block] = _PartialBlock(length)
-        # Parts do not overlap, so they are copied without the lock.
-        partial.data[within : within + len(piece)] = piece
-        with self._lock:
-            partial.missing -= len(piece)
-            if partial.missing > 0:
-                return
-            self._partial.pop(block, None)
-        self._sums[block] = xxh3_64_intdigest(partial.data)
+        if offset % self._block_bytes or (stop % self._block_bytes and stop != self._size):
+            raise ValueError(f"bytes {offset} to {stop} are not whole blocks of {self._block_bytes} bytes")
+        for begin in range(0, len(view), self._block_bytes):
+            # Without a lock: one thread has all bytes of this block, and setting an item of a list is atomic.
+            block = (offset + begin) // self._block_bytes
+            self._sums[block] = xxh3_64_intdigest(view[begin : begin + self._block_bytes])
 
     def encode(self) -> bytes:
         """Return all checksums, in the form of `ObjectRecord.checksums`.
@@ -86,14 +64,6 @@ class BlockChecksums:
         if missing:
             raise ValueError(f"{len(missing)} of {len(self._sums)} blocks are incomplete, the first is {missing[0]}")
         return struct.pack(f"<{len(self._sums)}Q", *self._sums)
-
-
-class _PartialBlock:
-    __slots__ = ("data", "missing")
-
-    def __init__(self, length: int) -> None:
-        self.data = bytearray(length)
-        self.missing = length
 
 
 class RecordedChecksums:

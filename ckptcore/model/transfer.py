@@ -315,9 +315,6 @@ class IntegerColumn(Sequence[int]):
 
     __hash__ = None  # type: ignore[assignment]  # like a list
 
-    def __repr__(self) -> str:
-        return f"IntegerColumn({list(self)!r})"
-
     def __reduce__(self) -> tuple[type[IntegerColumn], tuple[HostArray]]:
         return IntegerColumn, (self.array,)
 

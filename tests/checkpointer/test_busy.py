@@ -182,10 +182,11 @@ def broken_after(watch: Watch, steps: Sequence[str]) -> None:
 def test_a_failed_save_is_reported_once(directory: str, hearer: str, capsys: pytest.CaptureFixture[str]) -> None:
     watch = Watch()
     broken_after(watch, ["1"])
-    run = Checkpointer(through(directory), context=watched(watch))
+    context = watched(watch)
+    run = Checkpointer(through(directory), context=context)
     handle = run.save(1, tree(1))
     assert handle is not None
-    runtime_of(run._context).saves.wait()  # it has failed, unnoticed
+    runtime_of(context).saves.wait()  # it has failed, unnoticed
     if hearer == "save":
         with pytest.raises(BackgroundSaveError, match="no room"):
             run.save(2, tree(2))

@@ -86,6 +86,9 @@ def test_objects_with_a_state_are_refused_in_the_abstract_mapping(place: str) ->
             ckptcore.load_checkpointables(place + "/c", {name: wrong})
     with pytest.raises(ValueError, match="in both abstract and into"):
         ckptcore.load_checkpointables(place + "/c", ["model"], into={"model": model})
+    wrong_into: Any = [model]
+    with pytest.raises(TypeError, match="pass a mapping of names to the objects to restore"):
+        ckptcore.load_checkpointables(place + "/c", into=wrong_into)
     with pytest.raises(TypeError, match="pass the object to restore"):
         ckptcore.load_checkpointables(place + "/c", into={"model": None})
     assert model.weight.tolist() == Linear(0).weight.tolist()

@@ -6,12 +6,12 @@ import errno
 import fcntl
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import ckptcore
-from ckptcore.builtin import staging
 from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.errors import StorageError
 from tests.composites.objects import Files, staged
@@ -19,10 +19,11 @@ from tests.composites.objects import Files, staged
 
 def _left_behind() -> Path:
     """Make a directory of a killed process, which no process locks."""
-    directory = StagingDirectory()
-    directory._lock.close()
-    (directory.path / "file").write_text("x")
-    return directory.path
+    with closing(StagingDirectory()) as directory:
+        prefix = directory.path.name.rpartition("-")[0]
+    left = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=directory.path.parent))
+    (left / "file").write_text("x")
+    return left
 
 
 def test_unlocked_staged_files_are_removed_by_the_next_process() -> None:
@@ -34,11 +35,10 @@ def test_unlocked_staged_files_are_removed_by_the_next_process() -> None:
     held.close()
 
 
-def test_staged_files_of_another_machine_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_files_of_another_machine_are_not_removed() -> None:
     """It may be held there: on some network file systems a lock holds on one machine only."""
-    with monkeypatch.context() as there:
-        there.setattr(staging, "_prefix", lambda: "ckptcore-staging-0123456789abcdef-")
-        path = _left_behind()
+    path = Path(tempfile.mkdtemp(prefix="ckptcore-staging-0123456789abcdef-"))
+    (path / "file").write_text("x")
     StagingDirectory().close()
     assert (path / "file").read_text() == "x"
     (path / "file").unlink()

@@ -1,4 +1,4 @@
-"""A timeline comes back from JSON, hostile JSON is refused, and its text is what people read."""
+"""A timeline comes back from JSON without its invalid events, and its text is what people read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from ckptcore_testing.hostile_json import tampered
 from ckptcore_tools.timelines import format_timeline
 
-from ckptcore.errors import CorruptCheckpointError
-from ckptcore.events import ERROR_CHARACTERS, MAX_EVENTS, Event, Recording, timeline_from_json, timeline_to_json
+from ckptcore.events import ERROR_CHARACTERS, MAX_EVENTS, Event, Recording, readable_events, timeline_to_json
 from plugins.tools.tests.events.sample_events import async_save, event
 
 SAVE_ID = "0123456789abcdef"
@@ -29,7 +28,7 @@ def without_place(events: tuple[Event, ...]) -> tuple[Event, ...]:
 def test_a_timeline_is_restored() -> None:
     events = async_save(save_id=SAVE_ID)
     events = (*events, event("write", 0.7, 1.0, rank=3, error="OSError: é\ud800", save_id=SAVE_ID))
-    assert timeline_from_json(stored(events)) == without_place(events)
+    assert readable_events(stored(events)) == without_place(events)
 
 
 def test_the_events_of_a_recording_come_back_to_the_microsecond() -> None:
@@ -37,21 +36,21 @@ def test_the_events_of_a_recording_come_back_to_the_microsecond() -> None:
     with recording.phase("open"), recording.phase("read", 5):
         pass
     recording.finish()
-    for before, after in zip(recording.events, timeline_from_json(stored(recording.events)), strict=True):
+    for before, after in zip(recording.events, readable_events(stored(recording.events)), strict=True):
         assert (before.phase, before.step, before.nbytes) == (after.phase, after.step, after.nbytes)
         assert abs(before.began - after.began) < 2e-6 and abs(before.seconds - after.seconds) < 2e-6
-    assert timeline_to_json(timeline_from_json(stored(recording.events))) == stored(recording.events)
+    assert timeline_to_json(readable_events(stored(recording.events))) == stored(recording.events)
 
 
 def test_a_timeline_does_not_contain_the_location() -> None:
     events = async_save(location="/home/somebody/run/step_12")
     assert "somebody" not in json.dumps(timeline_to_json(events))
-    assert {event.location for event in timeline_from_json(stored(events), location="here")} == {"here"}
+    assert {event.location for event in readable_events(stored(events), location="here")} == {"here"}
 
 
 def test_events_before_the_save_id_get_it_later() -> None:
     events = (event("describe", 0, 1), event("write", 1, 1, save_id=SAVE_ID))
-    assert [event.save_id for event in timeline_from_json(stored(events))] == [SAVE_ID] * 2
+    assert [event.save_id for event in readable_events(stored(events))] == [SAVE_ID] * 2
 
 
 def test_events_of_several_operations_are_no_timeline() -> None:
@@ -67,7 +66,7 @@ def test_events_of_several_operations_are_no_timeline() -> None:
 
 def test_the_longest_of_too_many_are_kept() -> None:
     events = [event("write", number, 1.0 + (number % 7), nbytes=number) for number in range(MAX_EVENTS + 500)]
-    kept = timeline_from_json(stored(tuple(events)))
+    kept = readable_events(stored(tuple(events)))
     assert len(kept) == MAX_EVENTS
     numbers = [event.nbytes or 0 for event in kept]
     assert numbers == sorted(numbers)
@@ -77,59 +76,53 @@ def test_the_longest_of_too_many_are_kept() -> None:
 def test_a_phase_of_a_newer_version_is_kept() -> None:
     document = stored(async_save())
     document["phase"][0] = "of_the_future"
-    assert timeline_from_json(document)[0].phase == "of_the_future"
+    assert readable_events(document)[0].phase == "of_the_future"
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "change",
     [
-        ({"operation": "format"}, "operation"),
-        ({"operation": ["save"]}, "operation"),
-        ({"step": 1.0}, "step"),
-        ({"step": True}, "step"),
-        ({"save_id": "../x"}, "save_id"),
-        ({"began": None}, "began"),
-        ({"began": -1}, "began"),
-        ({"began": 1 << 60}, "began"),
-        ({"phase": ["Write"]}, "length of its columns"),
-        ({"phase": ["Write"] * 8}, "phase"),
-        ({"phase": ["\x1b[2J"] * 8}, "phase"),
-        ({"phase": ["x" * 41] * 8}, "phase"),
-        ({"rank": [-1] * 8}, "rank"),
-        ({"offset": [1 << 52] * 8}, "offset"),
-        ({"duration": [-1] * 8}, "duration"),
-        ({"duration": [0.5] * 8}, "duration"),
-        ({"nbytes": [1 << 63] * 8}, "nbytes"),
-        ({"error": ["x" * (ERROR_CHARACTERS + 1)] * 8}, "error"),
-        ({"error": [5] * 8}, "error"),
-        ({"error": "None, No"}, "error"),
-        ({name: [0] * (MAX_EVENTS + 1) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")},
-        "phase"),
-        ({name: [] for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "length of its columns"),
+        {"operation": "format"},
+        {"operation": ["save"]},
+        {"step": 1.0},
+        {"step": True},
+        {"save_id": "../x"},
+        {"began": None},
+        {"began": -1},
+        {"began": 1 << 60},
+        {"phase": ["Write"]},
+        {"phase": ["Write"] * 8},
+        {"phase": ["\x1b[2J"] * 8},
+        {"phase": ["x" * 41] * 8},
+        {"rank": [-1] * 8},
+        {"offset": [1 << 52] * 8},
+        {"duration": [-1] * 8},
+        {"duration": [0.5] * 8},
+        {"nbytes": [1 << 63] * 8},
+        {"error": ["x" * (ERROR_CHARACTERS + 1)] * 8},
+        {"error": [5] * 8},
+        {"error": "None, No"},
+        {name: [0] * (MAX_EVENTS + 1) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")},
+        {name: [] for name in ("phase", "rank", "offset", "duration", "nbytes", "error")},
     ],
-)  # fmt: skip
-def test_invalid_fields_are_refused_by_name(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(CorruptCheckpointError, match=f"cannot be read: (the )?{named} is "):
-        timeline_from_json({**stored(async_save()), **change})
+)
+def test_events_with_invalid_fields_are_left_out(change: dict[str, Any]) -> None:
+    assert readable_events({**stored(async_save()), **change}) == ()
 
 
 @pytest.mark.parametrize("found", [None, 3, "x", [], {}, [[]]])
-def test_other_data_is_refused(found: Any) -> None:
-    with pytest.raises(CorruptCheckpointError):
-        timeline_from_json(found)
+def test_other_data_has_no_events(found: Any) -> None:
+    assert readable_events(found) == ()
 
 
-def test_a_timeline_that_was_tampered_with_is_refused_or_harmless() -> None:
-    refused = 0
-    for document in tampered(stored(async_save(save_id=SAVE_ID, error="OSError: x")), 3000):
-        try:
-            events = timeline_from_json(document)
-        except CorruptCheckpointError as error:
-            refused += 1
-            assert len(str(error)) < 400
-        else:
-            assert all(line.isprintable() for line in format_timeline(events).splitlines())
-    assert refused > 1000
+def test_a_timeline_that_was_tampered_with_has_fewer_events_or_harmless_ones() -> None:
+    events = async_save(save_id=SAVE_ID, error="OSError: x")
+    fewer = 0
+    for document in tampered(stored(events), 3000):
+        readable = readable_events(document)
+        fewer += len(readable) < len(events)
+        assert all(line.isprintable() for line in format_timeline(readable).splitlines())
+    assert fewer > 1000
 
 
 def test_the_text_of_a_save() -> None:
@@ -174,4 +167,4 @@ def test_a_timeline_without_duration_or_events_has_a_text() -> None:
 
 def test_rounded_times_keep_the_indentation() -> None:
     events = (event("save", 1e-7, 1.0000006), event("write", 0.5000004, 0.5000009))
-    assert "\n  write" in format_timeline(timeline_from_json(stored(events)))
+    assert "\n  write" in format_timeline(readable_events(stored(events)))

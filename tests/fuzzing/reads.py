@@ -23,7 +23,7 @@ from ckptcore.commit.leases import SYSTEM_CLOCK, LeaseObserver, read_lease
 from ckptcore.commit.location import open_directory
 from ckptcore.context import Context, IOOptions
 from ckptcore.errors import CheckpointError
-from ckptcore.events import timeline_from_json
+from ckptcore.events import readable_events
 from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNameFormat, StepNames
 
@@ -116,7 +116,7 @@ def describe_lease(location: Path) -> object:
 
 
 def read_timeline(location: Path) -> object:
-    return timeline_from_json(_document(location / "timeline"))
+    return readable_events(_document(location / "timeline"))
 
 
 def read_run(location: Path) -> object:

@@ -245,6 +245,20 @@ def test_damage_in_a_chunk_or_its_checksum_is_found(recorded: bool, place: int, 
             assert Crc32().encode(right).hex() in str(error)
 
 
+def test_of_a_long_checksum_the_range_is_named() -> None:
+    """Not its bytes: a format may keep a record with more than a checksum there."""
+    storage, checksum = memory_storage(), Length()
+    recorder = ObjectRecorder(storage, IOThreads(1))
+    recorder.write("x", [BytesSegment(b"12345678"), ChecksumSegment(checksum)])
+    data = bytearray(storage.get("x"))
+    data[3] ^= 1
+    storage.put("x", bytes(data))
+    whole = Box.whole((8,))
+    read = ChunkRead("x", 0, whole, 1, ((0, whole, np.zeros(8, np.uint8)),), checksum)
+    with pytest.raises(ChecksumError, match="they do not match their length in bytes 8 to 19"):
+        list(ObjectReader(storage, {"x": ObjectRecord("x", 19)}, IOThreads(1)).read_chunks([read]))
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_without_verification_damage_is_read(recorded: bool) -> None:
     chunks = Chunks(3, (16, 64), recorded=recorded)

@@ -6,7 +6,6 @@ import pytest
 from ckptcore_testing import FarStorage
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.io import reader as reader_module
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
@@ -40,13 +39,13 @@ def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size(
     assert sizes.stored_sizes("abcd") == {"a": 1, "b": 2, "c": 3, "d": 4}
 
 
-def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "_UNCONFIRMED_BYTES", 1000)
-    storage = FarStorage(concurrency=8, request_bytes=400)
-    keys = {f"k{number}": 300 for number in range(10)}
+def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together() -> None:
+    stated = 300 << 20
+    storage = FarStorage(concurrency=8, request_bytes=400 << 20)
+    keys = {f"k{number}": stated for number in range(10)}
     filled(storage, **dict.fromkeys(keys, 1))
     sizes = ObjectReader(storage, recorded(**keys), IOThreads()).size_limits(keys)
-    assert sorted(sizes.values()) == [1] * 7 + [300] * 3
+    assert sorted(sizes.values()) == [1] * 7 + [stated] * 3
     assert sizes.keys() == keys.keys()
 
 

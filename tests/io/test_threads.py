@@ -103,11 +103,11 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -> None:
     assert (
         run_program(
-            "import threading, time, atexit\n"
+            "import threading, atexit\n"
             "from ckptcore.io.threads import IOThreads\n"
             "threads = IOThreads(2)\n"
             "def save():\n"
-            "    time.sleep(0.2)\n"
+            "    threading.main_thread().join()\n"
             "    print(threads.submit(lambda: 'saved').result(10))\n"
             "threading.Thread(target=save).start()\n"
             "atexit.register(lambda: print(threads.submit(lambda: 'at exit').result(10)))\n"

@@ -151,17 +151,25 @@ def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monk
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     keys: list[str] = []
-    exchange = Agreement._exchange
 
-    def spied(self: Agreement, name: str, *arguments: Any) -> Any:
-        keys.append(self._key)
-        return exchange(self, name, *arguments)
+    class Noting:
+        """A coordinator that notes the keys of its exchanges."""
 
-    monkeypatch.setattr(Agreement, "_exchange", spied)
+        def __init__(self, coordinator: Coordinator) -> None:
+            self._coordinator = coordinator
+            self.rank, self.size = coordinator.rank, coordinator.size
+
+        def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+            keys.append(key)
+            return self._coordinator.gather(key, payload)
+
+        def broadcast(self, key: str, payload: bytes | None) -> bytes:
+            keys.append(key)
+            return self._coordinator.broadcast(key, payload)
 
     def work(coordinator: Coordinator) -> None:
         with ckptcore.Checkpointer(
-            "run", context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
+            "run", context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=Noting(coordinator)))
         ) as run:
             run.save(1, {"w": np.ones(4)})
 

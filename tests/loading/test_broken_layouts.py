@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.layout_stores import WatchedIndex
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, PluginError, UnknownPluginError
+from ckptcore import SafetensorsLayout
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PluginError,
+    TargetUndefinedError,
+    UnknownPluginError,
+)
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import JSON, TreeMetadata
+from ckptcore.protocols import LayoutFactory
 from ckptcore.runtime import runtime_of
 from tests.loading.incomplete_layout import Incomplete
 
 _CAUSE = "ModuleNotFoundError: No module named 'a_library_that_is_missing'"
+
+
+class _ForgetfulLayout(SafetensorsLayout):
+    """Safetensors whose index reads nothing, and tells of no error."""
+
+    name = "forgetful"
+
+    def index(self, tree: TreeMetadata, state: JSON) -> WatchedIndex:
+        """Return an index that claims all reads."""
+        return WatchedIndex(super().index(tree, state), lambda *_: iter(()))
+
+
+class _Forgetful:
+    @hookimpl
+    def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
+        return {"forgetful": _ForgetfulLayout}
 
 
 @pytest.fixture
@@ -57,3 +85,13 @@ def test_the_registry_tells_them_apart(context: ckptcore.Context) -> None:
     assert registry.failed_layouts()["incomplete"] == _CAUSE
     (described,) = [info for info in registry.describe() if "incomplete" in info.layouts]
     assert described.failed_layouts == {"incomplete": _CAUSE}
+
+
+def test_a_layout_that_reads_too_little_is_named(tmp_path: Path) -> None:
+    context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[_Forgetful()]))
+    ckptcore.save(tmp_path / "c", {"w": np.ones(9)}, layout="forgetful", context=context)
+    named = "w: the layout forgetful did not read all of its elements"
+    with pytest.raises(CorruptCheckpointError, match=named):
+        ckptcore.load(tmp_path / "c", context=context)
+    with pytest.raises(TargetUndefinedError, match=named):
+        ckptcore.load_into(tmp_path / "c", {"w": np.zeros(9)}, context=context)

@@ -79,9 +79,8 @@ def test_missing_short_and_long_files(tmp_path: Path, find: Find) -> None:
     assert not has_expected_sizes(tmp_path / "c", Context())
 
 
-def test_parts_of_the_root_are_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root_json, "_INLINE_BYTES", 1000)
-    ckptcore.save(tmp_path / "c", {**ARRAYS, "values": list(range(1000))})
+def test_parts_of_the_root_are_files_too(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {**ARRAYS, "text": [f"{number:x}" * 9 for number in range(20_000)]})
     (part,) = (tmp_path / "c").glob("checkpoint.*.tree.json")
     assert not check_root(tmp_path / "c").problems
     part.unlink()

@@ -7,6 +7,7 @@ the making of a directory and its locking.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from ckptcore_testing.faulty_storage import with_faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckptcore.commit.leases
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin.local_directories import FileLock, try_to_lock
 from ckptcore.commit.location import commit_method
@@ -88,7 +88,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return ids in the order of creation, which makes the order of listed locks repeatable."""
     made = itertools.count()
-    monkeypatch.setattr(ckptcore.commit.leases, "_new_id", lambda: f"{next(made):016x}")
+    monkeypatch.setattr(os, "urandom", lambda nbytes: next(made).to_bytes(nbytes))
 
 
 @pytest.fixture

@@ -39,11 +39,14 @@ def test_a_sync_that_fails_after_the_commit_deletes_nothing(
     if overwrite:
         ckptcore.save(location, {"w": np.zeros(3)})
 
+    change = LocalStorage.exchange if overwrite else LocalStorage.rename
+
     def fail(self: LocalStorage, first: str, second: str) -> None:
+        change(self, first, second)
         if not first.endswith((".exchange-1", ".exchange-2")):
             raise StorageError("the disk does not answer")
 
-    monkeypatch.setattr(LocalStorage, "_sync_both", fail)
+    monkeypatch.setattr(LocalStorage, change.__name__, fail)
     with pytest.raises(CommitUnknownError, match="does not answer"):
         ckptcore.save(location, {"w": np.ones(3)}, overwrite=overwrite)
     assert ckptcore.load(location)["w"].tolist() == [1, 1, 1]

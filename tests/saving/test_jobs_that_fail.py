@@ -111,10 +111,13 @@ def test_a_bad_name_on_one_rank_does_not_part_the_ranks(
 
 
 def test_others_hear_that_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: LocalStorage, first: str, second: str) -> None:
+    rename = LocalStorage.rename
+
+    def fail(self: LocalStorage, source: str, destination: str) -> None:
+        rename(self, source, destination)
         raise StorageError("the disk does not answer")
 
-    monkeypatch.setattr(LocalStorage, "_sync_both", fail)
+    monkeypatch.setattr(LocalStorage, "rename", fail)
     outcomes = _outcomes(lambda job: ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, context=job_context(job)), 3)
     assert [type(error) for error in outcomes] == [CommitUnknownError] * 3
     assert not any("nothing was committed" in str(error) for error in outcomes)

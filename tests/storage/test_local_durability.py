@@ -13,6 +13,8 @@ from ckptcore.builtin import local_calls
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.protocols import IF_ABSENT, StorageOptions
 
+_RENAME_EXCHANGE = 2  # of Linux, for renameat2
+
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name open files")
 
 
@@ -26,8 +28,7 @@ class Calls:
             monkeypatch.setattr(os, name, self._of_descriptor(name, getattr(os, name)))
         for name in ("rename", "mkdir"):
             monkeypatch.setattr(os, name, self._of_path(name, getattr(os, name)))
-        for name in ("_no_replace", "_exchange"):
-            monkeypatch.setattr(local_calls, name, self._of_rename(name, getattr(local_calls, name)))
+        monkeypatch.setattr(local_calls, "c_function", self._of_c_function(local_calls.c_function))
 
     def _short(self, path: str) -> str:
         path = path.replace(self.directory, "", 1) or "/"
@@ -49,17 +50,23 @@ class Calls:
 
         return recorded
 
-    def _of_rename(self, name: str, factory: Callable[[], Callable[[bytes, bytes], int] | None]) -> Callable[[], Any]:
-        call = factory()
-        if call is None:
-            return factory
+    def _of_c_function(
+        self, find: Callable[..., Callable[..., int] | None]
+    ) -> Callable[..., Callable[..., int] | None]:
+        def find_recorded(name: str, types: tuple[type, ...]) -> Callable[..., int] | None:
+            call = find(name, types)
+            if call is None or name != "renameat2":
+                return call
 
-        def recorded(first: bytes, second: bytes) -> int:
-            paths = [self._short(os.fsdecode(path)) for path in (first, second)]
-            self.seen.append(" ".join([name.removeprefix("_").replace("no_replace", "rename"), *paths]))
-            return call(first, second)
+            def recorded(*arguments: Any) -> int:
+                _, first, _, second, flag = arguments
+                paths = [self._short(os.fsdecode(path)) for path in (first, second)]
+                self.seen.append(" ".join(["exchange" if flag == _RENAME_EXCHANGE else "rename", *paths]))
+                return call(*arguments)
 
-        return lambda: recorded
+            return recorded
+
+        return find_recorded
 
     def take(self) -> list[str]:
         """Return the calls since the last time."""

@@ -51,18 +51,16 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
 def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(_: bytes, __: bytes) -> int:
+    def refuse(*_: object) -> int:
         ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(local_calls, "_no_replace", lambda: refuse)
-    monkeypatch.setattr(local_calls, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: refuse)
     check_without_atomic_renames(storage)
 
 
 def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_calls, "_no_replace", lambda: None)
-    monkeypatch.setattr(local_calls, "_exchange", lambda: None)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     check_without_atomic_renames(storage)
 
 
@@ -70,7 +68,7 @@ def test_a_run_that_is_set_back_replaces_steps_by_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As Keras and TorchTitan save."""
-    monkeypatch.setattr(local_calls, "_exchange", lambda: None)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     with ckptcore.Checkpointer(tmp_path) as run:
         for number in (1, 2, 3):
             for step in (1, 2):
@@ -95,13 +93,13 @@ def check_without_atomic_renames(storage: LocalStorage) -> None:
 
 
 def test_exchange_says_other_errors_as_they_are(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: bytes, __: bytes) -> int:
+    def refuse(*_: object) -> int:
         ctypes.set_errno(errno.EACCES)
         return -1
 
     storage.put("a/b", b"1")
     storage.put("c/d", b"2")
-    monkeypatch.setattr(local_calls, "_exchange", lambda: refuse)
+    monkeypatch.setattr(local_calls, "c_function", lambda *_: refuse)
     with pytest.raises(OSError, match="Permission denied"):
         storage.exchange("a", "c")
 

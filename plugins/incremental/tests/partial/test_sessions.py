@@ -235,6 +235,13 @@ def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
     assert ckptcore.load(place) == {"b": 2}
 
 
+def test_the_last_of_many_sessions_are_named(place: str) -> None:
+    for number in range(9):
+        ckptcore.partial(place).save({f"a{number}": np.ones(2)})
+    with pytest.raises(UncommittedCheckpointError, match=r"9 complete sessions \(1 earlier, one at .* with 1 array"):
+        ckptcore.load(place)
+
+
 def test_a_partial_save_does_not_replace_other_files(place: str) -> None:
     """Not even a checkpoint of other software, which a save with `overwrite` replaces."""
     store_at(place).put("model.safetensors", safetensors.numpy.save({"w": np.ones(3)}))

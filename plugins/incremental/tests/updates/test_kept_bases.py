@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.faults import FailAt, FaultPlan, Step
 from ckptcore_testing.hostile_json import sealed
 from ckptcore_testing.locations import faulty_context, new_place, store_at, through
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError, InvalidLocationError, SaveLostError, StoragePermissionError
+
+
+class _Meanwhile(FaultPlan):
+    """Does something while a deletion looks for updates: before it lists the directory of the checkpoint."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._act = act
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """See `FaultPlan.begin`."""
+        if name == "list_names" and tuple(keys) == ("",):
+            self._act()
+        return super().begin(name, keys, offset, nbytes)
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -111,43 +126,37 @@ def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> N
     assert ckptcore.load(f"{run}/4")["a"].sum() == 4
 
 
-def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(tmp_path: Path) -> None:
     """A collection at that moment removes nothing, and a load finds the base."""
-    run = f"{tmp_path}/run"
+    run = new_place("file", tmp_path)
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     looks: list[None] = []
 
-    def refuse(*asked: object) -> None:
+    def refuse() -> None:
         looks.append(None)
         ckptcore.Checkpointer(run).close()
         ckptcore.save(f"{run}/2", {"n": 2})
         assert ckptcore.load(f"{run}/1")["a"].sum() == 4
         raise CheckpointReferredError("an update was saved meanwhile")
 
-    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", refuse)
-    with pytest.raises(CheckpointReferredError):
-        ckptcore.delete(f"{run}/1")
+    with pytest.raises(CheckpointReferredError, match="an update was saved meanwhile"):
+        ckptcore.delete(through(f"{run}/1"), context=faulty_context(run, _Meanwhile(refuse)))
     assert len(looks) == 1
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
-def test_a_deletion_whose_announcement_was_lost_deletes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deletion_whose_announcement_was_lost_deletes_nothing(tmp_path: Path) -> None:
     run = new_place("memory", tmp_path)
     ckptcore.save(f"{run}/1", {"a": np.ones(4)})
     lost: list[str] = []
 
-    def lose(*asked: object) -> None:
+    def lose() -> None:
         store = store_at(run)
         lost.extend(f".ckptcore/deleting/{name}" for name in store.list_names(".ckptcore/deleting/"))
         store.delete(lost)
 
-    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", lose)
     with pytest.raises(SaveLostError):
-        ckptcore.delete(f"{run}/1")
+        ckptcore.delete(through(f"{run}/1"), context=faulty_context(run, _Meanwhile(lose)))
     assert len(lost) == 1
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
