@@ -13,8 +13,7 @@ from ckptcore.distributions import import_name
 from ckptcore.errors import TreeMismatchError
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
-from ckptcore.matching.leaf_matching import Matched
-from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matching
+from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matched, Matching
 from ckptcore.model.tree import format_path, leaf_paths
 from ckptcore.opening.checkpoint import Checkpoint, Source, check_additional
 from ckptcore.opening.open_checkpoints import tree_attempts
