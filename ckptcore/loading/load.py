@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
-from ckptcore.distributions import import_name
 from ckptcore.errors import TreeMismatchError
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
@@ -262,6 +261,8 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
         return checkpoint
     if checkpoint.is_files:
         raise files_instead(checkpoint)
+    from ckptcore.distributions import import_name  # only transforms need it
+
     apply_transforms: Any = import_name("apply_transforms", purpose="a load with transforms")
     changed: Checkpoint = apply_transforms(checkpoint, transforms, context)
     return changed

@@ -17,8 +17,7 @@ from ckptcore.model.metadata import LeafRecord, ValueRecord
 from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.columns import requested_columns
-from ckptcore.tree.flattening import Flat, flatten, per_process_values
+from ckptcore.tree.flattening import Flat, flatten, per_process_values, requested_columns
 from ckptcore.tree.shapes import (
     Shape,
     shared_containers,
