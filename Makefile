@@ -31,7 +31,7 @@ VLLM := .venv-vllm
 AZURITE := $(VENV)/azurite
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
 # Distributions that need no framework and no store, and tests of these.
-CORE_PLUGINS := plugins/collective plugins/incremental plugins/testing plugins/tools
+CORE_PLUGINS := plugins/incremental plugins/testing plugins/tools
 CORE_TESTS := tests/composites tests/conformance tests/io tests/events tests/ownership tests/open_checkpoints tests/loading \
 	tests/model tests/planning tests/policies tests/saving tests/step_names plugins/incremental/tests plugins/tools/tests
 CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/servers tests/checkpointer -k "s3 or ceph"

@@ -99,7 +99,7 @@ DISTRIBUTIONS: Final = (
             "plan": "dry_run",
             **dict.fromkeys(("Export", "StepExport", "StepExports", "WithExports"), "exports"),
         },
-        internals={"iter_boxes": "loaded_boxes", "main": "cli"},
+        internals={"main": "cli"},
     ),
     Distribution("view", "ckptcore_view", internals={"to_html": "notebook"}),
 )

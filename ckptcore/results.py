@@ -13,7 +13,8 @@ _NAMES: Final = {
     "ckptcore.inspection.completeness": "Problem",
     "ckptcore.inspection.describe": "CheckpointMetadata CheckpointablesMetadata",
     "ckptcore.matching.options": "LeafChange LoadReport",
-    "ckptcore.on_demand.checkpoints": "LoadedBox OpenCheckpoint StoredTree",
+    "ckptcore.on_demand.boxes": "LoadedBox",
+    "ckptcore.on_demand.checkpoints": "OpenCheckpoint StoredTree",
     "ckptcore.on_demand.arrays": "StoredArray",
     "ckptcore.inspection.verify": "VerifyReport",
     "ckptcore.progress": "Progress ProgressCallback",
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ckptcore.matching.options import LeafChange as LeafChange
     from ckptcore.matching.options import LoadReport as LoadReport
     from ckptcore.on_demand.arrays import StoredArray as StoredArray
-    from ckptcore.on_demand.checkpoints import LoadedBox as LoadedBox
+    from ckptcore.on_demand.boxes import LoadedBox as LoadedBox
     from ckptcore.on_demand.checkpoints import OpenCheckpoint as OpenCheckpoint
     from ckptcore.on_demand.checkpoints import StoredTree as StoredTree
     from ckptcore.progress import Progress as Progress

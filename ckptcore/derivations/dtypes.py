@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -12,7 +11,8 @@ from typing import Any, Final, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype, sort_of_numbers
+from ckptcore.planning.partition import cut_box
 from ckptcore.protocols import DerivedArray, Part
 
 PieceIndex: TypeAlias = tuple[slice | EllipsisType, ...]
@@ -96,12 +96,12 @@ def is_narrowing(dtype: str, other: str) -> bool:
 
 def is_truncating(dtype: str, other: str) -> bool:
     """Return True if a cast of the dtype `other` to `dtype` is one of floats to ints, which drops fractions."""
-    return _sort(dtype) == "int" and _sort(other) == "float"
+    return sort_of_numbers(dtype) == "int" and sort_of_numbers(other) == "float"
 
 
 def accepts_kind_of(dtype: str, other: str) -> bool:
     """Return True if the kind of `dtype` includes the kind of `other`. False if `dtype` is bool."""
-    sort, of_other = _sort(dtype), _sort(other)
+    sort, of_other = sort_of_numbers(dtype), sort_of_numbers(other)
     if sort is None or of_other is None:
         return False
     return _NUMBER_KINDS.index(sort) >= _NUMBER_KINDS.index(of_other) and sort != "bool"
@@ -118,7 +118,7 @@ def int_range(dtype: str) -> tuple[int, int]:
 @functools.lru_cache(maxsize=64)
 def float_values(dtype: str) -> FloatValues | None:
     """Return the values of a dtype of floats, or of the parts of a complex dtype; None for other dtypes."""
-    if _sort(dtype) not in ("float", "complex"):
+    if sort_of_numbers(dtype) not in ("float", "complex"):
         return None
     numpy_dtype = dtype_from_name(_PARTS.get(dtype, dtype))
     limits = ml_dtypes.finfo(numpy_dtype)  # type: ignore[no-untyped-call]  # ml_dtypes leaves it untyped
@@ -134,17 +134,6 @@ def float_values(dtype: str) -> FloatValues | None:
         has_nan=bool(np.isnan(nan)),
         has_minus_zero=float(minus_zero) == 0 and bool(np.signbit(minus_zero)),
     )
-
-
-def _sort(dtype: str) -> str | None:
-    """Return the kind of numbers of a dtype; None if it is not numeric."""
-    if dtype == "bool":
-        return "bool"
-    if dtype in _PARTS:
-        return "complex"
-    if dtype.startswith(("int", "uint")):
-        return "int"
-    return "float" if dtype.startswith(("float", "bfloat")) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,15 +340,8 @@ def pieces(shape: tuple[int, ...], most: int = _ELEMENTS) -> Iterator[PieceIndex
         shape: shape of the array, in elements.
         most: limit of the elements of a piece.
     """
-    if not shape:
-        yield (...,)
-        return
-    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most)
-    step = max(1, most // max(1, math.prod(shape[axis + 1 :])))
-    for before in np.ndindex(*shape[:axis]):
-        ones = [slice(index, index + 1) for index in before]
-        for start in range(0, shape[axis], step):
-            yield (*ones, slice(start, start + step), ...)
+    for box in cut_box(Box.whole(shape), 1, most):
+        yield (*box.slices, ...)
 
 
 def is_complex(dtype: np.dtype[Any]) -> bool:

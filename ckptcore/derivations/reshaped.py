@@ -13,6 +13,7 @@ import numpy as np
 from ckptcore.derivations.arrays import copy_parts
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.planning import boxes_of_range
 from ckptcore.protocols import DerivedArray, Part
 
 _MAX_PARTS: Final = 1024
@@ -203,33 +204,9 @@ def _pieces(group: _AxisGroup, of_box: _Ranges) -> Iterator[_ContiguousPart]:
     offset = 0
     for index in itertools.product(*[range(low, high) for low, high in of_box[:along]]):
         first = within + sum([number * step for number, step in zip(index, steps[:along], strict=True)])
-        for ranges in _runs(group.inner, first, first + length):
-            count = _size(ranges)
-            yield _ContiguousPart(ranges, offset, count)
-            offset += count
-
-
-def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
-    """Yield boxes of a shape that make up a contiguous range of its elements in C order, in order."""
-    if not shape:
-        yield ()
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and stop - start < row:
-        for ranges in _runs(shape[1:], start - first * row, stop - first * row):
-            yield ((first, first + 1), *ranges)
-        return
-    if start % row:
-        for ranges in _runs(shape[1:], start - first * row, row):
-            yield ((first, first + 1), *ranges)
-        first += 1
-    full = stop // row
-    if full > first:
-        yield ((first, full), *[(0, extent) for extent in shape[1:]])
-    if stop % row:
-        for ranges in _runs(shape[1:], 0, stop - full * row):
-            yield ((full, full + 1), *ranges)
+        for part in boxes_of_range(group.inner, first, first + length):
+            yield _ContiguousPart(tuple(zip(part.start, part.stop, strict=True)), offset, part.size)
+            offset += part.size
 
 
 def _bounding_ranges(group: _AxisGroup, of_box: _Ranges) -> _Ranges:

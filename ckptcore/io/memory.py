@@ -24,8 +24,8 @@ HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes of a huge page on most systems. If huge pages are larger, memory uses small pages."""
 
 _SPARE: Final = 32
-"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size. Up to
-2 MiB of small pages take longer to touch than many times as many bytes in huge pages."""
+"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size: touching
+2 MiB of small pages takes longer than touching many times as many bytes of huge pages."""
 
 
 @dataclass(slots=True, eq=False)

@@ -356,7 +356,7 @@ def plan_object(
         others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
         for chunk in chunks:
             if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
-                # These reads do not start or end inside an element.
+                # Blocks may start or end inside an element where parts of the chunk do not: choose destinations again.
                 chunk.destinations = [
                     destination
                     for read in chunk.reads

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, PLAIN_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.matching.options import Matching
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, sort_of_numbers
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, ValueRecord, unreadable_error
 from ckptcore.model.tree import Attribute, Key, TreePath, is_name
 from ckptcore.protocols import LeafHandler
@@ -115,12 +115,12 @@ def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
     if isinstance(stored, ValueRecord) and isinstance(requested, ArrayRecord):
         if array_of_number(stored, requested.spec) is not None:
             return None
-        if (stored.kind, sort_of_elements(requested.spec)) in _VALUE_CASTS:
+        if (stored.kind, sort_of_numbers(requested.spec.dtype)) in _VALUE_CASTS:
             reason = f"cannot represent the stored {stored.kind} exactly: {_shown(stored)}"
             return f"value: {requested.spec} is requested, and {reason}"
         return f"kind: array {requested.spec} is requested, {stored.kind} is stored"
     assert isinstance(stored, ArrayRecord) and isinstance(requested, ValueRecord)  # they are interchangeable
-    sort = sort_of_elements(stored.spec)
+    sort = sort_of_numbers(stored.spec.dtype)
     if sort == requested.kind or (sort == "int" and requested.kind == "float" and stored.spec.nbytes <= 4):
         return None
     return f"kind: {requested.kind} is requested, array {stored.spec} is stored"
@@ -133,7 +133,7 @@ def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
         CorruptCheckpointError: if the stored value is not a number.
     """
     number: Any = _VALUES.build(None, stored, ())
-    kind, sort = type(number).__name__, sort_of_elements(spec)
+    kind, sort = type(number).__name__, sort_of_numbers(spec.dtype)
     if kind == sort == "bool":
         return np.array(number)
     if kind == sort == "int":
@@ -187,15 +187,6 @@ def is_scalar(record: ArrayRecord) -> bool:
     return record.spec.shape == () and record.kind in PLAIN_ARRAY_KINDS
 
 
-def sort_of_elements(spec: ArraySpec) -> str | None:
-    """Return the kind of the elements; None if they are complex or not numbers."""
-    if spec.dtype == "bool":
-        return "bool"
-    if spec.dtype.startswith(("int", "uint")):
-        return "int"
-    return "float" if spec.dtype.startswith(("float", "bfloat")) else None
-
-
 def _shown(stored: ValueRecord) -> str:
     """Format a number for a message. Python refuses to print ints of thousands of digits."""
     number = _VALUES.build(None, stored, ())
@@ -211,7 +202,7 @@ def with_casts_of_numbers(matching: Matching, requested: ArrayRecord, stored: Ar
     """
     if matching.cast != "error" or matching.values != "stored" or not (is_scalar(requested) and is_scalar(stored)):
         return matching
-    sorts = sort_of_elements(stored.spec), sort_of_elements(requested.spec)
+    sorts = sort_of_numbers(stored.spec.dtype), sort_of_numbers(requested.spec.dtype)
     if sorts not in _VALUE_CASTS:
         return matching
     return replace(matching, cast="narrowing" if sorts == ("int", "int") else "safe")
@@ -240,7 +231,7 @@ def _has_types_of(one: object, other: object) -> bool:
 def is_plain_value(record: LeafRecord) -> bool:
     """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
     if isinstance(record, ArrayRecord):
-        return is_scalar(record) and sort_of_elements(record.spec) is not None
+        return is_scalar(record) and sort_of_numbers(record.spec.dtype) in _NUMBER_TYPES
     return record.kind in PLAIN_KINDS
 
 

@@ -10,7 +10,7 @@ from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, VALUE_KINDS, HostVal
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.matching import forms
 from ckptcore.matching.options import EXACT, LeafChange, Matched, Matching
-from ckptcore.model.arrays import HostArray
+from ckptcore.model.arrays import HostArray, sort_of_numbers
 from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord, unreadable_error
 from ckptcore.model.tree import Node, Skeleton, TreePath, format_path
@@ -319,7 +319,7 @@ class Comparison:
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
             self.handlers[position] = forms.FloatOfInt() if is_wider else _VALUES
-        elif (sort := forms.sort_of_elements(stored.spec)) is not None and isinstance(requested, ValueRecord):
+        elif (sort := sort_of_numbers(stored.spec.dtype)) is not None and isinstance(requested, ValueRecord):
             self.handlers[position] = forms.NumberOfArray(handler, sort)
 
 

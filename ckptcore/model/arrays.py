@@ -110,6 +110,17 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     raise UnsupportedLeafError(f"dtype {dtype} cannot be stored ({reason}); {remedy}")
 
 
+def sort_of_numbers(dtype: str) -> str | None:
+    """Return the sort of numbers of a dtype, by its name: bool, int, float or complex; None if it is not numeric."""
+    if dtype == "bool":
+        return "bool"
+    if dtype.startswith(("int", "uint")):
+        return "int"
+    if dtype.startswith(("float", "bfloat")):
+        return "float"
+    return "complex" if dtype.startswith(("complex", "bcomplex")) else None
+
+
 class Box(NamedTuple):
     """A half-open range per axis, in elements: ``start <= index < stop``."""
 

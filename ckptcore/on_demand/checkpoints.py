@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
-from ckptcore.distributions import ShownInNotebooks, import_name
+from ckptcore.distributions import ShownInNotebooks
 from ckptcore.errors import TreeMismatchError, UnknownPathError
 from ckptcore.inspection.describe import CheckpointMetadata, describe_opened
 from ckptcore.loading.load import LoadRequest
 from ckptcore.loading.reading import read_leaf
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Attribute, Key, Node, PlainKey, TreePath, format_path, leaf_count
 from ckptcore.on_demand.arrays import StoredArray
@@ -27,6 +26,7 @@ from ckptcore.other_libraries import ExplainsAttributes
 
 if TYPE_CHECKING:
     from ckptcore.matching.options import LoadReport
+    from ckptcore.on_demand.boxes import LoadedBox
     from ckptcore.protocols import Transforms
     from ckptcore.select import Selection
 
@@ -227,30 +227,6 @@ def _root_of(state: OpenState) -> Node:
     return skeleton if isinstance(skeleton, Node) else Node("dict", (), ())
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBox:
-    """A box of an array of a checkpoint, with its elements.
-
-    Attributes:
-        path: path of the array in the tree.
-        tied: other paths with the same array, which is yielded once.
-        spec: shape and dtype of the whole array.
-        box: the box, in elements.
-        elements: the elements of the box in new memory, which the caller may change and keep.
-    """
-
-    path: TreePath
-    tied: tuple[TreePath, ...]
-    spec: ArraySpec
-    box: Box
-    elements: HostArray
-
-    @property
-    def name(self) -> str:
-        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
-        return format_path(self.path)
-
-
 class OpenCheckpoint(StoredTree):
     """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Thread-safe.
 
@@ -357,12 +333,11 @@ class OpenCheckpoint(StoredTree):
             CorruptCheckpointError: bytes differ from those written. Earlier boxes are valid.
             CheckpointNotFoundError: the checkpoint was replaced or deleted. Without checksums, earlier boxes may be of
                 another save.
-            MissingDistributionError: ckptcore-tools, which reads the boxes, is not installed.
         """
-        iter_boxes: Any = import_name("iter_boxes", purpose="iter_boxes of an open checkpoint")
+        from ckptcore.on_demand.boxes import iter_boxes  # plain loads and slices do not need it
+
         request = LoadRequest(select=select, transforms=transforms, report=report)
-        boxes: Generator[LoadedBox, None, None] = iter_boxes(self._state, request, first)
-        return boxes
+        return iter_boxes(self._state, request, first)
 
     def close(self) -> None:
         """Close its files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""

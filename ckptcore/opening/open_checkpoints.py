@@ -64,8 +64,18 @@ class ConsistentRead(Generic[OpenedT]):
         context: Context,
         opener: Opener[OpenedT],
         composite_root: bytes | str | None = None,
+        given: OpenedT | None = None,
     ) -> None:
-        """Open nothing yet. See `read_version` for the root of the composite."""
+        """Open nothing yet.
+
+        Args:
+            location: the location.
+            context: options.
+            opener: opens what is at the location.
+            composite_root: see `read_version`.
+            given: an open checkpoint for the only attempt. The caller that opened it checks for replacement.
+        """
+        self._given = given
         self._location = location
         self._composite_root = composite_root
         self._context = context
@@ -80,6 +90,8 @@ class ConsistentRead(Generic[OpenedT]):
             CorruptCheckpointError: the checkpoint is damaged, or was replaced too often.
             Errors of the opener.
         """
+        if self._given is not None:
+            return self._given
         context = self._context
         while self._attempts_left:
             self._attempts_left -= 1
@@ -125,7 +137,7 @@ class ConsistentRead(Generic[OpenedT]):
     def is_current(self) -> bool:
         """Return True if the opened checkpoint was not replaced, so that an error is about the checkpoint itself.
 
-        Also returns True if no checkpoint is open.
+        Also returns True if no checkpoint is open, or if the caller opened it.
         """
         return self._opened is None or self._opened.version.is_current(self._opened.location)
 
@@ -148,23 +160,6 @@ def _restores(location: Location, error: CheckpointError) -> bool:
         return False
 
 
-class _AlreadyOpen(ConsistentRead[Checkpoint]):
-    """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
-
-    def __init__(self, opened: Checkpoint, context: Context) -> None:
-        super().__init__(opened.location.display, context, open_tree)
-        self._checkpoint = self._opened = opened
-
-    def open(self) -> Checkpoint:
-        return self._checkpoint
-
-    def is_current(self) -> bool:
-        return True
-
-    def is_unchanged(self) -> bool:
-        return True
-
-
 def tree_attempts(source: Source, context: Context, known: RootCache | None = None) -> ConsistentRead[Checkpoint]:
     """Return attempts to read a tree; a single one for an open checkpoint.
 
@@ -174,7 +169,7 @@ def tree_attempts(source: Source, context: Context, known: RootCache | None = No
         known: cache of parsed roots; None: parse the root.
     """
     if isinstance(source, Checkpoint):
-        return _AlreadyOpen(source, context)
+        return ConsistentRead(source.location.display, context, open_tree, given=source)
     opener: Opener[Checkpoint] = open_tree if known is None else functools.partial(open_tree, known=known)
     return ConsistentRead(source, context, opener)
 

@@ -346,7 +346,7 @@ class PlaceLimits(NamedTuple):
     Attributes:
         name_bytes: the most bytes of a name; None if unknown.
         is_mount_point: True if a file system is mounted there, so that no rename can replace it.
-        mount: bytes that tell the file system that is mounted there from another one that is mounted there later.
+        mount: bytes that identify the file system that is mounted there. They differ if another one is mounted later.
     """
 
     name_bytes: int | None = None
@@ -360,7 +360,7 @@ class DirectoryLock(AbstractContextManager[None], Protocol):
     def is_in_place(self) -> bool:
         """Return True if the locked directory is still at its key.
 
-        Not if it was renamed, removed or replaced, or if another file system is mounted there, or none.
+        Return False if it was renamed, removed or replaced, or if another file system, or none, is mounted there now.
         """
 
 
@@ -385,7 +385,7 @@ class AtomicDirectories(Protocol):
         """
 
     def probe(self, key: str) -> DirectoryFeatures:
-        """Try what the file system of a directory does, with names in it that are removed again.
+        """Find out which features the file system of a directory has, by creating names in it and removing them.
 
         Args:
             key: a directory that exists, and that this process has locked.

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import ckptcore
+from tests.composites.foreign_format import ShelfPlugin
 from tests.composites.objects import staged
+
+
+@pytest.fixture
+def context() -> ckptcore.Context:
+    """Return a Context with the layout of the foreign format."""
+    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)))
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -43,12 +43,6 @@ FILES = {"data": {"position": b"17", "deep/words": b"a b"}}
 
 
 @pytest.fixture
-def context() -> ckptcore.Context:
-    """One that has the layout."""
-    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)))
-
-
-@pytest.fixture
 def shelf(tmp_path: Path) -> Path:
     """Two trees, files, and a directory of the software's own."""
     directory = tmp_path / "step_7"

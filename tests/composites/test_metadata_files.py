@@ -49,12 +49,6 @@ class Told(ShelfLayout):
         super().write_metadata_files(info, store)
 
 
-@pytest.fixture
-def context() -> ckptcore.Context:
-    """One that has the layout."""
-    return ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=(ShelfPlugin(),)))
-
-
 def keys(place: str) -> list[str]:
     """Every object below a place."""
     scheme = "memory" if "://" in place else "file"

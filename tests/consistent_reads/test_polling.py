@@ -201,14 +201,14 @@ def _in_bucket(scheme: str, directory: Path) -> Iterator[_Writing]:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
-def test_reads_beside_changes(scheme: str, tmp_path: Path) -> None:
+def test_reads_next_to_changes(scheme: str, tmp_path: Path) -> None:
     with _begin(scheme, tmp_path) as writing:
         _poll(writing, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["file", "memory", "s3"])
-def test_thousands_of_reads_beside_changes(scheme: str, full: bool, tmp_path: Path) -> None:
+def test_thousands_of_reads_next_to_changes(scheme: str, full: bool, tmp_path: Path) -> None:
     with _begin(scheme, tmp_path) as writing:
         met = _poll(writing, 10_000 if full else 2_000)
     print(scheme, sum(met.values()), dict(met))  # what the run met

@@ -104,7 +104,7 @@ def test_workers_finish_if_another_cannot_start(
     assert_next_save_works(tmp_path, workers, context)
 
 
-def test_a_dead_worker_is_named(tmp_path: Path) -> None:
+def test_a_failed_worker_is_named(tmp_path: Path) -> None:
     with WorkerProcesses(2) as workers:
         context = controlling(workers)
         rows = make_rows(workers)

@@ -9,15 +9,13 @@ import pytest
 from tests.crashes.tracing import Saver
 
 
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Saver]:
-    """The program that does what is killed."""
+def _saver() -> Iterator[Saver]:
     with Saver() as running:
         yield running
 
 
-@pytest.fixture(scope="session")
-def other() -> Iterator[Saver]:
-    """Another such program, for what two do at once."""
-    with Saver() as running:
-        yield running
+warm = pytest.fixture(_saver, scope="session", name="warm")
+"""The program that runs the task to kill."""
+
+other = pytest.fixture(_saver, scope="session", name="other")
+"""Another such program, for two tasks at once."""

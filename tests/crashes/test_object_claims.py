@@ -241,7 +241,7 @@ def _never_wrong(storages: Storages, version: int) -> None:
         assert not ckptcore.verify(LOCATION, context=storages.context()).ok
 
 
-def test_a_takeover_aborts_the_uploads_of_the_dead_save() -> None:
+def test_a_takeover_aborts_the_uploads_of_the_failed_save() -> None:
     storages = Storages()
     held = []
 
@@ -317,7 +317,7 @@ def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
     "each commit lists its objects",
 )
 @pytest.mark.parametrize("kept", ["kept", "kept if it exists"])
-def test_a_save_beside_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_next_to_a_deletion_is_lost(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
     """The deletion has removed the claim when the root is put. Some services accept the tag of a missing object."""
     storages, deleted = Storages(), list[int]()
 

@@ -6,25 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
-import pytest
 from ckptcore_testing.faults import FaultPlan, Step
 from ckptcore_testing.faulty_storage import with_faults, with_storage
 
 import ckptcore
-from ckptcore.errors import CheckpointError
 from ckptcore.plugins import installed_plugins
 
 ONE: Final = np.arange(3.0)
 TWO: Final = np.arange(3.0, 6.0)
-
-
-def refused(call: Callable[[], object], *texts: str, error: type[Exception] = CheckpointError) -> str:
-    """Return the message of an error, which has some texts."""
-    with pytest.raises(error) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value)
-    return str(caught.value)
 
 
 class Interrupting(FaultPlan):

@@ -118,7 +118,7 @@ def test_files_of_other_software_name_the_distribution_that_reads_them(
         ckptcore.load(path, context=core_alone)
 
 
-def test_deepspeed_names_its_distribution_beside_the_one_that_reads_each_file(
+def test_deepspeed_names_its_distribution_next_to_the_one_that_reads_each_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hide_distributions(monkeypatch, {"dcp": ckptcore_dcp.plugin}, {"ckptcore_dcp"})

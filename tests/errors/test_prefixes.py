@@ -93,7 +93,7 @@ def test_a_file_of_safetensors(tmp_path: Path, head: bool) -> None:
     assert all(torch.equal(outer.state_dict()[f"model.{name}"], held) for name, held in target.state_dict().items())
 
 
-def test_a_prefix_beside_names_that_stay(tmp_path: Path) -> None:
+def test_a_prefix_next_to_names_that_stay(tmp_path: Path) -> None:
     plain, outer = with_head(Network()), within("model", Network(), head=True)
     ckptcore.save(tmp_path / "plain", plain)
     ckptcore.save(tmp_path / "outer", outer)
@@ -147,7 +147,7 @@ def test_a_load_of_nothing_is_an_error_whatever_is_allowed(tmp_path: Path, saved
         ckptcore.load(tmp_path / "c", {"w": 1}, matching=Matching(missing="placeholder", unexpected="ignore"))
 
 
-def test_nothing_of_a_module_beside_others(tmp_path: Path) -> None:
+def test_nothing_of_a_module_next_to_others(tmp_path: Path) -> None:
     """The counter would be restored, and the module would not. With PLACEHOLDER in its place, that is intended."""
     ckptcore.save(tmp_path / "c", {"model": Network(), "step": 7})
     target: dict[str, Any] = {"model": nn.Linear(2, 2), "step": 0}
@@ -190,7 +190,7 @@ def arrays(value: float, **sizes: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["module", "arrays", "at the root", "deeper", "nested names"])
-def test_a_renamed_part_beside_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
+def test_a_renamed_part_next_to_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
     """An option that allows missing leaves allows no load of nothing of a model. PLACEHOLDER does."""
     one, other = (arrays(value, w=3, b=2) for value in (1, 0))
     module = nn.Linear(2, 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 from ckptcore_transforms import Rename
 
@@ -20,7 +21,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 # --- trees that differ ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import zarr
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -24,7 +25,7 @@ from ckptcore.context import JobOptions
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CompositeCheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, interrupted, refused
+from tests.errors.refusals import ONE, TWO, interrupted
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

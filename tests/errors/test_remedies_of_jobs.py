@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -18,7 +19,7 @@ from ckptcore.context import JobOptions, MemoryOptions, ReplicaOptions
 from ckptcore.errors import CheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 NAMES = {"Context": Context, "JobOptions": JobOptions, "ReplicaOptions": ReplicaOptions}
 

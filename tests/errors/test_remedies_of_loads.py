@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
@@ -29,7 +30,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 BOTH = {"model": {"w": ONE}, "data": {"position": 3}}
 

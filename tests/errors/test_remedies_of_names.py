@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
 from ckptcore.other_libraries import ARGUMENTS, ATTRIBUTES
 from ckptcore.step_names import StepNameFormat, StepNames
-from tests.errors.refusals import ONE, refused
+from tests.errors.refusals import ONE
 
 STATE = {"name": np.arange(16.0)}
 

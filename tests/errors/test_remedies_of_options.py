@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -19,7 +20,7 @@ from ckptcore.context import IOOptions, JobOptions, MemoryOptions, PluginOptions
 from ckptcore.errors import TreeMismatchError
 from ckptcore.protocols import Coordinator
 from ckptcore.step_names import StepNameFormat, StepNames
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 
 def _choices(text: str) -> list[str]:

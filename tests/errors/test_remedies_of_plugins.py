@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ckptcore_testing import ThreadJob
+from ckptcore_testing.cases import refused
 from ckptcore_testing.plugins import hide_distributions
 from ckptcore_testing.trees import same_value
 
@@ -28,7 +29,7 @@ from ckptcore.errors import (
 )
 from ckptcore.installed import EntryPoint, entry_points
 from ckptcore.protocols import CheckpointableHandler, Priority
-from tests.errors.refusals import ONE, refused
+from tests.errors.refusals import ONE
 from tests.loading.incomplete_layout import Incomplete
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -26,7 +27,7 @@ from ckptcore.errors import (
     StepPinnedError,
 )
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused
+from tests.errors.refusals import ONE, TWO, interrupted
 from tests.ownership.fake_clock import FakeClock
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
@@ -28,7 +29,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused
+from tests.errors.refusals import ONE, TWO, interrupted
 
 # --- locations --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -18,7 +19,7 @@ from ckptcore.errors import (
 )
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from tests.errors.refusals import ONE, TWO, interrupted, refused
+from tests.errors.refusals import ONE, TWO, interrupted
 
 
 def test_a_save_that_is_not_committed() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 from safetensors.numpy import save_file
 
@@ -23,7 +24,7 @@ from ckptcore.errors import (
     StorageError,
     StorageFullError,
 )
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the path of a descriptor is in /proc")

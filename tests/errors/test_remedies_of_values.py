@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_orbax import SavesToDirectoryAsyncHandler
+from ckptcore_testing.cases import refused
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -25,7 +26,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from tests.errors.refusals import ONE, TWO, refused
+from tests.errors.refusals import ONE, TWO
 
 
 def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
@@ -188,7 +189,7 @@ class Tasks:
         self.text = (Path(directory) / "text").read_text()
 
 
-def test_tasks_that_nobody_awaits(tmp_path: Path) -> None:
+def test_tasks_without_an_await(tmp_path: Path) -> None:
     handlers = Context(plugins=PluginOptions(handlers={Tasks: SavesToDirectoryAsyncHandler()}))
 
     def save(finish: str) -> None:

@@ -75,7 +75,7 @@ def test_a_config_without_end_is_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_the_model_is_meant_where_an_adapter_stands_beside_it(tmp_path: Path) -> None:
+def test_the_model_is_read_if_an_adapter_is_in_the_same_directory(tmp_path: Path) -> None:
     for number in (1, 2):
         _put(tmp_path / f"model-0000{number}-of-00002.safetensors", **{f"w{number}": number})
     _put(tmp_path / "adapter_model.safetensors", lora=3)

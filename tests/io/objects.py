@@ -6,11 +6,15 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from ckptcore_testing.arrays import same_bits
 from ckptcore_testing.strategies import arrays, boxes, partitions
 from hypothesis import strategies as st
 
 from ckptcore.io.elements import plain
+from ckptcore.io.object_writes import ObjectRecorder
+from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import Sizes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import (
     ArraySegment,
     Box,
@@ -21,6 +25,7 @@ from ckptcore.model import (
     HostArray,
     Segment,
 )
+from tests.io.watched_storage import WatchedStorage, memory_storage
 
 TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
 """Sizes that make arrays of a few hundred bytes go through every path of large ones."""
@@ -187,3 +192,29 @@ def checked(
         read._replace(checksum=checksum) if (read.offset, read.box.size * read.itemsize) in places else read
         for read in reads
     ]
+
+
+def assert_targets_are_filled(
+    data: st.DataObject,
+    segments: Sequence[Segment],
+    reads: Sequence[ChunkRead],
+    targets: Sequence[tuple[HostArray, HostArray]],
+    *,
+    checksums: bool = True,
+) -> None:
+    """Write segments and read chunks: fail unless each target has its elements, and all bytes are counted."""
+    storage = WatchedStorage(memory_storage(), request_bytes=data.draw(st.sampled_from([1, 64, 300, 1 << 20])))
+    threads = IOThreads(data.draw(st.integers(1, 4)))
+    recorder = ObjectRecorder(storage, threads, checksums=checksums, sizes=TINY)
+    recorder.write("x", segments)
+    records = {record.key: record for record in recorder.objects}
+    filled: list[int] = []
+    verify = data.draw(st.booleans())
+    reader = ObjectReader(storage, records, threads, verify=verify, sizes=TINY, progress=filled.append)
+    numbers = list(reader.read_chunks(reads))
+    assert sorted(numbers) == sorted({number for read in reads for number, _, _ in read.targets})
+    for array, expected in targets:
+        assert same_bits(array, expected)
+    assert sum(filled) == sum(array.nbytes for array, _ in targets)
+    assert reader.bytes_read == sum(stop - start for _, start, stop in storage.reads)
+    assert reader.requests == storage.read_calls

@@ -17,7 +17,7 @@ from ckptcore.io.requests import SIZES, Sizes
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
 from tests.io.checksum_fakes import Crc32, Length
-from tests.io.objects import TINY, checked, stored, summed, tiles
+from tests.io.objects import TINY, assert_targets_are_filled, checked, stored, summed, tiles
 from tests.io.watched_storage import WatchedStorage, memory_storage
 
 MIB = 1 << 20
@@ -95,21 +95,7 @@ def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     segments, offsets, alone, _ = data.draw(summed(checksum, sources, plain))
     reads, targets = data.draw(tiles("x", sources, offsets))
     reads = checked(reads, checksum, sources, offsets, alone)
-    storage = WatchedStorage(memory_storage(), request_bytes=data.draw(st.sampled_from([1, 64, 300, 1 << 20])))
-    threads = IOThreads(data.draw(st.integers(1, 4)))
-    recorder = ObjectRecorder(storage, threads, checksums=data.draw(st.booleans()), sizes=TINY)
-    recorder.write("x", segments)
-    records = {record.key: record for record in recorder.objects}
-    filled: list[int] = []
-    verify = data.draw(st.booleans())
-    reader = ObjectReader(storage, records, threads, verify=verify, sizes=TINY, progress=filled.append)
-    numbers = list(reader.read_chunks(reads))
-    assert sorted(numbers) == sorted({number for read in reads for number, _, _ in read.targets})
-    for array, expected in targets:
-        assert same_bits(array, expected)
-    assert sum(filled) == sum(array.nbytes for array, _ in targets)
-    assert reader.bytes_read == sum(stop - start for _, start, stop in storage.reads)
-    assert reader.requests == storage.read_calls
+    assert_targets_are_filled(data, segments, reads, targets, checksums=data.draw(st.booleans()))
 
 
 @given(st.data())

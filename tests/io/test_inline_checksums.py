@@ -186,7 +186,7 @@ def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what:
     assert recorder.objects == ()
 
 
-def test_a_thread_that_waits_for_a_checksum_hears_of_a_failure() -> None:
+def test_a_thread_that_waits_for_a_checksum_ends_after_a_failure() -> None:
     """One thread sums the first task, and fails once another has summed the rest and waits to write the checksum."""
     others = threading.Event()
 

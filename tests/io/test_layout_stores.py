@@ -49,7 +49,7 @@ def read(offset: int, nbytes: int) -> ChunkRead:
 
 
 @pytest.mark.parametrize("with_digests", [True, False])
-def test_tiles_are_compared_with_what_stands_behind_them(tmp_path: Path, with_digests: bool) -> None:
+def test_tiles_are_compared_with_the_stored_elements(tmp_path: Path, with_digests: bool) -> None:
     DirectoryWriteStore(tmp_path).write("x", [BytesSegment(b"head"), BytesSegment(bytes(20)), ChecksumSegment(Crc32())])
     data = (tmp_path / "x").read_bytes()
 

@@ -17,7 +17,7 @@ from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, ChunkRead
-from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles
+from tests.io.objects import TINY, Opened, assert_targets_are_filled, stored, stored_bytes, tiles
 from tests.io.watched_storage import WatchedStorage, memory_storage
 
 
@@ -44,21 +44,7 @@ def test_objects_hold_the_bytes_of_their_segments(data: st.DataObject) -> None:
 def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
-    storage = WatchedStorage(memory_storage(), request_bytes=data.draw(st.sampled_from([1, 64, 300, 1 << 20])))
-    threads = IOThreads(data.draw(st.sampled_from([1, 3])))
-    recorder = ObjectRecorder(storage, threads, sizes=TINY)
-    recorder.write("x", segments)
-    records = {record.key: record for record in recorder.objects}
-    verify = data.draw(st.booleans())
-    filled: list[int] = []
-    reader = ObjectReader(storage, records, threads, verify=verify, sizes=TINY, progress=filled.append)
-    numbers = list(reader.read_chunks(reads))
-    assert sorted(numbers) == sorted({number for read in reads for number, _, _ in read.targets})
-    for array, expected in targets:
-        assert same_bits(array, expected)
-    assert sum(filled) == sum(array.nbytes for array, _ in targets)
-    assert reader.bytes_read == sum(stop - start for _, start, stop in storage.reads)
-    assert reader.requests == storage.read_calls
+    assert_targets_are_filled(data, segments, reads, targets)
 
 
 @given(st.data())

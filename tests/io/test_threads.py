@@ -74,7 +74,7 @@ def test_run_can_be_nested() -> None:
     assert len(done) >= 1
 
 
-def test_threads_end_when_nobody_needs_them_any_more() -> None:
+def test_threads_end_when_no_context_needs_them() -> None:
     threads = IOThreads(1)
     thread = threads.submit(threading.current_thread).result(10)
     del threads

@@ -140,7 +140,7 @@ def test_those_that_only_know_of_arrays_do_not_say_that_they_are_apart() -> None
     assert _knowing(2, (tied, [0, 1]), (apart, [])).aliases == {}
 
 
-def test_an_array_that_nobody_holds_is_told() -> None:
+def test_an_array_that_no_rank_holds_is_an_error() -> None:
     tree = _tree(_arrays("a", "b"))
     with pytest.raises(TreeMismatchError) as caught:
         _knowing(2, (tree, [0, 1]), (tree, [1]))

@@ -26,8 +26,9 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import AnySave, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from tests.jobs.processes import Place
-from tests.jobs.torch_program import run  # noqa: F401  # the job starts with it
+from tests.jobs.torch_program import run as run_torch
 
+run: Final = run_torch
 LAYOUT: Final = "dcp"
 """In which each process has a file of its own."""
 

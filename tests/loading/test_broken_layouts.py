@@ -34,7 +34,7 @@ def test_what_other_software_wrote_is_read_by_the_layouts_that_can_be_made(
     assert ckptcore.metadata(tmp_path, context=context).layout == "safetensors"
 
 
-def test_it_is_named_where_nobody_reads_a_checkpoint(context: ckptcore.Context, tmp_path: Path) -> None:
+def test_it_is_named_if_no_layout_reads_a_checkpoint(context: ckptcore.Context, tmp_path: Path) -> None:
     (tmp_path / "weights.odd").write_bytes(b"odd")
     with pytest.raises(
         CheckpointNotFoundError, match=r"tried .*; incomplete cannot be used: ModuleNotFoundError"

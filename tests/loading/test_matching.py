@@ -99,7 +99,7 @@ def test_what_matches_is_compared_as_ever() -> None:
 
 
 @pytest.mark.parametrize("empty", [(), [], {}, Empty(), {"a": Empty()}])
-def test_a_stored_none_stands_for_an_empty_container(empty: Any) -> None:
+def test_a_stored_none_is_an_empty_container(empty: Any) -> None:
     assert matched({0: empty, "w": ONE}, {"0": None, "w": ONE}) == {"w": "w"}
     assert matched(empty, None) == {}
     assert differences({0: empty, "w": ONE}, {0: None, "w": ONE}, foreign=False) == [
@@ -111,7 +111,7 @@ def test_an_empty_container_in_one_that_is_empty_too() -> None:
     assert matched({"x": {"inner": Empty()}}, {"x": {"inner": None}}) == {}
 
 
-def test_only_none_stands_for_an_empty_container() -> None:
+def test_only_none_is_an_empty_container() -> None:
     assert differences({"a": Empty()}, {"a": 0}) == ["unexpected: a is stored and not requested"]
     assert matched({"a": Empty()}, {"a": None, "b": None}) == {}
     assert differences({"a": ()}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not requested"]
@@ -142,7 +142,7 @@ def test_none_is_not_something_else() -> None:
     assert differences({"a": ONE}, {"a": None}) == ["a: kind: array float64[1] is requested, none is stored"]
 
 
-def test_placeholders_stand_for_what_has_their_text() -> None:
+def test_placeholders_match_keys_by_their_text() -> None:
     stored = {"1": {"a": ONE, "b": TWO}, "2": ONE}
     assert matched({1: PLACEHOLDER, 2: ONE}, stored) == {"[1]": None, "[2]": "['2']"}
     assert differences({1: PLACEHOLDER, 2: ONE}, stored, foreign=False) != []

@@ -55,7 +55,7 @@ NOTED = TreeMetadata(
 )
 
 
-def test_notes_that_arrays_share_stand_once() -> None:
+def test_notes_that_arrays_share_are_stored_once() -> None:
     encoded: Any = json.loads(json.dumps(NOTED.to_json()))
     assert encoded["notes"] == [SHARDED, {"weak_type": True}, {"impl": "threefry2x32"}]
     assert encoded["note"] == [0, 0, None, 1, 2, 0]

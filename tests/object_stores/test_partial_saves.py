@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from ckptcore_testing.trees import same_value
@@ -15,15 +13,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from tests.object_stores.stores import STORES, ObjectStore
-
-
-@pytest.fixture(scope="session", params=sorted(STORES))
-def object_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """Each object store, running."""
-    scheme: str = request.param
-    with STORES[scheme](tmp_path_factory.mktemp(scheme)) as store:
-        yield store
+from tests.object_stores.stores import ObjectStore
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])

@@ -136,7 +136,7 @@ def test_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
         boxes_of(tmp_path / "c", context=FAST, first=select.names("embd"))
 
 
-def test_a_damaged_block_is_given_to_nobody(tmp_path: Path) -> None:
+def test_a_damaged_block_is_given_to_no_reader(tmp_path: Path) -> None:
     tree = {"first": np.zeros(4 * MIB, np.uint8), "second": np.ones(4 * MIB, np.uint8)}
     ckptcore.save(tmp_path / "c", tree, context=FAST)
     (file,) = (tmp_path / "c").glob("*.safetensors")

@@ -121,7 +121,7 @@ def test_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any
         assert np.array_equal(way(opened)[name], opened[name])
 
 
-def test_other_names_beside_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any]) -> None:
+def test_other_names_next_to_a_checkpoint_of_other_software(tmp_path: Path, way: Callable[[Any], Any]) -> None:
     """Such as the log of the training that goes on."""
     ckptcore.save(tmp_path / "x", {"w": np.ones(3)}, layout="dcp")
     (tmp_path / "x" / "checkpoint.json").unlink()

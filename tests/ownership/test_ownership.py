@@ -144,7 +144,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) 
 
 
 @where_leased
-def test_a_dead_owner_is_reported_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
+def test_a_failed_owner_is_reported_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     dead = clock.process()
     commit_method(store).locks("run", lease_seconds=60, clock=dead).own()

@@ -105,7 +105,7 @@ def test_a_pin_has_a_timeout(place: Place, tmp_path: Path) -> None:
 
 
 @where_locked
-def test_locks_of_dead_processes_are_ignored(place: Place, tmp_path: Path) -> None:
+def test_locks_of_failed_processes_are_ignored(place: Place, tmp_path: Path) -> None:
     store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
     dying = commit_method(with_faults(store, plan)).locks("run", clock=clock)
     pin = dying.pin("1")
@@ -179,7 +179,7 @@ def test_an_observer_paused_with_the_reader_lets_it_renew(place: Place, tmp_path
 
 
 @where_leased
-def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
+def test_a_pin_outwaits_a_failed_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
     store, clock = place(tmp_path), FakeClock()
     process = clock.process()
     intent = commit_method(store).locks("run", clock=process).intend_deletion("1")

@@ -58,7 +58,7 @@ def _seeds(directory: Path) -> list[int]:
     return seeds
 
 
-def test_the_second_is_told_who_is_first_and_takes_over_when_that_dies(running: Trainer, tmp_path: Path) -> None:
+def test_the_second_owner_is_refused_and_takes_over_after_a_kill(running: Trainer, tmp_path: Path) -> None:
     first = _start(running, tmp_path, _FIRST)
     assert first.wait_for("committed", 1)
     _expect_refused(_start(running, tmp_path, _SECOND), first)

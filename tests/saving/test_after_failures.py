@@ -43,7 +43,7 @@ def _fail_to_save(location: Path, context: ckptcore.Context) -> tuple[SaveHandle
 
 
 @pytest.mark.parametrize("limit", _BOUNDS)
-def test_the_arrays_of_a_save_that_failed_are_let_go_before_anybody_asks(limit: int | None, tmp_path: Path) -> None:
+def test_the_arrays_of_a_failed_save_are_freed_before_its_result_is_read(limit: int | None, tmp_path: Path) -> None:
     context = ckptcore.Context(memory=ckptcore.context.MemoryOptions(save_bytes=limit))
     handle, array = _fail_to_save(tmp_path / "c", context)
     runtime_of(context).saves.wait()
@@ -53,7 +53,7 @@ def test_the_arrays_of_a_save_that_failed_are_let_go_before_anybody_asks(limit: 
         handle.result()
 
 
-def test_a_save_that_failed_is_forgotten_once_somebody_asked(tmp_path: Path) -> None:
+def test_a_failed_save_is_forgotten_once_its_result_was_read(tmp_path: Path) -> None:
     context = ckptcore.Context()
     before = len(background._exit_report()._failures)
 

@@ -151,7 +151,9 @@ def test_private_directories_and_files_inside_stay_private(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["1", "1/model.safetensors", "1/checkpoint.json"])
-def test_nobody_has_more_access_while_a_save_writes(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_user_has_more_access_while_a_save_writes(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ckptcore.save(tmp_path / "1", {"n": 0})
     (tmp_path / path).chmod(0o700)
     open_new, modes = LocalStorage.open_new, []

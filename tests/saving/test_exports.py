@@ -458,7 +458,7 @@ def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_rank_that_is_interrupted_keeps_no_rank_waiting(tmp_path: Path) -> None:
     """It does not come to the exports after the one that it wrote then."""
 
     class Interrupted(ckptcore.SafetensorsLayout):

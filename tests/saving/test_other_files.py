@@ -284,7 +284,7 @@ def test_a_copy_over_a_copy_of_the_same_save_says_which_files_stop_it(overwrite:
 
 
 @pytest.mark.parametrize("remove", [ckptcore.delete, lambda place: ckptcore.save(place, _STATE, overwrite=True)])
-def test_objects_of_a_killed_save_beside_other_files_are_no_other_files(
+def test_objects_of_a_killed_save_next_to_other_files_are_no_other_files(
     remove: Callable[[str], object], tmp_path: Path
 ) -> None:
     seen, number, crashed = set(), 0, True

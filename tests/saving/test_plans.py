@@ -132,7 +132,7 @@ def test_nothing_is_written_and_a_plan_is_plain(tmp_path: Path) -> None:
     assert "1 processes write 2 objects" in str(plan)
 
 
-def test_what_stands_at_the_location_is_refused_as_the_save_would(tmp_path: Path) -> None:
+def test_existing_checkpoints_are_refused_as_by_the_save(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(9)})
     with pytest.raises(CheckpointExistsError):
         ckptcore.plan({"w": np.ones(9)}, location=tmp_path / "c")

@@ -310,7 +310,7 @@ def test_fixed_names_are_refused_before_anything_is_written(layout: str, tmp_pat
     assert sorted(location.rglob("*")) == before and ckptcore.load(location) == {"n": 0}
 
 
-def test_checkpointables_do_not_replace_directories_beside_other_files(tmp_path: Path) -> None:
+def test_checkpointables_do_not_replace_directories_next_to_other_files(tmp_path: Path) -> None:
     (tmp_path / "x/model").mkdir(parents=True)
     (tmp_path / "x/model/notes.txt").write_text("mine")
     with pytest.raises(CheckpointExistsError, match=r"names of the new checkpoint \(model\)"):
@@ -371,7 +371,7 @@ def test_a_copy_replaces_a_copy_with_own_names(layout: Any, tmp_path: Path) -> N
     assert (tmp_path / "x" / index).read_bytes() == (tmp_path / "source" / index).read_bytes()
 
 
-def test_processes_save_beside_other_files(tmp_path: Path) -> None:
+def test_processes_save_next_to_other_files(tmp_path: Path) -> None:
     state = [np.arange(8).reshape(4, 2), np.arange(4)]
 
     def save(layout: str, version: int) -> list[type[BaseException] | None]:
@@ -461,7 +461,7 @@ def test_removing_several_checkpointables_reads_heads_of_roots_alone(tmp_path: P
     assert len(gets) == len(objects)
 
 
-def test_names_that_appear_beside_files_of_other_software_disturb_no_read(tmp_path: Path) -> None:
+def test_names_that_appear_next_to_files_of_other_software_disturb_no_read(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(300), "b": np.ones(3)}, tmp_path / "model.safetensors")
     for number, part in enumerate(ckptcore.open(tmp_path).iter_boxes()):
         (tmp_path / f"out-{number}").write_bytes(part.elements.tobytes())

@@ -162,7 +162,7 @@ def test_an_error_surfaces_at_result(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
-def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, begin: Any) -> None:
+def test_an_unread_error_surfaces_at_the_next_save(gate: Gate, begin: Any) -> None:
     context = ckptcore.Context(plugins=ckptcore.context.PluginOptions(extra=[gate]))
     gate.error = OSError("the disk is on fire")
     gate.open.set()
@@ -175,7 +175,7 @@ def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, be
 
 
 @pytest.mark.system
-def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None:
+def test_an_unread_error_surfaces_at_exit(tmp_path: Path) -> None:
     program = (
         "import ckptcore, numpy\n"
         "from ckptcore.io import object_writes\n"

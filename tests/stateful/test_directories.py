@@ -221,7 +221,7 @@ def test_plain_methods_are_the_protocol() -> None:
     assert isinstance(Plain(), StatefulCheckpointable)
 
 
-def test_an_awaitable_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
+def test_an_awaitable_without_an_await_is_refused(tmp_path: Path) -> None:
     class Hides(Plain):
         def save(self, directory: Path) -> Any:
             async def write() -> None:
@@ -315,7 +315,7 @@ def test_the_second_phase_may_await_what_the_first_began(tmp_path: Path) -> None
         (tmp_path / "value").unlink()
 
 
-def test_what_was_begun_and_is_awaited_by_nobody_is_refused(tmp_path: Path) -> None:
+def test_a_task_without_an_await_is_refused(tmp_path: Path) -> None:
     told = r"tasks were still running .* LeavesTasks\._write"
     with pytest.raises(PluginError, match=told):
         ASYNC.save(LeavesTasks(lambda task: None), tmp_path)

@@ -83,7 +83,7 @@ def test_a_failure_is_raised_once_and_nothing_was_done(operation: int) -> None:
 
 @pytest.mark.parametrize("operation", range(6))
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_dead_process_does_nothing_more(operation: int, moment: str) -> None:
+def test_a_failed_process_does_nothing_more(operation: int, moment: str) -> None:
     storage, inner, plan = faulty(CrashAt(operation, moment))  # type: ignore[arg-type]  # one of the moments
     with pytest.raises(SimulatedCrash):
         use(storage)
@@ -117,7 +117,7 @@ def test_dying_midway_does_half() -> None:
     assert list(inner.list()) == []
 
 
-def test_a_dead_process_holds_no_locks() -> None:
+def test_a_failed_process_holds_no_locks() -> None:
     storage, inner, _ = directories(CrashAt(2))
     assert isinstance(inner, AtomicDirectories)
     lock = storage.lock_directory("a")
@@ -132,7 +132,7 @@ def test_a_dead_process_holds_no_locks() -> None:
     assert inner.lock_directory("a") is None, "its late exit lets nothing go that another holds"
 
 
-def test_a_dead_process_aborts_nothing() -> None:
+def test_a_failed_process_aborts_nothing() -> None:
     storage, inner, _ = directories(CrashAt(1))
     writer = storage.open_writer("a", 2)
     with pytest.raises(SimulatedCrash):

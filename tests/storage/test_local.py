@@ -445,7 +445,7 @@ def test_a_put_that_fails_leaves_nothing(tmp_path: Path, storage: LocalStorage) 
     assert storage.list_names() == ["a/"]
 
 
-def test_a_put_where_a_directory_stands(tmp_path: Path, storage: LocalStorage) -> None:
+def test_a_put_at_the_key_of_a_directory(tmp_path: Path, storage: LocalStorage) -> None:
     storage.put("a/b", b"1")
     for condition in (None, IF_ABSENT, IfTag("x")):
         with pytest.raises(StorageError):

@@ -118,7 +118,7 @@ def test_a_directory_that_is_made_anew_is_synced_anew(storage: LocalStorage, cal
     assert calls.take()[-2:] == ["sync /new/root/a", "sync /new/root"]
 
 
-def test_a_directory_that_a_dead_process_made_is_synced(tmp_path: Path, calls: Calls) -> None:
+def test_a_directory_that_a_failed_process_made_is_synced(tmp_path: Path, calls: Calls) -> None:
     (tmp_path / "new/root/a").mkdir(parents=True)
     calls.take()
     open_local(f"{tmp_path}/new/root", StorageOptions()).put("a/b", b"1")

@@ -40,7 +40,7 @@ def is_free(storage: LocalStorage) -> bool:
         return True
 
 
-def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     storage = open_local(str(tmp_path), StorageOptions())
     with hold_in_another_process(tmp_path) as process:
         assert process.stdout is not None
@@ -82,7 +82,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock_of_its_failed_parent(tmp_path: Path) -> None:
     """Else the workers of a data loader would keep a restarted trainer from saving."""
     storage = open_local(str(tmp_path), StorageOptions())
     with subprocess.Popen(

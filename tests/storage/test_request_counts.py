@@ -68,7 +68,7 @@ def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> No
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
 
 
-def test_one_large_state_goes_in_parts_that_nobody_copies_together() -> None:
+def test_one_large_state_is_sent_in_parts_without_a_whole_copy() -> None:
     far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.05, concurrency=16)
     state = {f"w{number}": np.random.default_rng(number).random((3 << 17) + number) for number in range(6)}
     ckptcore.save(LOCATION, state, context=far.context)

@@ -44,7 +44,7 @@ class Fallback:
         return self.memory.open(f"memory://{url.replace('://', '-')}", options)
 
 
-def test_a_scheme_that_nobody_names_is_asked_for() -> None:
+def test_a_scheme_that_no_plugin_names_is_opened() -> None:
     fallback = Fallback()
     context = Context(plugins=PluginOptions(extra=[fallback]))
     ckptcore.save("any+thing://store/step_1", {"w": np.arange(3)}, context=context)

@@ -62,7 +62,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     "see [File systems](file-systems.md#without-locks)",
 )
 @pytest.mark.parametrize(("first", "second"), [("one", "two"), ("one", "server"), ("server", "one")])
-def test_a_requeued_job_does_not_open_beside_the_old_one(first: str, second: str, hosts: Hosts) -> None:
+def test_a_requeued_job_does_not_open_next_to_the_old_one(first: str, second: str, hosts: Hosts) -> None:
     other: Path = getattr(hosts, second)
     with Checkpointer(getattr(hosts, first) / "run") as old:
         old.save_blocking(1, state(1))

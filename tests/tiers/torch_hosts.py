@@ -20,8 +20,9 @@ from ckptcore import Checkpointer, Context
 from ckptcore.context import JobOptions, ReplicaOptions
 from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
-from tests.jobs.torch_program import run  # noqa: F401  # the job starts with it
+from tests.jobs.torch_program import run as run_torch
 
+run: Final = run_torch
 _SHAPE: Final = (12, 5)
 
 

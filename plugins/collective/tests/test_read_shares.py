@@ -143,7 +143,7 @@ def _read_bytes(plan: SharedPlan, rank: int, specs: Mapping[int, ArraySpec]) -> 
     return sum(item.box.size * specs[item.leaf].numpy_dtype.itemsize for item in items)
 
 
-def test_what_nobody_else_wants_is_read_in_place_and_not_sent() -> None:
+def test_what_one_rank_requests_is_read_in_place_and_not_sent() -> None:
     """As in a load of sharded arrays: no message at all."""
     specs = {0: ArraySpec((8, 8), "float32")}
     wanted: list[RequestedBoxes] = [{0: (Box((2 * rank, 0), (2 * rank + 2, 8)),)} for rank in range(4)]
@@ -293,7 +293,7 @@ def test_a_chunk_is_read_once_for_overlapping_boxes_of_one_rank(boxes: tuple[Box
         assert sum(any(chunk.box.intersect(item.box) for item in items) for items in reads) <= 1
 
 
-def test_who_wants_a_part_of_what_is_only_read_whole_is_sent_all_that_anybody_wants_of_it() -> None:
+def test_a_rank_that_requests_a_part_of_an_encoded_chunk_is_sent_all_requested_parts() -> None:
     """Two ranks want halves of three tiles: that in the middle is read by one, and the others into place or alone."""
     specs = {0: ArraySpec((12,), "int8")}
     wanted: list[RequestedBoxes] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]

@@ -238,7 +238,7 @@ def test_other_parallelism_is_refused_with_the_way_on(file: str, tmp_path: Path)
     assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0  # the other way that it names
 
 
-def test_weights_of_the_trainer_are_preferred_to_the_step_beside_them(tmp_path: Path) -> None:
+def test_weights_of_the_trainer_are_preferred_to_the_step_next_to_them(tmp_path: Path) -> None:
     write_zero(tmp_path, 2, 2)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert list(ckptcore.load(tmp_path)) == ["w"]
@@ -293,7 +293,7 @@ def test_a_part_of_a_tensor_parallel_model_is_not_taken_for_the_whole(tmp_path: 
     assert ckptcore.load(step, select=ckptcore.select.names("module/out.weight"))
 
 
-def test_a_save_does_not_delete_other_files_beside_it(tmp_path: Path) -> None:
+def test_a_save_does_not_delete_other_files_next_to_it(tmp_path: Path) -> None:
     write_zero(tmp_path, 2, 2)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
@@ -317,7 +317,7 @@ def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp
         "zero_pp_rank_0_mp_rank_00_optim_states.pt",
     ],
 )
-def test_a_file_beside_weights_does_not_hide_them(name: str, tmp_path: Path) -> None:
+def test_a_file_next_to_weights_does_not_hide_them(name: str, tmp_path: Path) -> None:
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     torch.save({"w": torch.zeros(2)}, tmp_path / name)
     assert ckptcore.load(tmp_path)["w"].tolist() == [1, 1]

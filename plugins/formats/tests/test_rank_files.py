@@ -100,7 +100,7 @@ def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path
     assert list(ckptcore.load(tmp_path)) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
 
 
-def test_other_weights_beside_them_are_not_hidden(tmp_path: Path) -> None:
+def test_other_weights_next_to_them_are_not_hidden(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
     torch.save({"w": torch.ones(2)}, tmp_path / "c" / "pytorch_model.bin")
     assert ckptcore.load(tmp_path / "c")["w"].shape == (2,)

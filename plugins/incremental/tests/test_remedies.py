@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import safetensors.numpy
+from ckptcore_testing.cases import refused
 
 import ckptcore
-from ckptcore.errors import CheckpointError
 
 ONE, TWO = np.arange(3.0), np.arange(3.0, 6.0)
-
-
-def refused(call: Callable[[], object], *texts: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value), str(caught.value)
 
 
 def expect(location: Path, **arrays: Any) -> None:

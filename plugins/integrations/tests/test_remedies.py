@@ -6,7 +6,7 @@ import base64
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +26,7 @@ from ckptcore_integrations.orbax_v1.library import PartialSaveReplacementError
 from ckptcore_integrations.references import Reference
 from ckptcore_integrations.safetensors import numpy as with_numpy
 from ckptcore_integrations.safetensors import torch as with_torch
+from ckptcore_testing.cases import refused
 from orbax.checkpoint import v1
 from orbax.checkpoint._src.serialization.memory_regulator import MemoryProfiler
 from safetensors import SafetensorError
@@ -38,14 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
-
-
-def refused(call: Callable[[], object], text: str, error: type[Exception]) -> str:
-    """Return the message of an error, which has a text."""
-    with pytest.raises(error) as caught:
-        call()
-    assert text in str(caught.value)
-    return str(caught.value)
 
 
 # --- Orbax ------------------------------------------------------------------------------------------------------------
@@ -101,7 +94,7 @@ REGULATOR = v1.options.MemoryOptions.RegulatorOptions(max_memory_limit_gib=20, p
 def test_options_of_orbax(tmp_path: Path, option: str, value: Any, advice: str, instead: str, other: Any) -> None:
     state = {"w": jnp.arange(64.0)}
     with options(option, value):
-        refused(lambda: orbax_v1.save(tmp_path / "c", state), advice, NotImplementedError)
+        refused(lambda: orbax_v1.save(tmp_path / "c", state), advice, error=NotImplementedError)
     with options(instead, other):
         orbax_v1.save(tmp_path / "c", state)
     assert np.array_equal(v1.load(tmp_path / "c")["w"], state["w"])
@@ -113,7 +106,7 @@ def test_a_layout_that_orbax_does_not_write(tmp_path: Path) -> None:
         refused(
             lambda: orbax_v1.save(tmp_path / "c", state),
             "Use ckptcore.save(layout='safetensors')",
-            NotImplementedError,
+            error=NotImplementedError,
         )
         ckptcore.save(tmp_path / "c", state, layout="safetensors")
         assert np.array_equal(orbax_v1.load(tmp_path / "c")["w"], state["w"])
@@ -121,7 +114,7 @@ def test_a_layout_that_orbax_does_not_write(tmp_path: Path) -> None:
 
 def test_permissions_are_those_of_the_umask(tmp_path: Path) -> None:
     with options("file.path_permission_mode", 0o750):
-        refused(lambda: orbax_v1.save(tmp_path / "c", {"w": jnp.ones(2)}), "Set its umask", NotImplementedError)
+        refused(lambda: orbax_v1.save(tmp_path / "c", {"w": jnp.ones(2)}), "Set its umask", error=NotImplementedError)
     before = os.umask(0o027)
     try:
         orbax_v1.save(tmp_path / "c", {"w": jnp.ones(2)})
@@ -138,7 +131,7 @@ def test_chunks_of_parts(tmp_path: Path) -> None:
         refused(
             lambda: orbax_v1.partial.save(tmp_path / "c", parts[0]),
             "Set array.saving.storage_options.chunk_byte_size instead",
-            NotImplementedError,
+            error=NotImplementedError,
         )
     with options("array.saving.storage_options.chunk_byte_size", 64):
         for part in parts:
@@ -153,7 +146,7 @@ def test_a_leaf_of_an_earlier_part(tmp_path: Path) -> None:
     refused(
         lambda: orbax_v1.partial.save(tmp_path / "c", {"a": np.zeros(3), "b": np.ones(2)}),
         "An earlier part has ['a']: leave it out of this part",
-        PartialSaveReplacementError,
+        error=PartialSaveReplacementError,
     )
     orbax_v1.partial.save(tmp_path / "c", {"b": np.ones(2)})
     orbax_v1.partial.finalize(tmp_path / "c")
@@ -166,7 +159,7 @@ def test_the_file_next_to_parts_is_damaged(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("c*partial_save*")
     file.write_text("{")
     for call in (partial(orbax_v1.partial.save, tmp_path / "c", {"b": np.ones(2)}), partial(_finalize, tmp_path / "c")):
-        text = refused(call, "Delete it, and pass custom_metadata again", CorruptCheckpointError)
+        text = refused(call, "Delete it, and pass custom_metadata again", error=CorruptCheckpointError)
         assert text.startswith(f"{file} is damaged")
     file.unlink()
     orbax_v1.partial.save(tmp_path / "c", {"b": np.ones(2)}, custom_metadata={"step": 1})
@@ -206,8 +199,8 @@ def test_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
     """The text lists those that it has."""
     of_torch = {"w": torch.ones(2, dtype=torch.complex128)}
     of_numpy = {"w": np.ones(2, "complex128")}
-    first = refused(lambda: with_torch.save_file(of_torch, tmp_path / "a"), "Supported dtypes: ", SafetensorError)
-    other = refused(lambda: with_numpy.save_file(of_numpy, tmp_path / "a"), "Supported dtypes: ", SafetensorError)
+    first = refused(lambda: with_torch.save_file(of_torch, tmp_path / "a"), "Supported dtypes: ", error=SafetensorError)
+    other = refused(lambda: with_numpy.save_file(of_numpy, tmp_path / "a"), "Supported dtypes: ", error=SafetensorError)
     names = first.partition("Supported dtypes: ")[2].split(", ")
     assert other.endswith(f"Supported dtypes: {', '.join(names)}")
     for name in names:
@@ -221,10 +214,12 @@ def test_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
 def test_paths_of_files(tmp_path: Path) -> None:
     with_numpy.save_file({"w": np.ones(2)}, tmp_path / "a")
     path = os.fspath(tmp_path / "a")
-    refused(lambda: with_numpy.load_file(os.fsencode(path)), "expected a path as str or os.PathLike[str]", TypeError)  # type: ignore[arg-type]
+    refused(
+        lambda: with_numpy.load_file(os.fsencode(path)), "expected a path as str or os.PathLike[str]", error=TypeError
+    )  # type: ignore[arg-type]
     assert with_numpy.load_file(path)["w"].tolist() == with_numpy.load_file(tmp_path / "a")["w"].tolist() == [1, 1]
-    refused(lambda: with_numpy.load_file(f"{path}b"), f"No such file or directory: {path}b", FileNotFoundError)
-    text = refused(lambda: with_numpy.load_file(f"{path}/b"), "Not a directory", FileNotFoundError)
+    refused(lambda: with_numpy.load_file(f"{path}b"), f"No such file or directory: {path}b", error=FileNotFoundError)
+    text = refused(lambda: with_numpy.load_file(f"{path}/b"), "Not a directory", error=FileNotFoundError)
     assert text == f"Not a directory: {path}/b"
 
 
@@ -233,7 +228,7 @@ def test_frameworks(tmp_path: Path) -> None:
     refused(
         lambda: plain.safe_open(tmp_path / "a", "tf"),
         "only 'pt', 'np' and 'flax'. Use safetensors.safe_open, which reads the same files",
-        SafetensorError,
+        error=SafetensorError,
     )
     for framework in ("pt", "np", "flax"):
         with plain.safe_open(tmp_path / "a", framework) as file:
@@ -246,7 +241,7 @@ def test_negative_bounds_of_slices(tmp_path: Path) -> None:
     with_numpy.save_file({"w": np.arange(6)}, tmp_path / "a")
     with plain.safe_open(tmp_path / "a", "np") as file:
         part = file.get_slice("w")
-        refused(lambda: part[-2:], "use positions from the start of the axis", OverflowError)
+        refused(lambda: part[-2:], "use positions from the start of the axis", error=OverflowError)
         assert part[4:].tolist() == [4, 5]
 
 
@@ -266,7 +261,7 @@ def test_classes_that_torch_does_not_trust(tmp_path: Path) -> None:
     text = refused(
         lambda: torch_dcp.load(loaded, checkpoint_id=tmp_path / "c"),
         "allow the class with torch.serialization.add_safe_globals: Unsupported global: ",
-        original.CheckpointException,
+        error=original.CheckpointException,
     )
     assert "Trusted" in text
     assert "weights_only" not in text.partition("add_safe_globals: ")[2]
@@ -280,7 +275,7 @@ def test_ranks_that_do_not_communicate(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     writer = torch_dcp.Writer(tmp_path / "x")
     call = partial(torch_dcp.save, state, storage_writer=writer)
-    text = refused(lambda: call(use_collectives=False), "Remove the argument, or pass", ValueError)
+    text = refused(lambda: call(use_collectives=False), "Remove the argument, or pass", error=ValueError)
     call()
     code = text.partition("storage_writer=")[2].replace("path", "name")
     name = tmp_path / "y"
@@ -328,7 +323,7 @@ def test_secrets_in_references(tmp_path: Path) -> None:
         text = refused(
             lambda: Reference.to(f"http://me:word@{host}/c", None, upload=False),
             "leave it out, and pass context=Context(storage={scheme: options})",
-            ValueError,
+            error=ValueError,
         )
         assert "word" not in text
         context = Context(storage={"http": {"client_kwargs": {"headers": login}}})

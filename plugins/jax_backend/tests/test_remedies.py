@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ckptcore_jax.key_value_coordinator import KeyValueCoordinator
+from ckptcore_testing.cases import refused
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptcore
 from ckptcore import Context, Matching
 from ckptcore.context import JobOptions
-from ckptcore.errors import CheckpointError
 
 VALUES = np.arange(6.0, dtype=np.float32).reshape(2, 3)
-
-
-def refused(call: Callable[[], object], *texts: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    for text in texts:
-        assert text in str(caught.value), str(caught.value)
 
 
 def test_text_in_the_place_of_an_array(tmp_path: Path) -> None:

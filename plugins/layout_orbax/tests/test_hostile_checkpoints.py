@@ -356,7 +356,7 @@ def test_a_chunk_of_few_bytes_that_claims_much_memory(name: str, extent: int, fi
 
 
 @pytest.mark.parametrize("inline", [0, 1024])
-def test_a_small_value_beside_a_large_one_in_a_data_file(inline: int, tmp_path: Path) -> None:
+def test_a_small_value_next_to_a_large_one_in_a_data_file(inline: int, tmp_path: Path) -> None:
     """The values of a database share files, so the size of a file does not justify that of a chunk."""
     codecs = [*LITTLE, {"name": "gzip", "configuration": {"level": 1}}]
     large, count = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18, np.uint16).tobytes(), 32 << 20

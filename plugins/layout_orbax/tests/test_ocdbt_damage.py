@@ -18,6 +18,7 @@ from ckptcore_orbax.ocdbt.node import ValueLocation
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedVersionError
+from plugins.layout_orbax.tests.ocdbt_files import put
 
 _NODE_FILE: Final = "d/0123"
 _UUID: Final = bytes(range(16))
@@ -30,12 +31,6 @@ _ENTRIES: Final = [
     else (f"params.layer_{number}/zarr.json".encode(), ValueLocation(b"{}" * (number % 5), "", 0, 2 * (number % 5)))
     for number in range(60)
 ]
-
-
-def _put(directory: Path, key: str, data: bytes) -> None:
-    path = directory / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
 
 
 def _list(directory: Path, most: int = 100_000) -> list[tuple[bytes, ValueLocation]]:
@@ -57,8 +52,8 @@ def _written_by_tensorstore(directory: Path, compression: object) -> None:
 
 def _written_here(directory: Path) -> None:
     database = encode_database(_ENTRIES, uuid=_UUID, node_file=_NODE_FILE, created_ns=1, node_bytes=400)
-    _put(directory, "manifest.ocdbt", database.manifest)
-    _put(directory, _NODE_FILE, database.nodes)
+    put(directory, "manifest.ocdbt", database.manifest)
+    put(directory, _NODE_FILE, database.nodes)
 
 
 _WRITERS: dict[str, Callable[[Path], None]] = {
@@ -149,7 +144,7 @@ def test_values_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="ocdbt.process_0/d/x") as caught:
         database.read(ValueLocation(None, "ocdbt.process_0/d/x", 0, 10))
     assert caught.value.key == "ocdbt.process_0/d/x"
-    _put(tmp_path, "ocdbt.process_0/d/x", bytes(9))
+    put(tmp_path, "ocdbt.process_0/d/x", bytes(9))
     for length in (10, (1 << 62) - 1):
         with pytest.raises(CorruptCheckpointError, match="ends after 9"):
             database.read(ValueLocation(None, "ocdbt.process_0/d/x", 0, length))

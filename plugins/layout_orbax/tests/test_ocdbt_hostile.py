@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import pytest
-from ckptcore_orbax.ocdbt.cursor import encode_varint, encode_varints
+from ckptcore_orbax.ocdbt.cursor import encode_varint
 from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
@@ -19,6 +16,7 @@ from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CorruptCheckpointError
+from plugins.layout_orbax.tests.ocdbt_files import encode_column, little_memory, put
 
 _NODE_FILE: Final = "d/0123"
 _UUID: Final = bytes(range(16))
@@ -27,29 +25,8 @@ _LEAF: Final = b"".join((b"\0\1\6\0d/0123", b"\2", b"\1\2\1abc", b"\3\x09", b"\0
 """A leaf of ``ab`` with the inline value ``xyz`` and ``ac`` with bytes 7 to 16 of ``d/0123``."""
 
 
-def _column(*numbers: int) -> bytes:
-    return encode_varints(np.array(numbers, np.uint64))
-
-
-def _put(directory: Path, key: str, data: bytes) -> None:
-    path = directory / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 def _list(directory: Path) -> list[tuple[bytes, ValueLocation]]:
     return list(Database.open(DirectoryReadStore(directory), "").range())
-
-
-@contextmanager
-def _little_memory(most: int) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < most, f"{peak} bytes were taken at most"
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
@@ -58,12 +35,12 @@ def _little_memory(most: int) -> Iterator[None]:
 def _write_tree(directory: Path, bodies: Sequence[bytes], num_keys: int, *, root_length: int | None = None) -> None:
     """Write consecutive nodes, the root last, and a manifest."""
     frames = [encode_frame(body, NODE_MAGIC) for body in bodies]
-    _put(directory, _NODE_FILE, b"".join(frames))
+    put(directory, _NODE_FILE, b"".join(frames))
     offset = sum(map(len, frames[:-1]))
     length = len(frames[-1]) if root_length is None else root_length
     statistics = Statistics(num_keys, 0, 0)
     root = NodeReference(DataFile(_NODE_FILE, ""), offset, length, bodies[-1][0], statistics)
-    _put(directory, "manifest.ocdbt", encode_manifest(_UUID, Version(1, root, statistics, 0)))
+    put(directory, "manifest.ocdbt", encode_manifest(_UUID, Version(1, root, statistics, 0)))
 
 
 def _parent(
@@ -71,10 +48,10 @@ def _parent(
 ) -> bytes:
     """Return an interior node over (offset, length, keys) in the one file."""
     count = len(keys)
-    files = _column(1, len(_NODE_FILE), 0) + _NODE_FILE.encode()
-    lengths = _column(*[0] * (count - 1), *map(len, keys), *shares)
+    files = encode_column(1, len(_NODE_FILE), 0) + _NODE_FILE.encode()
+    lengths = encode_column(*[0] * (count - 1), *map(len, keys), *shares)
     columns = ([0] * count, *zip(*children, strict=True), [0] * count, [0] * count)
-    encoded = b"".join([_column(*column) for column in columns])
+    encoded = b"".join([encode_column(*column) for column in columns])
     return bytes([height]) + files + encode_varint(count) + lengths + b"".join(keys) + encoded
 
 
@@ -105,7 +82,7 @@ def test_children_whose_keys_are_elsewhere(tmp_path: Path, keys: list[bytes], sh
 @pytest.mark.parametrize("length", [17, 18, 5000, 1 << 30, 1 << 40, (1 << 62) - 1])
 def test_a_root_of_another_length(tmp_path: Path, length: int) -> None:
     _write_tree(tmp_path, [_LEAF], 2, root_length=length)
-    with _little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match=_NODE_FILE):
+    with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match=_NODE_FILE):
         _list(tmp_path)
 
 
@@ -135,7 +112,7 @@ def test_a_tree_of_more_keys_than_can_be_listed(tmp_path: Path) -> None:
     _write_tree(tmp_path, bodies, keys)
     database = Database.open(DirectoryReadStore(tmp_path), "")
     assert database.num_keys == 2**41
-    with _little_memory(64 << 20), pytest.raises(CorruptCheckpointError, match="leads to it more than"):
+    with little_memory(64 << 20), pytest.raises(CorruptCheckpointError, match="leads to it more than"):
         list(database.range())
     assert database.get(b"12" * 20 + b"ab") == ValueLocation(b"xyz", "", 0, 3)
 
@@ -150,7 +127,7 @@ def _manifest(
     node: int = 8 << 20,
     arity: int = 4,
     compression: bytes = b"\1" + bytes(4),
-    files: bytes = _column(1, 6, 0) + b"d/0123",
+    files: bytes = encode_column(1, 6, 0) + b"d/0123",
     generations: Sequence[int] = (1, 2),
     heights: bytes = b"\0\0",
     places: Sequence[int] = (0, 0, 0, 0, 50, 60, 2, 2, 0, 0, 0, 0),
@@ -158,12 +135,12 @@ def _manifest(
 ) -> bytes:
     versions = (
         encode_varint(len(generations))
-        + _column(*generations)
+        + encode_column(*generations)
         + heights
-        + _column(*places)
+        + encode_column(*places)
         + bytes(8 * len(generations))
     )
-    config = _UUID + bytes([kind]) + _column(inline, node) + bytes([arity]) + compression
+    config = _UUID + bytes([kind]) + encode_column(inline, node) + bytes([arity]) + compression
     return config + files + versions + references
 
 
@@ -182,20 +159,22 @@ _MANIFESTS: Final = {
     "a version 0": _manifest(generations=(0, 1)),
     "a tree too high": _manifest(heights=b"\0\x40"),
     "a file that is none": _manifest(places=(0, 1, 0, 0, 50, 60, 2, 2, 0, 0, 0, 0)),
-    "a file without a name": _manifest(files=_column(1, 0, 0)),
-    "a path that leads out": _manifest(files=_column(1, 6, 0) + b"../abc"),
-    "no files": _manifest(files=_column(0)),
+    "a file without a name": _manifest(files=encode_column(1, 0, 0)),
+    "a path that leads out": _manifest(files=encode_column(1, 6, 0) + b"../abc"),
+    "no files": _manifest(files=encode_column(0)),
     "a huge offset": _manifest(places=(0, 0, 0, 1 << 62, 50, 60, 2, 2, 0, 0, 0, 0)),
     "a huge length": _manifest(places=(0, 0, 0, 0, 50, 1 << 62, 2, 2, 0, 0, 0, 0)),
     "a huge number of keys": _manifest(places=(0, 0, 0, 0, 50, 60, 2, _HUGE, 0, 0, 0, 0)),
-    "an empty tree with keys": _manifest(files=_column(1, 0, 0), places=(0, 0, 0, _HUGE, 50, _HUGE, 2, 2, 0, 0, 0, 0)),
+    "an empty tree with keys": _manifest(
+        files=encode_column(1, 0, 0), places=(0, 0, 0, _HUGE, 50, _HUGE, 2, 2, 0, 0, 0, 0)
+    ),
     "an empty tree in a file": _manifest(places=(0, 0, 0, _HUGE, 50, _HUGE, 2, 0, 0, 0, 0, 0)),
     "an empty tree that is high": _manifest(
-        files=_column(1, 0, 0), heights=b"\0\1", places=(0, 0, 0, _HUGE, 50, _HUGE, 2, 0, 0, 0, 0, 0)
+        files=encode_column(1, 0, 0), heights=b"\0\1", places=(0, 0, 0, _HUGE, 50, _HUGE, 2, 0, 0, 0, 0, 0)
     ),
-    "older versions that are newer": _manifest(references=_column(1, 1, 0, 0, 50, 1) + bytes(8) + b"\1"),
+    "older versions that are newer": _manifest(references=encode_column(1, 1, 0, 0, 50, 1) + bytes(8) + b"\1"),
     "older versions in no file": _manifest(
-        generations=(2, 3), references=_column(1, 1, 9, 0, 50, 1) + bytes(8) + b"\1"
+        generations=(2, 3), references=encode_column(1, 1, 9, 0, 50, 1) + bytes(8) + b"\1"
     ),
     "more older versions than bytes": _manifest(references=encode_varint(_HUGE)),
     "bytes behind its end": _manifest() + b"\0",
@@ -204,31 +183,31 @@ _MANIFESTS: Final = {
 
 
 def test_the_manifest_that_the_next_test_changes(tmp_path: Path) -> None:
-    references = _column(1, 1, 0, 0, 50, 1) + bytes(8) + b"\1"
+    references = encode_column(1, 1, 0, 0, 50, 1) + bytes(8) + b"\1"
     for body in (_manifest(), _manifest(generations=(2, 3), references=references), _manifest(compression=b"\0")):
-        _put(tmp_path, "manifest.ocdbt", encode_frame(body, MANIFEST_MAGIC))
+        put(tmp_path, "manifest.ocdbt", encode_frame(body, MANIFEST_MAGIC))
         assert Database.open(DirectoryReadStore(tmp_path), "").num_keys == 2
 
 
 @pytest.mark.parametrize("name", _MANIFESTS)
 def test_hostile_manifests(tmp_path: Path, name: str) -> None:
-    _put(tmp_path, "manifest.ocdbt", encode_frame(_MANIFESTS[name], MANIFEST_MAGIC))
-    with _little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="manifest.ocdbt"):
+    put(tmp_path, "manifest.ocdbt", encode_frame(_MANIFESTS[name], MANIFEST_MAGIC))
+    with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="manifest.ocdbt"):
         Database.open(DirectoryReadStore(tmp_path), "")
 
 
 @pytest.mark.parametrize("stated", [10, 1 << 16, 1 << 40])
 def test_a_large_file_that_is_no_manifest(tmp_path: Path, stated: int) -> None:
-    _put(tmp_path, "manifest.ocdbt", MANIFEST_MAGIC + stated.to_bytes(8, "little") + bytes(1 << 20))
+    put(tmp_path, "manifest.ocdbt", MANIFEST_MAGIC + stated.to_bytes(8, "little") + bytes(1 << 20))
     with pytest.raises(CorruptCheckpointError, match="manifest.ocdbt"):
         Database.open(DirectoryReadStore(tmp_path), "")
 
 
 def test_a_large_manifest(tmp_path: Path) -> None:
     count = 20_000
-    places = _column(*[0] * count, *[0] * count, *[50] * count, *[2] * count, *[0] * count, *[0] * count)
+    places = encode_column(*[0] * count, *[0] * count, *[50] * count, *[2] * count, *[0] * count, *[0] * count)
     body = _manifest(generations=range(1, count + 1), heights=bytes(count), places=())
     body = body[: -8 * count - 1] + places + body[-8 * count - 1 :]
-    _put(tmp_path, "manifest.ocdbt", encode_frame(body, MANIFEST_MAGIC))
+    put(tmp_path, "manifest.ocdbt", encode_frame(body, MANIFEST_MAGIC))
     assert (tmp_path / "manifest.ocdbt").stat().st_size > 1 << 17
     assert Database.open(DirectoryReadStore(tmp_path), "").num_keys == 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -18,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
+from plugins.layout_orbax.tests.ocdbt_files import encode_column, little_memory
 
 _NODE: Final = bytes.fromhex("0cdb20de")
 
@@ -26,21 +25,6 @@ def _frame(body: bytes, magic: bytes = _NODE, *, version: int = 0, compression: 
     total = 4 + 8 + 2 + len(body) + 4
     encoded = magic + total.to_bytes(8, "little") + bytes([version, compression]) + body
     return encoded + crc32c_of(encoded).to_bytes(4, "little")
-
-
-def _column(*numbers: int) -> bytes:
-    return encode_varints(np.array(numbers, np.uint64))
-
-
-@contextmanager
-def _little_memory(most: int) -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < most, f"{peak} bytes were taken at most"
 
 
 _PLACE: Final = ByteRange("B+tree node", "d/0123", 0, 0)
@@ -65,8 +49,8 @@ def test_any_bytes(body: bytes, height: int, count: int) -> None:
 def _leaf(
     *,
     height: int = 0,
-    files: bytes = _column(1, 6, 0) + b"d/0123",
-    count: bytes = _column(2),
+    files: bytes = encode_column(1, 6, 0) + b"d/0123",
+    count: bytes = encode_column(2),
     shared: Sequence[int] = (1,),
     lengths: Sequence[int] = (2, 1),
     text: bytes = b"abc",
@@ -83,12 +67,12 @@ def _leaf(
             bytes([height]),
             files,
             count,
-            _column(*columns),
+            encode_column(*columns),
             text,
-            _column(*value_lengths),
+            encode_column(*value_lengths),
             kinds,
-            _column(*numbers),
-            _column(*offsets),
+            encode_column(*numbers),
+            encode_column(*offsets),
             inlines,
         )
     )
@@ -96,14 +80,14 @@ def _leaf(
 
 def _interior(
     *,
-    files: bytes = _column(1, 6, 0) + b"d/0123",
+    files: bytes = encode_column(1, 6, 0) + b"d/0123",
     lengths: Sequence[int] = (2, 1),
     child_shares: Sequence[int] = (0, 0),
     places: Sequence[int] = (0, 0, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0),
 ) -> bytes:
     """Return an interior node of the keys ``ab`` and ``ac`` with two leaves of 50 bytes and two keys each."""
-    columns = _column(1, *lengths) + _column(*child_shares)
-    return b"\1" + files + _column(2) + columns + b"abc" + _column(*places)
+    columns = encode_column(1, *lengths) + encode_column(*child_shares)
+    return b"\1" + files + encode_column(2) + columns + b"abc" + encode_column(*places)
 
 
 def test_the_leaf_that_the_next_tests_change() -> None:
@@ -119,12 +103,12 @@ def test_the_leaf_that_the_next_tests_change() -> None:
 _HUGE: Final = 2**64 - 1
 _LEAVES: Final = {
     "another height": _leaf(height=1),
-    "no entries": b"\0" + _column(0, 0),
-    "more entries than bytes": _leaf(count=_column(1000)),
-    "a huge count": _leaf(count=_column(_HUGE)),
+    "no entries": b"\0" + encode_column(0, 0),
+    "more entries than bytes": _leaf(count=encode_column(1000)),
+    "a huge count": _leaf(count=encode_column(_HUGE)),
     "a count without an end": _leaf(count=b"\xff" * 11),
     "more keys than stated": _leaf(
-        count=_column(1), shared=(), lengths=(3,), value_lengths=(3,), kinds=b"\0", numbers=(), offsets=()
+        count=encode_column(1), shared=(), lengths=(3,), value_lengths=(3,), kinds=b"\0", numbers=(), offsets=()
     ),
     "keys that descend": _leaf(text=b"cbb", shared=(0,)),
     "a key twice": _leaf(text=b"abb"),
@@ -141,21 +125,21 @@ _LEAVES: Final = {
     "a kind that is none": _leaf(kinds=b"\0\2"),
     "a file that is none": _leaf(numbers=(1,)),
     "a huge number of a file": _leaf(numbers=(_HUGE,)),
-    "no files": _leaf(files=_column(0)),
-    "a huge number of files": _leaf(files=_column(_HUGE)),
-    "a file without a name": _leaf(files=_column(1, 0, 0)),
-    "an absolute path": _leaf(files=_column(1, 6, 0) + b"/d/012"),
-    "a path that leads out": _leaf(files=_column(1, 6, 0) + b"../012"),
-    "a path that leads out further on": _leaf(files=_column(1, 6, 0) + b"d/../x"),
-    "a base path that leads out": _leaf(files=_column(1, 6, 3) + b"../d/x"),
-    "a path of dots": _leaf(files=_column(1, 6, 0) + b"././01"),
-    "a path of a directory": _leaf(files=_column(1, 6, 0) + b"d/012/"),
-    "a NUL character": _leaf(files=_column(1, 6, 0) + b"d/0\x0012"),
-    "a path that is no text": _leaf(files=_column(1, 6, 0) + b"d/\xff\xfe12"),
-    "a base that ends within a character": _leaf(files=_column(1, 6, 1) + "ééé".encode()),
-    "a base longer than its path": _leaf(files=_column(1, 6, 7) + b"d/0123"),
-    "a path that shares too much": _leaf(files=_column(2, 7, 6, 1, 0, 0) + b"d/0123x"),
-    "a path too long": _leaf(files=_column(2, 65535, 65535, 1, 0, 0) + b"x" * 65536),
+    "no files": _leaf(files=encode_column(0)),
+    "a huge number of files": _leaf(files=encode_column(_HUGE)),
+    "a file without a name": _leaf(files=encode_column(1, 0, 0)),
+    "an absolute path": _leaf(files=encode_column(1, 6, 0) + b"/d/012"),
+    "a path that leads out": _leaf(files=encode_column(1, 6, 0) + b"../012"),
+    "a path that leads out further on": _leaf(files=encode_column(1, 6, 0) + b"d/../x"),
+    "a base path that leads out": _leaf(files=encode_column(1, 6, 3) + b"../d/x"),
+    "a path of dots": _leaf(files=encode_column(1, 6, 0) + b"././01"),
+    "a path of a directory": _leaf(files=encode_column(1, 6, 0) + b"d/012/"),
+    "a NUL character": _leaf(files=encode_column(1, 6, 0) + b"d/0\x0012"),
+    "a path that is no text": _leaf(files=encode_column(1, 6, 0) + b"d/\xff\xfe12"),
+    "a base that ends within a character": _leaf(files=encode_column(1, 6, 1) + "ééé".encode()),
+    "a base longer than its path": _leaf(files=encode_column(1, 6, 7) + b"d/0123"),
+    "a path that shares too much": _leaf(files=encode_column(2, 7, 6, 1, 0, 0) + b"d/0123x"),
+    "a path too long": _leaf(files=encode_column(2, 65535, 65535, 1, 0, 0) + b"x" * 65536),
     "bytes behind its end": _leaf() + b"\0",
     "an end too early": _leaf()[:-1],
 }
@@ -163,7 +147,7 @@ _LEAVES: Final = {
 
 @pytest.mark.parametrize("name", _LEAVES)
 def test_hostile_leaves(name: str) -> None:
-    with _little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
+    with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
         _decode(_LEAVES[name], count=2)
 
 
@@ -175,7 +159,7 @@ _INTERIORS: Final = {
     "a huge number of keys": _interior(places=(0, 0, 0, 50, 50, 50, 2, _HUGE, 0, 0, 0, 0)),
     "other keys than stated": _interior(places=(0, 0, 0, 50, 50, 50, 2, 3, 0, 0, 0, 0)),
     "a file that is none": _interior(places=(0, 1, 0, 50, 50, 50, 2, 2, 0, 0, 0, 0)),
-    "a file without a name": _interior(files=_column(1, 0, 0)),
+    "a file without a name": _interior(files=encode_column(1, 0, 0)),
     "an end too early": _interior()[:-1],
     "bytes behind its end": _interior() + b"\0",
 }
@@ -183,7 +167,7 @@ _INTERIORS: Final = {
 
 @pytest.mark.parametrize("name", _INTERIORS)
 def test_hostile_interior_nodes(name: str) -> None:
-    with _little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
+    with little_memory(4 << 20), pytest.raises(CorruptCheckpointError, match="d/0123"):
         _decode(_INTERIORS[name], height=1, count=4)
 
 
@@ -240,7 +224,7 @@ def test_what_grows_without_end(stated: bool) -> None:
     assert len(body) < 60_000
     frame = _frame(body, compression=1)
     with (
-        _little_memory((4 if stated else 160) << 20),
+        little_memory((4 if stated else 160) << 20),
         pytest.raises(CorruptCheckpointError, match="decompress(es)? to"),
     ):
         _decode_data(frame)
@@ -254,7 +238,7 @@ def test_entries_that_grow_without_end() -> None:
     suffixes = b"".join([bytes(key[share:]) for key, share in zip(keys[1:], shared, strict=True)])
     body = b"".join(
         (
-            _column(0, 0),
+            encode_column(0, 0),
             encode_varint(count),
             encode_varints(shared),
             encode_varints(np.append(np.uint64(3), 3 - shared)),
@@ -264,7 +248,7 @@ def test_entries_that_grow_without_end() -> None:
     )
     frame = _frame(_zstd(body), compression=1)
     assert len(frame) < 10_000
-    with _little_memory(10 << 20), pytest.raises(CorruptCheckpointError, match="state 524288 entries"):
+    with little_memory(10 << 20), pytest.raises(CorruptCheckpointError, match="state 524288 entries"):
         _decode_data(frame)
 
 
@@ -274,14 +258,14 @@ def test_keys_that_share_without_end() -> None:
     ends = b"".join([number.to_bytes(3, "big") for number in range(count)])
     body = b"".join(
         (
-            _column(0, 0),
+            encode_column(0, 0),
             encode_varint(count),
             encode_varints(np.full(count - 1, 60_000, np.uint64)),
             encode_varint(60_003) + bytes([3]) * (count - 1),
             b"k" * 60_000 + ends,
         )
     )
-    with _little_memory(100 << 20), pytest.raises(CorruptCheckpointError, match="its keys have"):
+    with little_memory(100 << 20), pytest.raises(CorruptCheckpointError, match="its keys have"):
         _decode(body, count=count)
 
 
@@ -297,5 +281,5 @@ def test_paths_that_share_without_end() -> None:
             b"p" * 60_000,
         )
     )
-    with _little_memory(100 << 20), pytest.raises(CorruptCheckpointError, match="paths of files"):
+    with little_memory(100 << 20), pytest.raises(CorruptCheckpointError, match="paths of files"):
         _decode(body, count=1)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
+from plugins.layout_orbax.tests.ocdbt_files import put
 
 _UUID = bytes(range(16))
 _NODE_FILE = "d/00112233445566778899aabbccddeeff"
@@ -36,19 +37,13 @@ def _contents(kvstore: Any) -> dict[bytes, bytes]:
     return {key: bytes(kvstore[key]) for key in sorted(kvstore.list().result())}
 
 
-def _put(directory: Path, key: str, data: bytes) -> None:
-    path = directory / key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 def _write(directory: Path, entries: Sequence[tuple[bytes, ValueLocation]], node_bytes: int = 1 << 20) -> None:
     database = encode_database(
         entries, uuid=_UUID, node_file=_NODE_FILE, created_ns=1_700_000_000_000_000_000, node_bytes=node_bytes
     )
-    _put(directory, "manifest.ocdbt", database.manifest)
+    put(directory, "manifest.ocdbt", database.manifest)
     if database.nodes:
-        _put(directory, _NODE_FILE, database.nodes)
+        put(directory, _NODE_FILE, database.nodes)
 
 
 def _place(
@@ -68,7 +63,7 @@ def _place(
         entries.append((key, ValueLocation(None, file, len(content), len(value))))
         content.extend(value)
     for file, content in contents.items():
-        _put(directory, file, bytes(content))
+        put(directory, file, bytes(content))
     return entries
 
 
@@ -225,7 +220,7 @@ def test_nodes_in_a_database_elsewhere(tmp_path: Path) -> None:
         version.root.height,
         version.statistics,
     )
-    _put(tmp_path, "state/manifest.ocdbt", encode_manifest(_UUID, Version(1, root, version.statistics, 1)))
+    put(tmp_path, "state/manifest.ocdbt", encode_manifest(_UUID, Version(1, root, version.statistics, 1)))
     assert _contents(_open(tmp_path / "state")) == values
     database = Database.open(DirectoryReadStore(tmp_path), "state")
     assert {key: database.read(value) for key, value in database.range()} == values
@@ -239,7 +234,7 @@ def test_many_keys_share_the_nodes(tmp_path: Path) -> None:
         for number in range(count)
     ]
     _write(tmp_path, entries)
-    _put(tmp_path, "d/x", bytes(7 * count))
+    put(tmp_path, "d/x", bytes(7 * count))
     assert sorted(_open(tmp_path).list().result()) == sorted(key for key, _ in entries)
     database = Database.open(DirectoryReadStore(tmp_path), "")
     assert list(database.range()) == sorted(entries)

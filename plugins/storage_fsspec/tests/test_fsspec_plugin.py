@@ -28,7 +28,7 @@ class TestPluginConforms(PluginTests):
     entry_point = "fsspec"
 
 
-def test_it_opens_what_nobody_names() -> None:
+def test_it_opens_schemes_that_no_plugin_names() -> None:
     for scheme in ("smb", "https", "hf", "sftp", "fsspec+s3", "fsspec+memory", "fsspec+file"):
         assert ckpt_storage_for(scheme) is not None, scheme
         assert installed_plugins().storage(scheme) is ckpt_storage_for(scheme)

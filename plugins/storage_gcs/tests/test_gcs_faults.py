@@ -134,7 +134,7 @@ def test_a_writer_that_wakes_up_too_late_replaces_nothing(gcs: StrictGcs, upload
 
 
 @pytest.mark.parametrize("uploads", UPLOADS)
-def test_what_a_dead_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
+def test_what_a_failed_writer_left_is_found(gcs: StrictGcs, uploads: str) -> None:
     storage = _open(gcs, uploads=uploads)
     storage.put("kept", b"1")
     abandoned = storage.open_new("model", len(LARGE))

@@ -201,7 +201,7 @@ def test_a_damaged_file_on_one_host_lets_all_load_the_far_copy(tmp_path: Path, f
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_far_tier_that_is_away_for_a_host_stops_nobody(tmp_path: Path, far: str) -> None:
+def test_a_far_tier_that_is_away_for_a_host_stops_no_host(tmp_path: Path, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank in (0, 2):

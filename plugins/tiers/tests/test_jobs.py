@@ -108,7 +108,7 @@ def test_all_hear_of_a_far_tier_that_is_away_when_they_begin(near: str, far: str
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_far_tier_that_is_away_for_the_leader_stops_nobody(near: str, far: str) -> None:
+def test_a_far_tier_that_is_away_for_the_leader_stops_no_host(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)
         if rank == 0:

@@ -54,7 +54,7 @@ def fail_at(watch: Watch, step: int, error: type[StorageError]) -> None:
 
 @pytest.mark.parametrize("closed", [1, 3], ids=["old", "newest"])
 @pytest.mark.parametrize("error", [ObjectUnavailableError, StoragePermissionError])
-def test_a_run_opens_beside_a_far_step_that_cannot_be_read(
+def test_a_run_opens_next_to_a_far_step_that_cannot_be_read(
     closed: int, error: type[StorageError], near: str, far: str
 ) -> None:
     watch = Watch()

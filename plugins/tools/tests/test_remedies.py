@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.cases import refused
 from ckptcore_tools.copies.copying import copy_checkpoint
 from ckptcore_tools.dry_run import WriteForecast
 from ckptcore_tools.exports import Export, WithExports
@@ -37,14 +38,6 @@ from plugins.tools.tests.cli.conftest import Run, run  # noqa: F401  # a fixture
 
 VALUES = np.arange(1 << 16, dtype=np.float64)
 STATE = {"model": {"w": VALUES, "b": np.ones(3)}, "step": 7}
-
-
-def refused(call: Callable[[], object], text: str, error: type[Exception] = CheckpointError) -> str:
-    """Return the message of an error, which has a text."""
-    with pytest.raises(error) as caught:
-        call()
-    assert text in str(caught.value)
-    return str(caught.value)
 
 
 def saved(location: Path, state: Any = STATE, **options: Any) -> Path:
@@ -84,8 +77,8 @@ def test_a_committed_copy_that_is_damaged(tmp_path: Path, make: Callable[[Path],
     ckptcore.copy(source, tmp_path / "b")
     damage(tmp_path / "b")
     copy = partial(ckptcore.copy, source, tmp_path / "b", verify="read-back")
-    refused(copy, "Copy again with overwrite=True", CorruptCheckpointError)
-    refused(copy, "Copy again with overwrite=True", CorruptCheckpointError)
+    refused(copy, "Copy again with overwrite=True", error=CorruptCheckpointError)
+    refused(copy, "Copy again with overwrite=True", error=CorruptCheckpointError)
     copy(overwrite=True)
     copy()
     assert_saved(tmp_path / "b")
@@ -98,7 +91,9 @@ def test_a_copy_that_is_damaged_before_its_commit(tmp_path: Path) -> None:
                 damage(hidden)
 
     copy = partial(ckptcore.copy, saved(tmp_path / "a"), tmp_path / "b", verify="read-back")
-    text = refused(lambda: copy(progress=damage_copy), "differs from the source in 1 of 1", CorruptCheckpointError)
+    text = refused(
+        lambda: copy(progress=damage_copy), "differs from the source in 1 of 1", error=CorruptCheckpointError
+    )
     assert text.endswith(". Copy again")
     copy()
     assert_saved(tmp_path / "b")
@@ -113,7 +108,7 @@ def test_a_copy_of_an_update_that_is_deleted_at_once(tmp_path: Path) -> None:
     refused(
         lambda: ckptcore.copy(source, tmp_path / "b", context=Context(observers=[delete])),
         "was replaced or deleted right after the copy. Copy again",
-        SaveLostError,
+        error=SaveLostError,
     )
     ckptcore.copy(source, tmp_path / "b")
     assert_saved(tmp_path / "b")
@@ -130,7 +125,7 @@ def test_a_copy_that_was_stopped_resumes(tmp_path: Path) -> None:
             is_stopped=lambda: any(done),
         ),
         "Copy again to resume it",
-        CancelledError,
+        error=CancelledError,
     )
     ckptcore.copy(source, tmp_path / "b")
     assert_saved(tmp_path / "b")
@@ -141,7 +136,7 @@ def test_values_of_verify(tmp_path: Path) -> None:
     text = refused(
         lambda: ckptcore.copy(source, tmp_path / "b", verify="yes"),  # type: ignore[call-overload]
         "verify='yes': expected one of ",
-        ValueError,
+        error=ValueError,
     )
     for number, choice in enumerate(eval(f"({text.rpartition('expected one of ')[2]})")):
         ckptcore.copy(source, tmp_path / str(number), verify=choice)
@@ -167,7 +162,7 @@ def test_options_that_exclude_each_other(
     tmp_path: Path, wrong: dict[str, Any], text: str, right: dict[str, Any]
 ) -> None:
     copy: Any = partial(ckptcore.copy, saved(tmp_path / "a"), tmp_path / "b")
-    refused(lambda: copy(**wrong), text, ValueError)
+    refused(lambda: copy(**wrong), text, error=ValueError)
     copy(**right)
     loaded = ckptcore.load(tmp_path / "b")
     assert np.array_equal(loaded["w"] if right.get("subtree") == "model" else loaded["model"]["w"], VALUES)
@@ -183,7 +178,7 @@ def test_options_that_exclude_each_other(
 )
 def test_subtrees(tmp_path: Path, wrong: str, text: str, right: str | tuple[()]) -> None:
     source = saved(tmp_path / "a")
-    refused(lambda: ckptcore.copy(source, tmp_path / "b", subtree=wrong), text, TreeMismatchError)
+    refused(lambda: ckptcore.copy(source, tmp_path / "b", subtree=wrong), text, error=TreeMismatchError)
     ckptcore.copy(source, tmp_path / "b", subtree=right)
     loaded = ckptcore.load(tmp_path / "b")
     assert np.array_equal(loaded["w"] if right else loaded["model"]["w"], VALUES)
@@ -193,10 +188,12 @@ def test_subtrees_of_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "a", {"net": STATE, "other": {"n": 1}})
     copy = partial(ckptcore.copy, destination=tmp_path / "b")
     text = "subtree='model' does not start with the name of a checkpointable. Expected one of 'net', 'other'"
-    refused(lambda: copy(tmp_path / "a", subtree="model"), text, TreeMismatchError)
+    refused(lambda: copy(tmp_path / "a", subtree="model"), text, error=TreeMismatchError)
     copy(tmp_path / "a", subtree="net/model")
     assert np.array_equal(ckptcore.load(tmp_path / "b")["w"], VALUES)
-    text = refused(lambda: copy(tmp_path / "a", subtree=()), "by its own location, such as ", CompositeCheckpointError)
+    text = refused(
+        lambda: copy(tmp_path / "a", subtree=()), "by its own location, such as ", error=CompositeCheckpointError
+    )
     copy(text.rpartition("such as ")[2], subtree=(), overwrite=True)
     assert np.array_equal(ckptcore.load(tmp_path / "b")["model"]["w"], VALUES)
 
@@ -207,7 +204,7 @@ def test_transforms_and_a_subtree(tmp_path: Path) -> None:
     refused(
         lambda: ckptcore.copy(source, tmp_path / "b", subtree="weights", transforms=transforms),  # type: ignore[call-overload]
         "copy twice, first with transforms",
-        ValueError,
+        error=ValueError,
     )
     ckptcore.copy(source, tmp_path / "b", layout="safetensors", transforms=transforms)
     ckptcore.copy(tmp_path / "b", tmp_path / "c", subtree="weights")
@@ -217,7 +214,7 @@ def test_transforms_and_a_subtree(tmp_path: Path) -> None:
 def test_files_to_add(tmp_path: Path) -> None:
     source, config = saved(tmp_path / "a"), tmp_path / "config.json"
     copy = partial(ckptcore.copy, source, tmp_path / "b", subtree="model")
-    refused(lambda: copy(files=[config]), "is not a file; check the path", InvalidLocationError)
+    refused(lambda: copy(files=[config]), "is not a file; check the path", error=InvalidLocationError)
     config.write_text("{}")
     taken = config.rename(tmp_path / "model.safetensors")
     refused(lambda: copy(files=[taken]), "Rename the file. Nothing was written")
@@ -241,12 +238,12 @@ def test_destinations(tmp_path: Path) -> None:
         refused(
             lambda: ckptcore.copy(source, destination, overwrite=True),  # noqa: B023
             "Give another destination",
-            InvalidLocationError,
+            error=InvalidLocationError,
         )
     refused(
         lambda: ckptcore.copy(based, tmp_path / "base", layout="dcp", overwrite=True),
         "Give another destination",
-        InvalidLocationError,
+        error=InvalidLocationError,
     )
     for name in "ac":
         assert_saved(tmp_path / name / "model")
@@ -271,19 +268,19 @@ def test_a_single_file_is_copied_with_its_directory(tmp_path: Path) -> None:
 
 def test_directories_without_steps(tmp_path: Path, run: Run) -> None:  # noqa: F811
     copy = partial(ckptcore.copy_steps, tmp_path / "run", tmp_path / "b")
-    refused(copy, "does not exist or is empty: check the path", CheckpointNotFoundError)
+    refused(copy, "does not exist or is empty: check the path", error=CheckpointNotFoundError)
     final = saved(tmp_path / "run" / "final")
-    refused(copy, "has no committed steps, but 'final/': copy a checkpoint", CheckpointNotFoundError)
+    refused(copy, "has no committed steps, but 'final/': copy a checkpoint", error=CheckpointNotFoundError)
     ckptcore.copy(final, tmp_path / "final")
     assert_saved(tmp_path / "final")
     saved(tmp_path / "run" / "of_run_3")
     saved(tmp_path / "run" / "other_4")
-    refused(copy, "pass step_names=StepNames.of('of_run_3') or StepNames.of('other_4')", CheckpointError)
+    refused(copy, "pass step_names=StepNames.of('of_run_3') or StepNames.of('other_4')", error=CheckpointError)
     names = StepNames.of("of_run_3")
     assert list(copy(step_names=names).steps) == [3]
     assert_saved(tmp_path / "b" / "of_run_3")
     text = refused(
-        lambda: copy(steps=[4], step_names=names), "no committed step 4; the newest: 3", CheckpointNotFoundError
+        lambda: copy(steps=[4], step_names=names), "no committed step 4; the newest: 3", error=CheckpointNotFoundError
     )
     assert "reload" not in text
     failed = run("copy", "--steps", "3", tmp_path / "run", tmp_path / "c")
@@ -329,7 +326,7 @@ def test_subtrees_of_exports(tmp_path: Path) -> None:
         exports = [Export(location=tmp_path / "e", subtree=subtree)]
         ckptcore.save_checkpointables(tmp_path / "a", state, strategy=WithExports(exports), overwrite=True)
 
-    text = refused(lambda: save("model"), "Expected one of 'net', 'other'", TreeMismatchError)
+    text = refused(lambda: save("model"), "Expected one of 'net', 'other'", error=TreeMismatchError)
     assert "subtree='model' does not start with the name of a checkpointable" in text
     assert not (tmp_path / "a").exists()
     save("net/model")
@@ -344,7 +341,7 @@ def test_an_export_in_the_directory_of_a_checkpointable(tmp_path: Path) -> None:
 
     text = "an export cannot use the directory of 'net' of "
     assert "Give it another location. Nothing was written" in refused(
-        lambda: save(tmp_path / "a" / "net"), text, InvalidLocationError
+        lambda: save(tmp_path / "a" / "net"), text, error=InvalidLocationError
     )
     assert not list(tmp_path.iterdir())
     save(tmp_path / "a" / "exported")
@@ -359,7 +356,7 @@ def test_exports_of_steps_to_one_directory(tmp_path: Path) -> None:
             checkpointer.save(3, STATE)
 
     for directories in (("run",), ("e", "e")):
-        refused(lambda: save(*directories), "Give it another directory", ValueError)  # noqa: B023
+        refused(lambda: save(*directories), "Give it another directory", error=ValueError)  # noqa: B023
     save("e", "f")
     for name in ("run", "e", "f"):
         assert_saved(tmp_path / name / "3")
@@ -378,7 +375,7 @@ def test_locations_of_exports(tmp_path: Path, locations: list[str], text: str, i
     def save(names: list[str]) -> None:
         saved(tmp_path / "a", strategy=WithExports([Export(location=tmp_path / name) for name in names]))
 
-    refused(lambda: save(locations), text, InvalidLocationError)
+    refused(lambda: save(locations), text, error=InvalidLocationError)
     assert not list(tmp_path.iterdir())
     save(instead)
     for name in ("a", *instead):
@@ -387,7 +384,9 @@ def test_locations_of_exports(tmp_path: Path, locations: list[str], text: str, i
 
 def test_exports_of_two_strategies(tmp_path: Path) -> None:
     first, second = Export(location=tmp_path / "e"), Export(location=tmp_path / "f")
-    refused(lambda: WithExports([second], WithExports([first])), "Pass all exports to one WithExports", ValueError)
+    refused(
+        lambda: WithExports([second], WithExports([first])), "Pass all exports to one WithExports", error=ValueError
+    )
     saved(tmp_path / "a", strategy=WithExports([first, second]))
     for name in "aef":
         assert_saved(tmp_path / name)
@@ -417,7 +416,7 @@ def test_plans_of_layouts_that_take_elements() -> None:
     refused(
         lambda: ckptcore.plan({"w": VALUES}, layout=Eager()),
         "Implement ckptcore_tools.dry_run.ForecastingLayout.forecast()",
-        PluginError,
+        error=PluginError,
     )
     assert ckptcore.plan({"w": VALUES}, layout=Forecasting()).array_bytes == VALUES.nbytes
 
@@ -428,8 +427,8 @@ def test_plans_of_layouts_that_take_elements() -> None:
 def test_policies_as_text() -> None:
     """Each example in the errors is a policy, and all of them together."""
     custom = CustomPreservation(lambda steps, context: [True] * len(steps))
-    first = refused(lambda: format_preservation(custom), "the policies that have one are ", ValueError)
-    other = refused(lambda: parse_preservation("newest=3"), "Policies: ", ValueError)
+    first = refused(lambda: format_preservation(custom), "the policies that have one are ", error=ValueError)
+    other = refused(lambda: parse_preservation("newest=3"), "Policies: ", error=ValueError)
     examples = first.partition("the policies that have one are ")[2]
     assert f"Policies: {examples}; commas separate policies, and a step is kept if any of them keeps it" in other
     for example in examples.split(", "):

@@ -200,7 +200,7 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) 
     assert _same(loaded[f"{layer}.gate_up_proj"], expected.transpose(1, 2))
 
 
-def test_experts_of_two_numbers_in_a_byte_beside_blocks_of_float8(tmp_path: Path) -> None:
+def test_experts_of_two_numbers_in_a_byte_next_to_blocks_of_float8(tmp_path: Path) -> None:
     """As in DeepSeek-V4: int8 of half the columns, ``.scale`` of powers of two (transformers' ``Fp8Dequantize``)."""
     blocks, scales = mxfp4_experts(_experts()[:1])
     packed, of_packed = blocks[0].reshape(192, 48).view(torch.int8), scales[0].view(torch.float8_e8m0fnu)

@@ -92,7 +92,7 @@ def _save(directory: Path, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_load_holds_as_much_as_it_is_given_beside_its_result(tmp_path: Path) -> None:
+def test_a_load_holds_as_much_as_it_is_given_next_to_its_result(tmp_path: Path) -> None:
     """Two arrays of 64 MiB, each larger than the limit."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

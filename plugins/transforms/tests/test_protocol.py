@@ -76,7 +76,7 @@ def test_a_transform_of_another_package_is_applied(tmp_path: Path) -> None:
     assert transforms.describe([Negate()]) == "1. negate all arrays"
 
 
-def test_it_may_stand_between_those_of_this_package(tmp_path: Path) -> None:
+def test_it_can_be_between_those_of_this_package(tmp_path: Path) -> None:
     state = _saved(tmp_path / "c")
     chain: list[Transform] = [
         transforms.Rename("l.{i}.w", "m.{i}.w"),

@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box
 from ckptcore.model.transfer import Chunk, ReadItem
+from ckptcore.on_demand.pieces import ALIGNMENT, BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.planning.partition import subtract
-from ckptcore_collective.pieces import ALIGNMENT, BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 
 RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""

@@ -1,16 +1,5 @@
-"""Fixtures of the tests of partial saves."""
+"""Fixtures of the tests of crashes."""
 
-from __future__ import annotations
+from tests.crashes.conftest import warm
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.crashes.tracing import Saver
-
-
-@pytest.fixture(scope="session")
-def warm() -> Iterator[Saver]:
-    """The program that does what is killed."""
-    with Saver() as running:
-        yield running
+__all__ = ["warm"]

@@ -110,7 +110,7 @@ def _die(place: str, task: _Task, operation: Operation, moment: Literal["before"
 
 
 @pytest.mark.parametrize(("scheme", "layout"), _PLACES)
-def test_a_session_that_dies_does_not_count(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_a_session_that_fails_does_not_count(scheme: str, layout: str, tmp_path: Path) -> None:
     for before in (0, 1):
         task = _session(before, layout)
         operations = _operations(_prepared(scheme, tmp_path, before, layout), task)
@@ -126,7 +126,7 @@ def test_a_session_that_dies_does_not_count(scheme: str, layout: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("scheme", "layout"), _PLACES)
-def test_finalizing_that_dies_leaves_the_sessions_or_the_checkpoint(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_finalizing_that_fails_leaves_the_sessions_or_the_checkpoint(scheme: str, layout: str, tmp_path: Path) -> None:
     outcomes = set()
     for operation, moment in itertools.product(
         _operations(_prepared(scheme, tmp_path, 2, layout), _finalize), _MOMENTS
@@ -150,7 +150,7 @@ def test_finalizing_that_dies_leaves_the_sessions_or_the_checkpoint(scheme: str,
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_deletion_that_dies_leaves_the_sessions_or_a_place_to_save_to(scheme: str, tmp_path: Path) -> None:
+def test_a_deletion_that_fails_leaves_the_sessions_or_a_place_to_save_to(scheme: str, tmp_path: Path) -> None:
     outcomes = set()
     for operation, moment in itertools.product(_operations(_prepared(scheme, tmp_path, 2, "dcp"), _delete), _MOMENTS):
         place = _prepared(scheme, tmp_path, 2, "dcp")
@@ -191,7 +191,7 @@ def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_session_removes_what_one_that_died_left(scheme: str, tmp_path: Path) -> None:
+def test_a_session_removes_what_one_that_failed_left(scheme: str, tmp_path: Path) -> None:
     """It may be as large as the later sessions, and may not be finalized for days."""
     task = _session(1, "safetensors")
     operations = _operations(_prepared(scheme, tmp_path, 1, "safetensors"), task)

@@ -76,7 +76,7 @@ def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> Non
         ckptcore.load(place, {name: value for name, value in asked.items() if name != "alone"})
 
 
-def test_every_rank_hears_what_is_there_already(place: str) -> None:
+def test_every_rank_knows_which_arrays_are_saved(place: str) -> None:
     """Also where only one of them would write it again."""
     whole = np.arange(8.0)
     ckptcore.partial(place, layout="dcp").save({"w": _rows(whole, 1, 4)})

@@ -365,7 +365,7 @@ def test_a_session_waits_for_those_that_began_before_it(place: str) -> None:
     assert sorted(ckptcore.load(place)) == ["a", "b", "c", "d"]
 
 
-def test_the_end_of_a_block_raises_what_failed_and_nobody_asked_for(place: str) -> None:
+def test_the_end_of_a_block_raises_unread_errors(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             raise OSError("the layout is broken")

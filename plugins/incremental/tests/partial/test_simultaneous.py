@@ -241,7 +241,7 @@ def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_no_session_begins_beside_a_checkpoint_that_came_meanwhile(scheme: str, tmp_path: Path) -> None:
+def test_no_session_begins_next_to_a_checkpoint_that_came_meanwhile(scheme: str, tmp_path: Path) -> None:
     def fill(place: str, context: ckptcore.Context) -> None:
         _second(place, context)
         _finalize(place, context)

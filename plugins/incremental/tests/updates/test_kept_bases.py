@@ -152,7 +152,7 @@ def test_a_deletion_whose_announcement_was_lost_deletes_nothing(
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
-def test_who_may_not_look_beside_a_checkpoint_does_not_delete_it(run: str) -> None:
+def test_who_may_not_look_next_to_a_checkpoint_does_not_delete_it(run: str) -> None:
     plan = FaultPlan()
     ckptcore.save(f"{run}/2", {"n": 2})
     ckptcore.delete(through(f"{run}/2"), context=faulty_context(run, plan))

@@ -97,7 +97,7 @@ def test_a_base_outside_of_its_storage_is_refused(path: str, run: str) -> None:
         ckptcore.load(f"{run}/2", context=_ANYWHERE)
 
 
-def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
+def test_a_base_in_the_same_directory_has_a_relative_path(run: str) -> None:
     """It is kept, and read without more ado, whatever way led to it."""
     ckptcore.save(f"{run}/here/1", _STATE)
     ckptcore.save(f"{run}/there/2", {"n": 2}, strategy=ckptcore.Update(f"{run}/here/1"), context=_ANYWHERE)

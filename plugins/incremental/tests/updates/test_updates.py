@@ -168,7 +168,7 @@ def test_what_does_not_go_over_the_base_is_refused(run: str) -> None:
     assert same_value(found["layers"], [np.ones(1)]) and same_value(found["model"], np.zeros(2))
 
 
-def test_a_base_is_a_checkpoint_of_ours_beside_it(run: str, tmp_path: Path) -> None:
+def test_a_base_is_a_checkpoint_of_ours_next_to_it(run: str, tmp_path: Path) -> None:
     state = {"a": np.ones(2)}
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.save(f"{run}/2", state, strategy=ckptcore.Update(f"{run}/1"))
@@ -361,7 +361,7 @@ def test_what_other_software_wrote_is_no_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "midway"])
-def test_an_update_that_dies_leaves_its_base_and_a_place_to_save_to(moment: Any, run: str) -> None:
+def test_an_update_that_fails_leaves_its_base_and_a_place_to_save_to(moment: Any, run: str) -> None:
     ckptcore.save(f"{run}/0/1", _state())
     plan = FaultPlan()
     ckptcore.save(

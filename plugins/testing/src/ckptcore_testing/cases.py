@@ -1,4 +1,4 @@
-"""`check_each`: runs a check with many values inside one test."""
+"""`check_each` runs a check with many values inside one test; `refused` returns the message of an error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
+
+from ckptcore.errors import CheckpointError
 
 
 def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
@@ -28,3 +30,12 @@ def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
     if failures:
         group = BaseExceptionGroup("each with a note of its values", failures)
         raise AssertionError(f"{len(failures)} cases failed") from group
+
+
+def refused(call: Callable[[], object], *texts: str, error: type[Exception] = CheckpointError) -> str:
+    """Return the message of the error of a call. Fail unless it has all texts."""
+    with pytest.raises(error) as caught:
+        call()
+    for text in texts:
+        assert text in str(caught.value), str(caught.value)
+    return str(caught.value)

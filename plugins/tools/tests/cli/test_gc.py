@@ -170,7 +170,7 @@ def test_storage_without_directories(run_json: RunJson) -> None:
     assert [name for name in store.list_names() if not name.startswith(".")] == ["2/", "4/"]
 
 
-def test_taking_over_from_the_dead(run_json: RunJson) -> None:
+def test_taking_over_from_failed_owners(run_json: RunJson) -> None:
     directory = f"memory://{uuid.uuid4()}/run"
     save_run(directory, LOSSES)
     store = open_directory(directory, runtime_of(ckptcore.Context()).storages)

@@ -189,7 +189,7 @@ def test_who_owns_the_directory(run: Run, run_json: RunJson, tmp_path: Path) -> 
 
 
 @pytest.mark.system
-def test_a_dead_owner_is_nobody(run_json: RunJson, tmp_path: Path) -> None:
+def test_a_failed_owner_is_no_owner(run_json: RunJson, tmp_path: Path) -> None:
     program = "import sys, os, ckptcore; c = ckptcore.Checkpointer(sys.argv[1]); c.save_blocking(1, 1); os._exit(1)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False)
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from ckptcore_tools.comparison import Side
-from ckptcore_tools.loaded_boxes import iter_boxes
 from ckptcore_tools.outline import Outline, outline_of
 
 from ckptcore.context import Context
@@ -15,6 +14,7 @@ from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.loading.load import LoadRequest
 from ckptcore.model import ArrayRecord, HostArray, TreeMetadata, TreePath, format_path
 from ckptcore.on_demand.arrays import StoredArray
+from ckptcore.on_demand.boxes import iter_boxes
 from ckptcore.on_demand.open_state import OpenState
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.select import LeafTable, Selection

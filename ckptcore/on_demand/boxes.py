@@ -6,10 +6,9 @@ import heapq
 import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
-
-from ckptcore_collective.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
@@ -20,11 +19,11 @@ from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers
 from ckptcore.loading.selections import chosen_leaves
 from ckptcore.matching.options import Matched
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.model.arrays import ArraySpec, Box
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.on_demand.checkpoints import LoadedBox
 from ckptcore.on_demand.open_state import OpenState
+from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, Order, StoredPiece, batches_of, pieces_of
 from ckptcore.opening.checkpoint import Checkpoint, check_additional
 from ckptcore.planning import plan_read
 from ckptcore.runtime import runtime_of
@@ -41,6 +40,30 @@ _BATCHES: Final = 2
 
 _MAX_CUTS: Final = 1 << 20
 """Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBox:
+    """A box of an array of a checkpoint, with its elements.
+
+    Attributes:
+        path: path of the array in the tree.
+        tied: other paths with the same array, which is yielded once.
+        spec: shape and dtype of the whole array.
+        box: the box, in elements.
+        elements: the elements of the box in new memory, which the caller may change and keep.
+    """
+
+    path: TreePath
+    tied: tuple[TreePath, ...]
+    spec: ArraySpec
+    box: Box
+    elements: HostArray
+
+    @property
+    def name(self) -> str:
+        """The path as text, formatted as in errors and reports: ``layers[0]/w``."""
+        return format_path(self.path)
 
 
 def iter_boxes(

@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from ckptcore_collective.pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box, Chunk
+from ckptcore.on_demand.pieces import BatchSizes, ChunkLookup, StoredPiece, batches_of, pieces_of
 
 
 def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:
