@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ckptcore.commit.single_file import FileTransaction
     from ckptcore.context import WithoutConditions
 
-
 logger = logger_named("ckptcore.commit")
 
 

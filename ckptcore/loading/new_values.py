@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ckptcore.context import Context
-from ckptcore.errors import (
-    TreeMismatchError,
-)
+from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.abstract_trees import stored_in, with_stored_values
 from ckptcore.loading.load import Load, LoadRequest, LoadTarget, files_instead
 from ckptcore.loading.reading import TreeRead
@@ -18,11 +16,7 @@ from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import Flat, flatten, per_process_values, requested_columns
-from ckptcore.tree.shapes import (
-    Shape,
-    shared_containers,
-    unflatten,
-)
+from ckptcore.tree.shapes import Shape, shared_containers, unflatten
 
 
 class NewValue(LoadTarget[object]):
