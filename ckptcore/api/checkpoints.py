@@ -9,11 +9,7 @@ from ckptcore.commit.delete import delete_checkpoint
 from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.inspection.describe import (
-    CheckpointMetadata,
-    describe_checkpoint,
-    describe_tree_at,
-)
+from ckptcore.inspection.describe import CheckpointMetadata, describe_checkpoint, describe_tree_at
 from ckptcore.inspection.verify import VerifyReport, verify_checkpoint
 from ckptcore.model.tree import format_path
 from ckptcore.on_demand.checkpoints import OpenCheckpoint
@@ -80,7 +76,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to verify.
-        StorageError: something cannot be read here, so that it is not known if it is damaged.
+        StorageError: an object cannot be read, so it is not known whether it is damaged.
     """
     context = context or default_context()
     with runtime_of(context).show_progress(progress, "verifying") as report:
@@ -100,13 +96,12 @@ def delete(location: LocationLike, *, other_files: bool = False, context: Contex
 
     Raises:
         CheckpointNotFoundError: the location is empty.
-        CheckpointExistsError: the location has no checkpoint of ckptcore, or its directory contains another checkpoint,
-            or files that no save wrote. Nothing is deleted.
+        CheckpointExistsError: the files at the location are not a checkpoint of ckptcore, or its directory contains
+            another checkpoint, or files that no save wrote. Nothing is deleted.
         CheckpointReferredError: other checkpoints in the same parent directory refer to its arrays; names them.
             References from elsewhere are not detected.
     """
-    chosen = context or default_context()
-    runtime = runtime_of(chosen)
+    runtime = runtime_of(context or default_context())
     resolved = resolve_location(location, runtime.storages, to_write=True)
     delete_checkpoint(resolved, runtime.io_threads, other_files=other_files)
 

@@ -45,20 +45,22 @@ def save(
             wrote, such as a tokenizer. ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on
             an object store, a crash may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with
             a warning where a replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like
-            True, but files that no save wrote stay, and other processes may write them at any time. Needs the layout
-            dcp or safetensors if a checkpoint of the same layout exists. Object storages refuse other files.
+            True, but files that no save wrote stay, and other processes may write them at any time. If the
+            location has a checkpoint of the same layout, this must be dcp or safetensors. An object store has no such
+            save: a location with other files is refused there.
             ``"with-other-files"`` is like ``"non-atomic"``, deletes these files too, and logs their names.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
-        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that
-            this process has written and has to write. It is called from any thread; calls do not overlap. The last call
-            has two equal numbers, and comes after the commit. It may raise an exception to stop the save.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function that is called
+            with the bytes of arrays that this process has written so far, and with the total. It is called from any
+            thread; calls do not overlap. The last call has two equal numbers, and comes after the commit. It may raise
+            an exception to stop the save.
         context: options.
 
     Raises:
         CheckpointExistsError: the location has something that must not be replaced.
-        InvalidLocationError: the location is a file name of other software, such as ``model.pt``, or a file of
-            safetensors that cannot have this state.
+        InvalidLocationError: the location is a file name of other software, such as ``model.pt``, or a
+            ``.safetensors`` file, which cannot store this state.
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the state cannot be saved. Nothing was written.
         BackgroundSaveError: an earlier asynchronous save failed, and its error was not retrieved. Call again to save.
         StorageError: the storage failed. An earlier checkpoint is unchanged.

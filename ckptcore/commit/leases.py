@@ -50,7 +50,7 @@ class Clock:
     def attempts(self, seconds: float, *, first: float = 0.01, last: float = 2.0) -> Iterator[None]:
         """Yield once for each attempt, with pauses between them that double from `first` to `last`, all in seconds.
 
-        Stops after the attempt that begins at the end of the time `seconds` or later.
+        The last attempt is the first one that ends `seconds` or more after the start, so there is at least one.
         """
         deadline = self.now() + seconds
         while True:
@@ -61,10 +61,11 @@ class Clock:
             first = min(2 * first, last)
 
     def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> Callable[[], None]:
-        """Call `work` every so many seconds on another thread. Return a function that stops this without waiting.
+        """Call `work` every `seconds` on another thread. Return a function that stops this without waiting.
 
-        `at_end` is called once: when the function is called or garbage collected, or at the end of the program. `work`
-        and `at_end` must not refer to the returned function. A forked child repeats nothing.
+        `at_end` is called once: when the returned function is called or garbage collected, or at the end of the
+        program. `work` and `at_end` must not refer to the returned function, or it is never garbage collected. A
+        forked child repeats nothing.
         """
         return _Repetition(seconds, work, at_end).stop
 
@@ -99,7 +100,7 @@ def _repeat(
         try:
             wake.get(timeout=seconds)
         except queue.Empty:
-            fails = _fails(work, logging.INFO if fails else logging.WARNING)  # an outage is one warning
+            fails = _fails(work, logging.INFO if fails else logging.WARNING)  # warn once of an outage
         else:
             _fails(at_end, logging.WARNING)
             return
@@ -141,7 +142,7 @@ _MAX_BYTES: Final = 4096
 _MAX_CHARACTERS: Final = 256
 _MAX_TIME_CHARACTERS: Final = 32
 _MAX_EARLIER: Final = 16
-"""Earlier owners in a record, which has to stay below `_MAX_BYTES`."""
+"""Maximum number of earlier owners in a record, so that the record stays below `_MAX_BYTES`."""
 
 
 class EarlierOwner(NamedTuple):
@@ -167,7 +168,7 @@ class Holder:
         released: True if the lease was released or broken.
         number: for the owner of a directory, a number above those of all owners before it; otherwise 0.
         process: a random id of the process. A restarted container has the same host and pid, and another process.
-        earlier: for the owner of a directory, the owners before it, the last ones, ascending.
+        earlier: for the owner of a directory, the last owners before it, the oldest first.
     """
 
     hold_id: str
@@ -219,7 +220,7 @@ _IMPORT_ID: Final = _new_id()
 
 
 def _process_id(pid: int) -> str:
-    """Return the id of this process. A forked child has another number."""
+    """Return the id of this process. A forked child has another id, because its `pid` differs."""
     return f"{_IMPORT_ID}-{pid:x}"
 
 
@@ -234,7 +235,7 @@ def decode_holder(data: bytes) -> Holder | None:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         return None
     try:
-        document = {"number": 0, "process": "", **document}  # other software has neither
+        document = {"number": 0, "process": "", **document}  # optional: records of other software may lack both
         document["earlier"] = _decode_earlier(document.get("earlier"))
         holder = Holder(**{field.name: document[field.name] for field in fields(Holder)})
     except KeyError:
@@ -324,7 +325,7 @@ def absent_directory(display: str) -> StorageError:
     """Return the error for a directory that this process owns, and that is not there now."""
     return StorageError(
         f"{display} is not there: its file system is not mounted now, or the directory was removed. Nothing was "
-        "written. The next save goes on if it is back; mount it again, or open another directory"
+        "written. The next save continues if it is back: mount it again, or open another directory"
     )
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Puts the current root if absent, and an object that does not exist on the condition of a tag. A storage that
-    supports conditional puts refuses both. If it accepts the second one, the current root is put on the condition of
-    another tag, too: it may check the tags of existing objects only.
+    Makes two puts whose conditions are not met: of the current root, if absent; and of an object that does not exist,
+    if it has a tag. A storage that supports conditional puts refuses both. If it accepts the second one, it may check
+    the tags of existing objects only. So the current root is also put on the condition of a wrong tag.
 
     Args:
         location: the location.
@@ -47,7 +47,7 @@ def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
         try:
             supported[service] = _is_supported(location, root, IF_ABSENT)
             if supported[service] and not _is_refused(location.store, missing, b"", IfTag(tag)):
-                with suppress(StorageError):  # a role may not delete
+                with suppress(StorageError):  # the credentials may not allow deletions
                     location.store.delete([missing])
                 supported[service] = _is_supported(location, root, IfTag(_other_tag(tag)))
                 support.creates_missing[service] = supported[service]
@@ -71,7 +71,7 @@ _CREATES_MISSING: Final = (
 
 
 def creates_missing(location: Location) -> bool:
-    """Return True if the storage of a location was found to accept the tag of an object that does not exist."""
+    """Return True if the storage of a location accepts If-Match for an object that does not exist."""
     return location.support.creates_missing.get(_service(location.absolute), False)
 
 
@@ -92,6 +92,11 @@ def _service(url: str) -> str:
 
 
 def _is_supported(location: Location, root: bytes, condition: PutCondition) -> bool:
+    """Return True if the storage refuses to put the current root on a condition that is not met.
+
+    Raises:
+        SaveLostError: another process deleted the root meanwhile.
+    """
     if _is_refused(location.store, ROOT_KEY, root, condition):
         return True
     if not _is_refused(location.store, ROOT_KEY, root, condition):
@@ -112,7 +117,7 @@ def _is_refused(store: StorageBackend, key: str, data: bytes, condition: PutCond
         return True
     except StoragePermissionError:
         if isinstance(condition, IfTag):
-            return True  # without the right to list, a service tells so that an object does not exist
+            return True  # a service answers this for an object that does not exist if the caller may not list objects
         raise
     return False
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from ckptcore.commit.leases import SYSTEM_CLOCK
 from ckptcore.commit.location import Location
 from ckptcore.commit.names import INTERNAL_DIRECTORY
 from ckptcore.commit.root import ROOT_KEY, Claim
@@ -105,8 +106,6 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, directory:
 
 
 def _look_for(look: Callable[[], bool], directory: str, leader_directory: str) -> None:
-    from ckptcore.commit.leases import SYSTEM_CLOCK  # needed only in a job
-
     for _ in SYSTEM_CLOCK.attempts(_TIMEOUT_SECONDS, first=0.05, last=1.0):
         with suppress(ObjectNotFoundError):
             if look():

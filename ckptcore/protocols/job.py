@@ -220,7 +220,7 @@ class StagedLoad(Protocol[T_co]):
 
 
 class ReadStrategy(Protocol[LoadT_contra]):
-    """The way in which a load reads. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe.
+    """A way to run a load. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe.
 
     `LoadT_contra` is ``ckptcore.loading.load.Load``, which is a `StagedLoad`.
     """

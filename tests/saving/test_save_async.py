@@ -311,3 +311,38 @@ def test_a_bounded_save_at_exit_is_refused_and_does_not_hang(tmp_path: Path) -> 
     )
     assert "CheckpointError: cannot save to" in done.stderr and "no thread can be started" in done.stderr
     assert not (tmp_path / "saved").exists()
+
+
+_IMPORTS = """
+import sys, threading
+import numpy as np
+import ckptcore
+from ckptcore_testing import ThreadJob
+from ckptcore.context import Context, JobOptions
+
+late = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread().name.startswith("ckptcore-save") and name.startswith("ckptcore"):
+            late.append(name)
+
+def save(context):
+    ckptcore.save_async(sys.argv[1], {"w": np.arange(8)}, context=context).result()
+
+sys.meta_path.insert(0, Finder())
+if sys.argv[2] == "1":
+    save(Context())
+else:
+    ThreadJob(int(sys.argv[2])).run(lambda coordinator: save(Context(job=JobOptions(coordinator=coordinator))))
+assert not late, late
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_thread_of_a_save_imports_no_module_of_ours(processes: int, tmp_path: Path) -> None:
+    """A process that is forked while a thread imports a module hangs if it imports the module too."""
+    program = [sys.executable, "-c", _IMPORTS, str(tmp_path / "saved"), str(processes)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

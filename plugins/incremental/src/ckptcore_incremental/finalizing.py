@@ -96,7 +96,8 @@ def _finalize(
     try:
         with recording.phase("commit"):
             tables = [session.key for session in partial.sessions]
-            remove_unneeded(claim.store, {record.key for each in receipts for record in each.objects} | set(tables))
+            objects = {record.key for receipt in receipts for record in receipt.objects}
+            remove_unneeded(claim.store, objects | set(tables))
             info = CommitInfo(save_id=partial.save_id, created=partial.created, custom=custom)
             part = SavePart("", layout, WritePlan(tree, (), 0, 1, partial.save_id), receipts=receipts)
             with _errors_as_corruption(location):

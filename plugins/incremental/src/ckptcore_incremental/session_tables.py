@@ -98,12 +98,9 @@ def _read_table(store: StorageBackend, session: Session) -> bytes:
         what = "is missing, which lists the data that a session of this partial save wrote"
         raise _unusable(session, what) from error
     if len(data) != session.key_bytes or _checksum(data) != session.checksum:
-        raise _unusable(
-            session,
-            f"is damaged: expected {session.key_bytes} bytes with the checksum {session.checksum}, found {len(data)} "
-            f"or more with {_checksum(data)}",
-            stop=len(data),
-        )
+        actual = f"{len(data)} bytes with {_checksum(data)}" if len(data) <= session.key_bytes else "more bytes"
+        expected = f"{session.key_bytes} bytes with the checksum {session.checksum}"
+        raise _unusable(session, f"is damaged: expected {expected}, found {actual}", stop=len(data))
     return data
 
 
@@ -164,6 +161,7 @@ def _validate_receipt(receipt: Receipt, tree: TreeMetadata, rank: int) -> None:
         if not isinstance(record, ArrayRecord) or number in tree.aliases or count < 0:
             raise ValueError(f"{count} boxes of leaf {number}")
         bounds += 2 * len(record.spec.shape) * count
+        # Boxes without axes have no bounds, so only this limits their number.
         if not record.spec.shape and count > len(counts):
             raise ValueError(f"{count} boxes of leaf {number}, which has no axes")
     if bounds != len(items.bounds):
@@ -238,11 +236,11 @@ def written_boxes(
     """
     if not sessions:
         return {}
-    new = SessionReceipts(-1, tree, ())
+    new = SessionReceipts(-1, tree, ())  # its ranks do not matter for the numbers of leaves
     _, numbers = _merge_trees([*sessions, new], layout)
     own = {merged: leaf for leaf, merged in enumerate(numbers[-1]) if leaf not in tree.aliases}
     written: dict[int, list[Box]] = {}
-    for session, leaves in zip(sessions, numbers, strict=False):
+    for session, leaves in zip(sessions, numbers[:-1], strict=True):
         for receipt in session.receipts:
             for item in receipt.items:
                 leaf = own.get(leaves[item.leaf])

@@ -89,6 +89,10 @@ class Update(PlainSave):
     def prepare(self, draft: SaveDraft) -> Save:
         """Overlay the given tree on the tree of the base. See `SaveStrategy`."""
         planned, written = _plan_update(draft, self.base)
+        # Import the modules of the locks on this thread: a process that is forked while the thread of a save in the
+        # background imports a module hangs if it imports the module too.
+        for base in planned.bases:
+            base_locks(base)
         return PlainSave.prepare(_PlannedUpdate(self.base, planned), draft._replace(descriptions=[written]))
 
 
@@ -136,7 +140,7 @@ class _UpdateCommit(PlainCommit):
         return replace(root, tree=self._planned.tree, references=self._planned.references)
 
     def settle(self, error: Exception | None) -> None:
-        """Unpin the bases."""
+        """Settle the save, then unpin the bases."""
         with self._pins:
             super().settle(error)
 
@@ -190,8 +194,8 @@ def _plan_update(draft: SaveDraft, base: AnyLocation) -> tuple[_PlannedReference
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError,
             CompositeCheckpointError: if the base cannot be opened.
         TreeMismatchError: if the given tree does not fit the base.
-        InvalidLocationError: if the base is the target itself, or the Context does not allow its
-            location.
+        InvalidLocationError: if the base is the target itself, or the Context does not allow a base
+            at its location.
         CheckpointError: if the base was not written by ckptcore, or was replaced while the ranks
             opened it.
     """
@@ -226,12 +230,12 @@ def _renumber_leaves(description: TreeDescription, tree: TreeMetadata) -> TreeDe
     positions = description.positions if description.positions is not None else {leaf: leaf for leaf in range(len(own))}
     local, remote_leaves = description.holders
     holders = BoxHolders(
-        {stored[leaf]: of for leaf, of in local.items()},
+        {stored[leaf]: shards for leaf, shards in local.items()},
         frozenset([own[leaf] for leaf in remote_leaves]),
     )
     shares = description.shares
     if shares is not None:
-        splits = {stored[leaf]: of for leaf, of in shares.splits.items()}
+        splits = {stored[leaf]: split for leaf, split in shares.splits.items()}
         shares = SplitTree(tree, splits, {stored[leaf]: count for leaf, count in shares.replicas.items()})
     return description._replace(
         tree=tree,
@@ -253,6 +257,12 @@ def _expect_root(checkpoint: Checkpoint) -> Root:
 def _plan_references(
     location: Location, checkpoint: Checkpoint, root: Root, description: TreeDescription, context: Context
 ) -> _PlannedReferences:
+    """Return the references of an update to its base, and to the bases of that one.
+
+    Raises:
+        InvalidLocationError: the update cannot refer to one of these bases, or would replace it.
+        TreeMismatchError: the given tree does not fit the tree of the base.
+    """
     if checkpoint.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +427,30 @@ def test_an_update_has_no_exports(run: str) -> None:
     export = ckptcore.Export(location=f"{run}/3")
     with pytest.raises(ValueError, match="do not support exports"):
         ckptcore.save(f"{run}/2", {}, strategy=ckptcore.WithExports([export], ckptcore.Update(f"{run}/1")))
+
+
+_IMPORTS = """
+import sys, threading
+import ckptcore
+
+late = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread().name.startswith("ckptcore-save") and name.startswith("ckptcore"):
+            late.append(name)
+
+sys.meta_path.insert(0, Finder())
+run = sys.argv[1]
+ckptcore.save_async(f"{run}/b", {"n": 4}, strategy=ckptcore.Update(f"{run}/a")).result()
+assert not late, late
+"""
+
+
+@pytest.mark.system
+def test_the_thread_of_an_update_imports_no_module_of_ours(tmp_path: Path) -> None:
+    """A process that is forked while a thread imports a module hangs if it imports the module too."""
+    ckptcore.save(tmp_path / "a", {"w": np.arange(3), "n": 3})
+    program = [sys.executable, "-c", _IMPORTS, str(tmp_path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
