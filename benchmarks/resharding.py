@@ -20,8 +20,7 @@ from benchmarks.setting import Setting
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, Sizes
 from ckptcore.model import (
     BLOCK_BYTES,
     LEAF,

@@ -36,7 +36,7 @@ from ckptcore.job.gathering import Gathering
 from ckptcore.job.receipts import decode_receipts, encode_receipts
 from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.planning.plans import Owners, ReplicaOptions, SplitTree, owners_of
+from ckptcore.planning.partition import Owners, ReplicaOptions, SplitTree, owners_of
 from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.common_trees import tree_digest

@@ -32,7 +32,7 @@ from ckptcore.model import (
     Receipt,
     TreeMetadata,
 )
-from ckptcore.planning.plans import Owners
+from ckptcore.planning.partition import Owners
 
 _CHECKSUM_BYTES: Final = 8
 _APPROXIMATE: Final = ("offset", "nbytes", "elements", "length")

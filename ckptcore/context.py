@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from ckptcore.builtin import SingleProcess
 from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
-from ckptcore.planning.plans import ReplicaOptions
+from ckptcore.planning.partition import ReplicaOptions
 from ckptcore.plugins import Handler
 from ckptcore.protocols import Collectives, Coordinator, Executor
 

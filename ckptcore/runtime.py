@@ -11,13 +11,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.commit.location import Storages
-from ckptcore.commit.support import StorageSupport
+from ckptcore.commit.method import StorageSupport
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.io.background import BackgroundSaves
 from ckptcore.io.memory import StagingPool
 from ckptcore.io.threads import IOThreads
-from ckptcore.job.gathering import exchange_counts
+from ckptcore.job.agreement import exchange_counts
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.progress import ProgressCallback, show_progress
 from ckptcore.protocols import Coordinator, Executor, Rejoinable
@@ -111,7 +111,7 @@ class Runtime:
     def show_progress(
         self, progress: bool | ProgressCallback, title: str
     ) -> AbstractContextManager[ProgressCallback | None]:
-        """Return a context manager for the function to report progress to. See `ckptcore.progress.show_progress`."""
+        """Return a context manager for the function to report progress to. See `ckptcore.events.show_progress`."""
         return show_progress(progress, title, rank=self.job().rank if progress is True else 0)
 
     def workers(self) -> Executor | None:

@@ -1,7 +1,7 @@
 """Count the code of the project by package, without docstrings, comments and blank lines.
 
 Run ``python tools/count.py [--path WORKTREE] [--json]``. A string that is a statement of its own counts as a docstring,
-wherever it is.
+wherever it is. With ``--write`` it writes the table of `ROOMS` into ``docs/design/small-core.md``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final
 __all__ = ["Count", "count_packages", "count_source", "imported_modules", "main", "public_names", "table"]
 
 _FEW_LINES: Final = 100
+_MODULES: Final = "ckptcore (modules)"
 _PLAIN_SAVE_AND_LOAD: Final = """
 import json, sys, tempfile
 import ml_dtypes, numpy, pluggy, xxhash
@@ -30,6 +31,20 @@ with tempfile.TemporaryDirectory() as directory:
     ckptcore.load(directory + "/state")
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
+
+_BEGIN: Final = "<!-- written by python -m tools.count --write -->\n\n"
+_END: Final = "\n<!-- end -->"
+
+ROOMS: Final[Mapping[str, str]] = {
+    "builtin": "a plain install saves NumPy arrays and Python values to local disks and to memory, in safetensors",
+    "commit": "fencing, leases and locks keep one save from damaging another, on every storage",
+    "io": "one engine moves and checks the bytes of every layout and storage, in bounded memory",
+    "training": "a training loop needs steps, retention and resumption",
+    "opening, matching, loading": "nothing else is required to load, whoever wrote the checkpoint",
+    "saving": "every save runs through it: plain ones, strategies, jobs, background",
+    "inspection": "`verify` never needs another distribution",
+}
+"""Large packages of the core, each with the reason why it stays there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,7 @@ def _named_files(root: Path) -> Iterator[tuple[str, Path]]:
     core = root / "ckptcore"
     for path in _python_files(core):
         parts = path.relative_to(core).with_suffix("").parts
-        yield f"ckptcore.{parts[0]}" if len(parts) > 1 else "ckptcore (modules)", path
+        yield f"ckptcore.{parts[0]}" if len(parts) > 1 else _MODULES, path
     for plugin in sorted((root / "plugins").glob("*/")):
         for package in sorted((plugin / "src").glob("*/")):
             for path in _python_files(package):
@@ -143,9 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tools/count.py", description=__doc__)
     parser.add_argument("--path", type=Path, default=Path(__file__).parents[1], help="worktree (default: this one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--write", action="store_true", help="write the table of the design note")
     options = parser.parse_args(arguments)
     root = options.path.resolve()
     counts = count_packages(root)
+    if options.write:
+        note = root / "docs" / "design" / "small-core.md"
+        before, rest = note.read_text(encoding="utf-8").split(_BEGIN)
+        note.write_text(f"{before}{_BEGIN}{rooms_table(counts)}{_END}{rest.split(_END)[1]}", encoding="utf-8")
     names, modules = public_names(root), imported_modules(root)
     if options.json:
         counted = {
@@ -165,13 +185,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(counts: Mapping[str, Count]) -> Iterator[str]:
     """Return the lines of a table of packages, with the sums of the core and of the plugins."""
     columns = [field.name for field in fields(Count)]
-    core = _sum(count for name, count in counts.items() if name.startswith("ckptcore.") or name == "ckptcore (modules)")
+    core = _sum(count for name, count in counts.items() if name.startswith("ckptcore.") or name == _MODULES)
     plugins = _sum(count for name, count in counts.items() if name.startswith("ckptcore_"))
     totals = {"the core": core, "all plugins": plugins, "everything": _sum(counts.values())}
     width = max(map(len, [*counts, *totals]))
     yield " ".join([f"{'package':{width}}", *[f"{column:>10}" for column in columns]])
     for name, count in [*counts.items(), *totals.items()]:
         yield " ".join([f"{name:{width}}", *[f"{getattr(count, column):>10,}" for column in columns]])
+
+
+def rooms_table(counts: Mapping[str, Count]) -> str:
+    """Return `ROOMS` as a table in Markdown, with hundreds of lines of code, and the rest of the core."""
+    rows = ["| package | lines of code | stays in the core because |", "|---|---|---|"]
+    rest = _sum(count for name, count in counts.items() if name.startswith("ckptcore.") or name == _MODULES).code
+    for names, reason in ROOMS.items():
+        code = sum(counts[f"ckptcore.{name}"].code for name in names.split(", "))
+        rows.append(f"| {', '.join(f'`{name}`' for name in names.split(', '))} | {round(code, -2):,} | {reason} |")
+        rest -= code
+    others = "the model, protocols, trees, plans, jobs, options and errors, and `ckptcore.open`"
+    rows.append(f"| all others | {round(rest, -2):,} | {others} |")
+    return "\n".join(rows) + "\n"
 
 
 def _sum(counts: Iterable[Count]) -> Count:

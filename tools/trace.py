@@ -1,8 +1,9 @@
 """List the files of the core that a plain save and a plain load run through, in the order in which they run.
 
-Run ``python -m tools.trace`` for each file with the functions that run in it, first called first. Comprehensions and
-lambdas count as parts of the function around them. With ``--write`` it writes the table of `SPINE` into
-``docs/design/read-the-core.md``. The lists of that page are made when the documentation is built.
+Run ``python -m tools.trace`` for each file with the functions that run in it, first called first, and for the lines of
+code of all these files. Comprehensions and lambdas count as parts of the function around them. With ``--write`` it
+writes the table of `SPINE` into ``docs/design/read-the-core.md``. The lists of that page are made when the
+documentation is built.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final
 import numpy as np
 
 import ckptcore
+from tools.count import count_source
 
 _CORE: Final = Path(ckptcore.__file__).parent
 NOTE: Final = Path(__file__).parents[1] / "docs" / "design" / "read-the-core.md"
@@ -125,6 +127,9 @@ def main() -> int:
         print(f"a plain {name}: {len(files)} files, {sum(map(len, files.values()))} functions")
         for file, functions in files.items():
             print(f"    {file}: {', '.join(functions)}")
+    together = {file for files in traces.values() for file in files}
+    code = sum(count_source((_CORE / file).read_text(encoding="utf-8")).code for file in together)
+    print(f"both: {len(together)} files with {code:,} lines of code")
     if options.write:
         before, rest = NOTE.read_text(encoding="utf-8").split(_BEGIN)
         NOTE.write_text(f"{before}{_BEGIN}{spine_table(traces)}\n{_END}{rest.split(_END)[1]}", encoding="utf-8")

@@ -17,8 +17,7 @@ from ckptcore.other_libraries import explains_arguments
 from ckptcore.progress import ProgressCallback
 from ckptcore.protocols import LeafHandler, Transforms
 from ckptcore.runtime import runtime_of
-from ckptcore.tree.columns import saved_columns
-from ckptcore.tree.flattening import flatten
+from ckptcore.tree.flattening import flatten, saved_columns
 from ckptcore.tree.shapes import unflatten_states
 
 __all__ = ["abstract", "delete", "metadata", "open", "verify"]

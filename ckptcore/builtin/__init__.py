@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptcore.builtin.containers import collection_handler, container_handler
-from ckptcore.builtin.files import files_handler
-from ckptcore.builtin.host_leaves import abstract_leaves, leaf_handler
-from ckptcore.builtin.host_values import form_handler
+from ckptcore.builtin.host_leaves import abstract_leaves, form_handler, leaf_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.stateful import random_state_handler, state_handler
+from ckptcore.builtin.stateful import files_handler, random_state_handler, state_handler
 from ckptcore.errors import PluginError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import (

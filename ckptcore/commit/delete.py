@@ -34,8 +34,7 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.events import logger_named
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import IOThreads, map_ordered
+from ckptcore.io.threads import IOThreads, map_ordered, requests_of
 from ckptcore.protocols import StorageBackend
 
 logger = logger_named("ckptcore.commit")

@@ -21,7 +21,7 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.io.requests import SIZES
+from ckptcore.io.threads import SIZES
 from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondition
 
 if TYPE_CHECKING:

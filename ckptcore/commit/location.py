@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptcore.builtin.local_calls import real_path
-from ckptcore.commit.method import CommitMethod
+from ckptcore.commit.method import CommitMethod, StorageSupport
 from ckptcore.commit.names import is_hidden_name
 from ckptcore.commit.rename import RenameMethod
 from ckptcore.commit.subdirectory import has_directories, subdirectory
-from ckptcore.commit.support import StorageSupport
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins, expect_inherits

@@ -21,7 +21,7 @@ from ckptcore.protocols.storage import CheckedWriter
 
 if TYPE_CHECKING:
     from ckptcore.commit.location import Location
-    from ckptcore.commit.support import StorageSupport
+    from ckptcore.commit.method import StorageSupport
 
 
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:

@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from ckptcore.commit.leases import Clock
     from ckptcore.commit.location import Location
     from ckptcore.commit.locks import Lock, Locks
+    from ckptcore.commit.method import StorageSupport
     from ckptcore.commit.overwriting import AsideCheckpoint, PlacedObjects
     from ckptcore.commit.single_file import FileTransaction
-    from ckptcore.commit.support import StorageSupport
 
 logger = logger_named("ckptcore.commit")
 

@@ -19,8 +19,7 @@ from ckptcore.errors import (
     StorageError,
     StoragePermissionError,
 )
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import map_ordered
+from ckptcore.io.threads import map_ordered, requests_of
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, extents_of, format_names
 from ckptcore.opening.members import MemberOpener, existing_members, lost_members, member_opener, present_members
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either

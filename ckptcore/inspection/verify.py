@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from ckptcore.builtin.files import empty_directories
+from ckptcore.builtin.stateful import empty_directories
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import ROOT_KEY, Root, stored_leaves
 from ckptcore.context import Context
@@ -25,8 +25,7 @@ from ckptcore.errors import (
 from ckptcore.inspection.completeness import Problem, members_by_name, missing_members, open_members
 from ckptcore.inspection.left_out import left_out_of
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import for_each
+from ckptcore.io.threads import for_each, requests_of
 from ckptcore.loading.reading import (
     allocate_for,
     check_sizes,

@@ -1,8 +1,7 @@
 """The engine that moves bytes between arrays and storages. It knows boxes and blocks, but no layout and no framework.
 
-- `threads`: threads for requests and copies, and for work in the background
+- `threads`: threads for requests and copies, and for work in the background; the number and the size of requests
 - `background`: asynchronous saves and loads, and their handles
-- `requests`: the number and the size of requests
 - `memory`, `snapshot`: buffers of loads, staging memory of saves, and the arrays of one save
 - `elements`: elements of arrays as bytes, and boxes as runs
 - `checksums`: checksums of blocks, and checksums inside objects

@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 
 from ckptcore.io.checksums import BlockChecksums, checksums_of
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, Sizes, requests_of
 from ckptcore.io.segments import ObjectSegments, WriteTask, join_segments
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import SIZES, IOThreads, Sizes, requests_of
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import ObjectWriter, StorageAddress, StorageBackend
 

@@ -15,7 +15,7 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.io.checksums import ChunkCheck
 from ckptcore.io.elements import bytes_of, c_strides, is_little, little_dtype, run_axis, runs, spans
-from ckptcore.io.requests import ObjectShape
+from ckptcore.io.threads import ObjectShape
 from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
 

@@ -15,8 +15,17 @@ from ckptcore.io.checksums import RecordedChecksums
 from ckptcore.io.chunk_reads import read_boxes
 from ckptcore.io.memory import map_pages
 from ckptcore.io.read_tasks import ReadPart, ReadTask, plan_object
-from ckptcore.io.requests import SIZES, CoalescedRange, ObjectShape, Sizes, coalesce, requests_of
-from ckptcore.io.threads import IOThreads, WorkerPool, map_ordered
+from ckptcore.io.threads import (
+    SIZES,
+    CoalescedRange,
+    IOThreads,
+    ObjectShape,
+    Sizes,
+    WorkerPool,
+    coalesce,
+    map_ordered,
+    requests_of,
+)
 from ckptcore.model import ChunkRead, HostArray, ObjectRecord, ReadItem
 from ckptcore.protocols import ChunkIndex, StorageAddress, StorageBackend
 from ckptcore.protocols.storage import RangeReader, ReaderByKey

@@ -12,7 +12,7 @@ import numpy as np
 from ckptcore.errors import PluginError
 from ckptcore.io.checksums import InlineChecksum, encoded, first_covered, inline_checksums
 from ckptcore.io.elements import bytes_of, flat_range, is_little, little_dtype, plain
-from ckptcore.io.requests import Sizes
+from ckptcore.io.threads import Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 from ckptcore.planning.partition import boxes_of_range
 

@@ -1,20 +1,27 @@
-"""Agreement: stages of an operation after which every process knows whether all have succeeded."""
+"""Agreement: stages of an operation after which every process knows whether all have succeeded, and keys for them."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import xxhash
 
 from ckptcore.errors import CommitUnknownError, CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore.events import Recording
-from ckptcore.job.gathering import BLOCK_RANKS, Gathering, LateRanks
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
+
+if TYPE_CHECKING:
+    from ckptcore.job.gathering import Gathering
 
 T = TypeVar("T", bound=JSON)
 
@@ -23,6 +30,56 @@ _SHOWN: Final = 20
 
 _REASON: Final = 4000
 """Limit of the reported text of a timeout, in characters."""
+
+
+class ExchangeCounts:
+    """Counts the operations that this process began, by job and name. Thread-safe.
+
+    Counts belong to a job and not to a Context: two Contexts that save to one location would otherwise use the same
+    keys, and could receive a message of a failed exchange. Each name has its own count, so that a rank that missed one
+    operation after an error still has the same counts as the others for all other names.
+
+    Names are stored as hashes. Each takes about a hundred bytes until the job ends.
+    """
+
+    def __init__(self) -> None:
+        """Start with zero counts."""
+        self._lock = threading.Lock()
+        self._of_found_jobs: dict[int, int] = {}
+        self._of_coordinators: dict[int, dict[int, int]] = {}
+        self._kept: list[Coordinator] = []
+
+    def key(self, coordinator: Coordinator | None, name: str) -> str:
+        """Return a key for the exchanges of an operation that begins now.
+
+        Args:
+            coordinator: the coordinator of a Context, or of a job that this process joined and may join again; None for
+                a job that gets a new coordinator for each operation.
+            name: the name of the operation, such as its location.
+        """
+        hashed = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+        with self._lock:
+            counts = self._of_found_jobs if coordinator is None else self._counts_of(coordinator)
+            number = counts.get(hashed, 0)
+            counts[hashed] = number + 1
+        return f"{name}#{number}"
+
+    def _counts_of(self, coordinator: Coordinator) -> dict[int, int]:
+        number = id(coordinator)
+        if number not in self._of_coordinators:
+            self._of_coordinators[number] = {}
+            try:
+                # The callback does not take the lock: garbage collection may run while this thread has it.
+                weakref.finalize(coordinator, self._of_coordinators.pop, number, None).atexit = False
+            except TypeError:
+                self._kept.append(coordinator)  # slots without `__weakref__`: its id stays its own
+        return self._of_coordinators[number]
+
+
+@functools.cache
+def exchange_counts() -> ExchangeCounts:
+    """Return the counts of this process."""
+    return ExchangeCounts()
 
 
 @dataclass(slots=True)
@@ -59,7 +116,7 @@ class Agreement:
         recording: Recording | None = None,
         *,
         call: str | None = None,
-        block_ranks: int = BLOCK_RANKS,
+        block_ranks: int | None = None,
     ) -> None:
         """Exchange nothing yet.
 
@@ -68,13 +125,16 @@ class Agreement:
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
             call: the operation, for a line in the log if other ranks are late; None: that of the recording.
-            block_ranks: see `Gathering`.
+            block_ranks: see `Gathering`; None: as many as usual.
         """
-        if call is None:
-            call = key if recording is None else f"{recording.operation} of {recording.location}"
-        late = LateRanks(call, coordinator.rank, coordinator.size)
         self._coordinator = coordinator
-        self._gathering = Gathering(coordinator, late=late, block_ranks=block_ranks)
+        if coordinator.size > 1:
+            from ckptcore.job.gathering import BLOCK_RANKS, Gathering, LateRanks  # only jobs of several processes
+
+            if call is None:
+                call = key if recording is None else f"{recording.operation} of {recording.location}"
+            late = LateRanks(call, coordinator.rank, coordinator.size)
+            self._gathering: Gathering = Gathering(coordinator, late=late, block_ranks=block_ranks or BLOCK_RANKS)
         self._key = key
         self._recording = recording
         self._is_verified = False  # True once the response to the token of this rank was received

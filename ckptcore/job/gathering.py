@@ -1,4 +1,4 @@
-"""Gathering: messages of all ranks of a job to the leader and back, and unique keys for them.
+"""Gathering: messages of all ranks of a job to the leader and back.
 
 In a small job every rank sends its data to the leader. A larger job is divided into blocks of ranks, and the first rank
 of a block sends the data of its block. The leader then receives one message for each block, and the work of all other
@@ -7,74 +7,19 @@ ranks does not grow with the job. One line in the log names ranks for which an o
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Final
-
-import xxhash
 
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError
 from ckptcore.events import logger_named
 from ckptcore.protocols import Coordinator, GathersInGroups, ReportsAwaited
 
-
-class ExchangeCounts:
-    """Counts the operations that this process began, by job and name. Thread-safe.
-
-    Counts belong to a job and not to a Context: two Contexts that save to one location would otherwise use the same
-    keys, and could receive a message of a failed exchange. Each name has its own count, so that a rank that missed one
-    operation after an error still has the same counts as the others for all other names.
-
-    Names are stored as hashes. Each takes about a hundred bytes until the job ends.
-    """
-
-    def __init__(self) -> None:
-        """Start with zero counts."""
-        self._lock = threading.Lock()
-        self._of_found_jobs: dict[int, int] = {}
-        self._of_coordinators: dict[int, dict[int, int]] = {}
-        self._kept: list[Coordinator] = []
-
-    def key(self, coordinator: Coordinator | None, name: str) -> str:
-        """Return a key for the exchanges of an operation that begins now.
-
-        Args:
-            coordinator: the coordinator of a Context, or of a job that this process joined and may join again; None for
-                a job that gets a new coordinator for each operation.
-            name: the name of the operation, such as its location.
-        """
-        hashed = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
-        with self._lock:
-            counts = self._of_found_jobs if coordinator is None else self._counts_of(coordinator)
-            number = counts.get(hashed, 0)
-            counts[hashed] = number + 1
-        return f"{name}#{number}"
-
-    def _counts_of(self, coordinator: Coordinator) -> dict[int, int]:
-        number = id(coordinator)
-        if number not in self._of_coordinators:
-            self._of_coordinators[number] = {}
-            try:
-                # The callback does not take the lock: garbage collection may run while this thread has it.
-                weakref.finalize(coordinator, self._of_coordinators.pop, number, None).atexit = False
-            except TypeError:
-                self._kept.append(coordinator)  # slots without `__weakref__`: its id stays its own
-        return self._of_coordinators[number]
-
-
 logger = logger_named("ckptcore.job")
-
-
-@functools.cache
-def exchange_counts() -> ExchangeCounts:
-    """Return the counts of this process."""
-    return ExchangeCounts()
 
 
 BLOCK_RANKS: Final = 64

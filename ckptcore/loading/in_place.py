@@ -10,9 +10,10 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.load import DEFAULT_REQUEST, Load, LoadRequest, LoadTarget, transformed
+from ckptcore.loading.new_values import check_shared_containers, flatten_like, match_value
 from ckptcore.loading.reading import TreeRead
-from ckptcore.loading.targets import check_shared_containers, flatten_like, match_value, refuse_framework
-from ckptcore.matching.leaf_matching import Matched
+from ckptcore.loading.targets import refuse_framework
+from ckptcore.matching.options import Matched
 from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.tree import Node, Skeleton, TreePath, format_path
 from ckptcore.opening.checkpoint import Checkpoint, Source

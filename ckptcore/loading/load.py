@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 from ckptcore.commit.location import AnyLocation, shown_location
 from ckptcore.context import Context
-from ckptcore.distributions import import_name
 from ckptcore.errors import TreeMismatchError
 from ckptcore.events import Recording, logger_named
 from ckptcore.loading.reading import TreeRead, plan_leaf_reads, read_tree
-from ckptcore.matching.leaf_matching import Matched
-from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matching
+from ckptcore.matching.options import EXACT, LeafChange, LoadReport, Matched, Matching
 from ckptcore.model.tree import format_path, leaf_paths
 from ckptcore.opening.checkpoint import Checkpoint, Source, check_additional
 from ckptcore.opening.open_checkpoints import tree_attempts
@@ -263,6 +261,8 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
         return checkpoint
     if checkpoint.is_files:
         raise files_instead(checkpoint)
+    from ckptcore.distributions import import_name  # only transforms need it
+
     apply_transforms: Any = import_name("apply_transforms", purpose="a load with transforms")
     changed: Checkpoint = apply_transforms(checkpoint, transforms, context)
     return changed

@@ -10,7 +10,7 @@ from typing import Final
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError, InsufficientMemoryError, PluginError, UnsupportedLeafError
 from ckptcore.io.memory import allocate, free
-from ckptcore.matching.leaf_matching import Matched
+from ckptcore.matching.options import Matched
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.model.transfer import ReadItem, ReadPlan

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.host_leaves import PLAIN_ARRAY_KINDS, VALUE_KINDS, HostValueHandler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.matching import forms
-from ckptcore.matching.options import EXACT, LeafChange, Matching
+from ckptcore.matching.options import EXACT, LeafChange, Matched, Matching
 from ckptcore.model.arrays import HostArray, sort_of_numbers
 from ckptcore.model.columns import COLUMN_KINDS
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord, unreadable_error
-from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import Node, Skeleton, TreePath, format_path
 from ckptcore.protocols import LeafHandler
 from ckptcore.tree.flattening import Flat
 
@@ -24,43 +24,6 @@ _SEQUENCES: Final = {"list", "tuple"}
 """The kinds of columns of which either may be requested."""
 
 _VALUES: Final = HostValueHandler()
-
-
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """The stored leaf for each leaf of an abstract tree.
-
-    Attributes:
-        numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
-            requested None that is not stored.
-        handlers: by leaf, the handler that builds it; None for a placeholder.
-        defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
-        ignored: numbers of stored leaves that are not requested, which `matching` or a selection allows.
-        changes: by number of a stored array, its change to the requested shape and dtype.
-        arrays: by position of a leaf, the array that was built from a stored Python number.
-        skeleton, leaves: the containers and the leaves of the abstract tree.
-        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
-            value.
-        first: positions of the leaves of objects that are restored before anything else is changed; None if there are
-            no such objects.
-        sparse: a message for each object of which less than half of the leaves are stored.
-        kept: by position of a leaf that a selection leaves out of an object, the object's own value.
-        untouched: paths of the objects of which a selection loads nothing.
-    """
-
-    numbers: Sequence[int | None]
-    handlers: Sequence[LeafHandler | None]
-    defaulted: Sequence[int] = ()
-    ignored: Sequence[int] = ()
-    changes: Mapping[int, LeafChange] = field(default_factory=dict)
-    arrays: Mapping[int, HostArray] = field(default_factory=dict)
-    skeleton: Skeleton = LEAF
-    leaves: Sequence[object] = ()
-    filled: list[bool] | None = None
-    first: frozenset[int] | None = None
-    sparse: Sequence[str] = ()
-    kept: Mapping[int, object] = field(default_factory=dict)
-    untouched: frozenset[TreePath] = frozenset()
 
 
 def match_leaves(

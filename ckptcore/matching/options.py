@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, SupportsComplex, SupportsFloat, get_args
 
-from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.arrays import ArraySpec, HostArray
+from ckptcore.model.tree import LEAF, Skeleton, TreePath
+from ckptcore.protocols import LeafHandler
 
 Unexpected = Literal["error", "ignore"]
 """Treatment of stored leaves that the abstract tree does not request."""
@@ -179,3 +181,40 @@ class LoadReport:
 
 def _some(lines: Sequence[str]) -> str:
     return ", ".join(lines[:_SHOWN]) + (f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The stored leaf for each leaf of an abstract tree.
+
+    Attributes:
+        numbers: by leaf, the number of the stored leaf; None for a placeholder, for a value that is kept, and for a
+            requested None that is not stored.
+        handlers: by leaf, the handler that builds it; None for a placeholder.
+        defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
+        ignored: numbers of stored leaves that are not requested, which `matching` or a selection allows.
+        changes: by number of a stored array, its change to the requested shape and dtype.
+        arrays: by position of a leaf, the array that was built from a stored Python number.
+        skeleton, leaves: the containers and the leaves of the abstract tree.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
+            value.
+        first: positions of the leaves of objects that are restored before anything else is changed; None if there are
+            no such objects.
+        sparse: a message for each object of which less than half of the leaves are stored.
+        kept: by position of a leaf that a selection leaves out of an object, the object's own value.
+        untouched: paths of the objects of which a selection loads nothing.
+    """
+
+    numbers: Sequence[int | None]
+    handlers: Sequence[LeafHandler | None]
+    defaulted: Sequence[int] = ()
+    ignored: Sequence[int] = ()
+    changes: Mapping[int, LeafChange] = field(default_factory=dict)
+    arrays: Mapping[int, HostArray] = field(default_factory=dict)
+    skeleton: Skeleton = LEAF
+    leaves: Sequence[object] = ()
+    filled: list[bool] | None = None
+    first: frozenset[int] | None = None
+    sparse: Sequence[str] = ()
+    kept: Mapping[int, object] = field(default_factory=dict)
+    untouched: frozenset[TreePath] = frozenset()

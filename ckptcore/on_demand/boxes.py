@@ -17,7 +17,7 @@ from ckptcore.io.threads import BackgroundThreads
 from ckptcore.loading.load import LoadRequest, bytes_requested, fill_report, transformed
 from ckptcore.loading.reading import allocate_for, check_sizes, default_handlers, incomplete_read
 from ckptcore.loading.selections import chosen_leaves
-from ckptcore.matching.leaf_matching import Matched
+from ckptcore.matching.options import Matched
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord

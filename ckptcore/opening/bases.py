@@ -13,8 +13,7 @@ from ckptcore.commit.stored_root import LocationVersion, parse_root, read_versio
 from ckptcore.context import Context
 from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import map_ordered
+from ckptcore.io.threads import map_ordered, requests_of
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.opening.checkpoint import Checkpoint

@@ -2,8 +2,7 @@
 
 from ckptcore.model.tree import leaf_names
 from ckptcore.planning.chunk_table import ChunkColumns, ChunkTable, natural_column
-from ckptcore.planning.partition import boxes_of_range, check_coverage, uncovered
-from ckptcore.planning.plans import cuts_of, plan_read, plan_write
+from ckptcore.planning.partition import boxes_of_range, check_coverage, cuts_of, plan_read, plan_write, uncovered
 
 __all__ = [
     "ChunkColumns",

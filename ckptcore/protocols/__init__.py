@@ -2,12 +2,11 @@
 
 ::
 
-    values      handlers of leaves, containers and checkpointables
+    values      handlers of leaves, containers and checkpointables; changes of a tree while it is loaded
     layouts     layouts, and the stores that they write and read
     storage     storages
-    strategy    strategies of saves and loads, commits and transactions
-    job         the processes of a job, their messages, and the workers of a single controller
-    transforms  changes of a tree while it is loaded, and derived arrays
+    job         strategies of saves and loads, commits and transactions; the processes of a job, their messages, and the
+                workers of a single controller
 """
 
 from ckptcore.protocols.job import Channels as Channels
@@ -15,8 +14,16 @@ from ckptcore.protocols.job import Collectives as Collectives
 from ckptcore.protocols.job import Coordinator as Coordinator
 from ckptcore.protocols.job import Executor as Executor
 from ckptcore.protocols.job import GathersInGroups as GathersInGroups
+from ckptcore.protocols.job import ReadBoxes as ReadBoxes
+from ckptcore.protocols.job import ReadStrategy as ReadStrategy
+from ckptcore.protocols.job import ReadThrough as ReadThrough
 from ckptcore.protocols.job import Rejoinable as Rejoinable
 from ckptcore.protocols.job import ReportsAwaited as ReportsAwaited
+from ckptcore.protocols.job import SaveCommit as SaveCommit
+from ckptcore.protocols.job import SaveStrategy as SaveStrategy
+from ckptcore.protocols.job import StagedLoad as StagedLoad
+from ckptcore.protocols.job import StepStrategy as StepStrategy
+from ckptcore.protocols.job import Transaction as Transaction
 from ckptcore.protocols.layouts import CheckpointInfo as CheckpointInfo
 from ckptcore.protocols.layouts import ChunkIndex as ChunkIndex
 from ckptcore.protocols.layouts import InspectedComposite as InspectedComposite
@@ -47,29 +54,21 @@ from ckptcore.protocols.storage import StorageBackend as StorageBackend
 from ckptcore.protocols.storage import StorageCapabilities as StorageCapabilities
 from ckptcore.protocols.storage import StorageOpener as StorageOpener
 from ckptcore.protocols.storage import StorageOptions as StorageOptions
-from ckptcore.protocols.strategy import ReadBoxes as ReadBoxes
-from ckptcore.protocols.strategy import ReadStrategy as ReadStrategy
-from ckptcore.protocols.strategy import ReadThrough as ReadThrough
-from ckptcore.protocols.strategy import SaveCommit as SaveCommit
-from ckptcore.protocols.strategy import SaveStrategy as SaveStrategy
-from ckptcore.protocols.strategy import StagedLoad as StagedLoad
-from ckptcore.protocols.strategy import StepStrategy as StepStrategy
-from ckptcore.protocols.strategy import Transaction as Transaction
-from ckptcore.protocols.transforms import DerivedArray as DerivedArray
-from ckptcore.protocols.transforms import DerivedTree as DerivedTree
-from ckptcore.protocols.transforms import Part as Part
-from ckptcore.protocols.transforms import Transform as Transform
-from ckptcore.protocols.transforms import TransformedTree as TransformedTree
-from ckptcore.protocols.transforms import Transforms as Transforms
-from ckptcore.protocols.transforms import TransformSource as TransformSource
 from ckptcore.protocols.values import AbstractLeaves as AbstractLeaves
 from ckptcore.protocols.values import CheckpointableHandler as CheckpointableHandler
 from ckptcore.protocols.values import ContainerHandler as ContainerHandler
 from ckptcore.protocols.values import Continuation as Continuation
+from ckptcore.protocols.values import DerivedArray as DerivedArray
+from ckptcore.protocols.values import DerivedTree as DerivedTree
 from ckptcore.protocols.values import FilesHandler as FilesHandler
 from ckptcore.protocols.values import Flattened as Flattened
 from ckptcore.protocols.values import HostBytes as HostBytes
 from ckptcore.protocols.values import HostMemory as HostMemory
 from ckptcore.protocols.values import LeafHandler as LeafHandler
+from ckptcore.protocols.values import Part as Part
 from ckptcore.protocols.values import Priority as Priority
 from ckptcore.protocols.values import StatefulCheckpointable as StatefulCheckpointable
+from ckptcore.protocols.values import Transform as Transform
+from ckptcore.protocols.values import TransformedTree as TransformedTree
+from ckptcore.protocols.values import Transforms as Transforms
+from ckptcore.protocols.values import TransformSource as TransformSource

@@ -1,14 +1,232 @@
-"""Protocols of a job: coordinators, collectives, executors."""
+"""Protocols of an operation and its job: strategies, commits and transactions; coordinators, collectives, executors.
+
+A caller passes a strategy to `ckptcore.save`. `prepare` returns the save, `begin` returns the commit of that save, and
+the core runs its stages: claim, write, commit. Every stage ends with an exchange of errors between the processes of the
+job. A strategy of a load decides how its stages run, and from which source boxes of stored arrays are read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from ckptcore.model.arrays import HostArray
-from ckptcore.model.transfer import Pending
-from ckptcore.protocols.strategy import ReadStrategy, SaveStrategy
+from ckptcore.model.transfer import Pending, ReadPlan
+from ckptcore.protocols.layouts import Layout
+from ckptcore.protocols.storage import StorageBackend
 from ckptcore.protocols.values import LeafHandler
+
+DraftT_contra = TypeVar("DraftT_contra", contravariant=True)
+LoadT_contra = TypeVar("LoadT_contra", contravariant=True)
+SaveT = TypeVar("SaveT")
+StrategyT = TypeVar("StrategyT")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Transaction(Protocol):
+    """The right to write one checkpoint at a location. It ends with `commit`, `leave` or `abort`.
+
+    Saves, copies, updates and partial saves are transactions.
+    """
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage to write objects to. Objects count only after the commit."""
+
+    def show_claim(self) -> None:
+        """Make the claim visible to the other processes of the job, which wait for it before they write."""
+
+    def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
+        """Refuse keys that the storage takes for one, or that have names that are too long for it.
+
+        Args:
+            keys: returns keys of objects that will be written, or of directories. Not called if no keys are refused.
+
+        Raises:
+            NameCollisionError: two of them are one object, or one directory, for the storage.
+            InvalidLocationError: a name is too long.
+        """
+
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
+        """Turn the objects into the checkpoint at the location; durable if the storage was opened durable.
+
+        Args:
+            root: the root; None for a checkpoint of other software, which has none.
+            parts: by key, objects that the root names in addition to those of the layout.
+
+        Raises:
+            CheckpointExistsError, SaveLostError: nothing was committed.
+            CommitUnknownError: the commit may have happened.
+        """
+
+    def leave(self) -> None:
+        """Release the claim and keep the objects, for a later transaction that resumes. Does nothing after the end."""
+
+    def abort(self) -> None:
+        """Remove all objects and release the claim. Does nothing after the end."""
+
+
+class SaveCommit(Protocol):
+    """The claim and the commit of one save. The core calls its methods in this order, on every rank.
+
+    An error of `claim` or `commit` fails the save on all ranks, because they run inside stages of the job.
+    """
+
+    @property
+    def meaning(self) -> str:
+        """The consequence of a failed claim or write on another rank, such as "nothing was committed"."""
+
+    @property
+    def commit_meaning(self) -> str:
+        """The consequence of a failed commit on another rank; empty if unknown."""
+
+    def claim(self) -> None:
+        """Claim the target, if this process claims for others. Otherwise check that the claim is visible."""
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage to write to, opened at the root of the checkpoint. First used in the stage "write"."""
+
+    def commit(self, payloads: Sequence[object]) -> None:
+        """Commit the objects of all processes.
+
+        Args:
+            payloads: on the leader, one for each rank: its encoded receipts in a job, None without other processes.
+                Empty on other ranks.
+        """
+
+    def settle(self, error: Exception | None) -> None:
+        """End a save whose commit may have happened.
+
+        Args:
+            error: None if every rank has committed. Otherwise the error of the stage "write" or "commit" on this rank.
+
+        Raises:
+            CommitUnknownError: this rank cannot confirm that the save is committed.
+        """
+
+    def abort(self) -> None:
+        """Remove the objects of the save. Does nothing after a commit."""
+
+
+class SaveStrategy(Protocol[DraftT_contra, SaveT]):
+    """The content and the commit of a save. Immutable, so that several saves may share one.
+
+    Derive a strategy from `ckptcore.PlainSave`, and override `begin` to return a `SaveCommit` that wraps the commit of
+    `PlainSave`.
+
+    Attributes:
+        takes_placeholders: True if the state may have placeholders, for leaves that the strategy finds elsewhere.
+        merges_keys: True if several saves of the strategy add keys to the same dicts.
+        checks_target: True if `prepare` checks the location. Otherwise the core refuses an existing target unless
+            ``overwrite=`` allows replacing it.
+        layouts: the layouts of the further saves: those that write the same elements to other locations, once this one
+            is committed. `prepare` returns them in `Save.further`. The core captures the elements once for all saves.
+        signature: text about the further saves that the ranks of a job compare; the save is refused if it differs.
+    """
+
+    @property
+    def takes_placeholders(self) -> bool: ...
+
+    @property
+    def merges_keys(self) -> bool: ...
+
+    @property
+    def checks_target(self) -> bool: ...
+
+    @property
+    def layouts(self) -> Sequence[str | Layout]: ...
+
+    @property
+    def signature(self) -> str: ...
+
+    def prepare(self, draft: DraftT_contra) -> SaveT:
+        """Return the save with the plans of its parts. On every rank, with equal trees; writes nothing to the target.
+
+        Args:
+            draft: the target, the described trees and the content of the root.
+        """
+
+    def begin(self, save: SaveT) -> SaveCommit:
+        """Return the commit of a save that `prepare` returned, or refuse it. Without I/O; can be called again."""
+
+    def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:
+        """Write the further saves. On every rank, after the commit of the save.
+
+        Args:
+            save: the save.
+            write: writes and commits a further save.
+        """
+
+
+class StepStrategy(Protocol[StrategyT]):
+    """Strategies for the steps of a `Checkpointer`. Immutable.
+
+    Attributes:
+        layouts: further layouts of the strategies. The `Checkpointer` refuses unknown ones.
+    """
+
+    @property
+    def layouts(self) -> Sequence[str | Layout]: ...
+
+    def check(self, steps: str | os.PathLike[str]) -> None:
+        """Refuse, when a `Checkpointer` is created, settings that would fail at a step.
+
+        Args:
+            steps: the directory of the run.
+        """
+
+    def for_step(self, step: int, name: str, strategy: StrategyT) -> StrategyT:
+        """Return the strategy of a step. On every rank, with equal arguments.
+
+        Args:
+            step: its number.
+            name: the name of its directory.
+            strategy: the strategy of the run directory. The result wraps it, or is the same object.
+        """
+
+
+ReadBoxes: TypeAlias = Callable[[ReadPlan, Sequence[HostArray]], Iterable[int]]
+"""Fills C-contiguous buffers with the boxes of a plan. Yields the number of each box once it is complete."""
+
+
+class ReadThrough(Protocol):
+    """Reads boxes of stored arrays from another source than the checkpoint, such as a cache."""
+
+    def __call__(
+        self, content_id: str | None, plan: ReadPlan, buffers: Sequence[HostArray], read_stored: ReadBoxes
+    ) -> Iterable[int]:
+        """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete.
+
+        Args:
+            content_id: identifies the stored tree. Every save, and every checkpointable of a save, has a different id.
+                None if other software wrote the checkpoint: its bytes may change, so they may not be cached.
+            plan: the boxes, of arrays in their stored form.
+            buffers: for each box, C-contiguous memory of its shape and the stored dtype.
+            read_stored: reads boxes from the checkpoint and verifies them. Accepts any boxes of the tree of the plan.
+        """
+
+
+class StagedLoad(Protocol[T_co]):
+    """A load of one tree, as a strategy uses it."""
+
+    def run_here(self, read_through: ReadThrough | None = None) -> T_co:
+        """Run all stages in this process, and return the loaded value. Repeats them if the checkpoint was replaced.
+
+        Args:
+            read_through: reads boxes from another source; None: read the checkpoint.
+        """
+
+
+class ReadStrategy(Protocol[LoadT_contra]):
+    """A way to run a load. Pass one as ``ckptcore.load(..., strategy=...)``. Thread-safe.
+
+    `LoadT_contra` is ``ckptcore.loading.load.Load``, which is a `StagedLoad`.
+    """
+
+    def run(self, load: LoadT_contra) -> Any:
+        """Run a load, and return the loaded value."""
 
 
 class Coordinator(Protocol):

@@ -16,8 +16,7 @@ from ckptcore.protocols import Layout
 from ckptcore.runtime import runtime_of
 from ckptcore.saving.common_trees import refuse_per_process_objects
 from ckptcore.saving.descriptions import TreeDescription, describe_part, naming
-from ckptcore.tree.columns import requested_columns
-from ckptcore.tree.flattening import PerProcess, flatten
+from ckptcore.tree.flattening import PerProcess, flatten, requested_columns
 
 _SHOWN: Final = 50
 """Limit of refusals in the text of the error."""

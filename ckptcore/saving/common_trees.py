@@ -15,7 +15,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning.plans import SplitTree
+from ckptcore.planning.partition import SplitTree
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout, LeafHandler, SaveStrategy
 from ckptcore.saving.descriptions import PartDescription, TreeDescription, naming

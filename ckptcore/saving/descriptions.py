@@ -21,10 +21,9 @@ from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON, Node, TreePath, format_path
 from ckptcore.planning import plan_write
-from ckptcore.planning.plans import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
+from ckptcore.planning.partition import Owners, ReplicaOptions, SplitTree, cut_for_replicas, owners_of
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import Continuation, FilesHandler, Layout, WriteStore
-from ckptcore.tree.columns import saved_columns
 from ckptcore.tree.flattening import (
     Flat,
     PerProcess,
@@ -32,6 +31,7 @@ from ckptcore.tree.flattening import (
     leaves_of_values,
     per_process_leaves,
     per_process_values,
+    saved_columns,
 )
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class _FilesCaptured:
 
     def write(self, part: object, store: WriteStore) -> JSON:
         """Run the continuation, and store every file. The returned state lists the empty directories."""
-        from ckptcore.builtin.files import state_of_files  # needed only by objects that write files
+        from ckptcore.builtin.stateful import state_of_files  # needed only by objects that write files
 
         if self._continuation is not None:
             with naming(self._name):

@@ -15,8 +15,8 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.io.memory import StagingMemory
-from ckptcore.io.requests import requests_of
 from ckptcore.io.snapshot import BoundedSnapshot, CopiedSnapshot, StateBoxes, StateCopy, StateElements, ViewedSnapshot
+from ckptcore.io.threads import requests_of
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.transfer import WritePlan
 from ckptcore.progress import ByteProgress

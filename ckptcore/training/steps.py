@@ -39,8 +39,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.events import logger_named
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import map_ordered, reset_in_children
+from ckptcore.io.threads import map_ordered, requests_of, reset_in_children
 from ckptcore.job.agreement import Agreement
 from ckptcore.opening.foreign import owner_of_files
 from ckptcore.opening.open_checkpoints import ConsistentRead, open_either

@@ -79,7 +79,7 @@ WITH_DIRECTORIES = {
     "ckptcore.commit.overwriting": "commits next to other files, for the commit method",
     "ckptcore.commit.rename": "commits by rename, chosen by the commit method",
     "ckptcore.commit.subdirectory": "a storage within another one",
-    "ckptcore.commit.support": "tries what a storage supports",
+    "ckptcore.commit.method": "tries what a storage supports",
     "ckptcore.protocols": "the protocol",
     "ckptcore.protocols.storage": "the protocol",
     "ckptcore_testing": "its tests",

@@ -23,7 +23,7 @@ HEAVY = (
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 
-MOST_MODULES = 125
+MOST_MODULES = 105
 """Limit of modules that a first save or load imports in addition to NumPy, ml_dtypes, pluggy and xxhash."""
 
 PROBE = """

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckptcore.io.elements import plain
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import IOThreads, Sizes
 from ckptcore.model import (
     ArraySegment,
     Box,

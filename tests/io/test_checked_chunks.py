@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, ChunkRead, HostArray, ObjectRecord, Segment
 from tests.io.checksum_fakes import Crc32, Length
 from tests.io.objects import TINY, assert_targets_are_filled, checked, stored, summed, tiles

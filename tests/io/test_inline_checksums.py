@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import PluginError, StorageError
 from ckptcore.io.object_writes import ObjectRecorder
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, Checksum, ChecksumSegment, HostArray, Segment
 from tests.io.checksum_fakes import Crc32, Length
 from tests.io.objects import TINY, Opened, stored, summed

@@ -17,8 +17,7 @@ from ckptcore.io import object_writes, threads
 from ckptcore.io.memory import map_pages
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import coalesce
-from ckptcore.io.threads import IOThreads, for_each, map_ordered
+from ckptcore.io.threads import IOThreads, coalesce, for_each, map_ordered
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChunkRead, HostArray, Segment
 from ckptcore.protocols import ObjectWriter
 from tests.io.objects import TINY, Opened, stored, stored_bytes, tiles

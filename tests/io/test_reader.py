@@ -14,8 +14,7 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoun
 from ckptcore.io.block_cache import RecentBlocks
 from ckptcore.io.object_writes import ObjectRecorder
 from ckptcore.io.reader import ObjectReader
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import Box, BytesSegment, ChunkRead, HostArray, ObjectRecord
 from tests.io.objects import TINY
 from tests.io.watched_storage import WatchedStorage, memory_storage

@@ -12,8 +12,7 @@ import xxhash
 
 from ckptcore.errors import PluginError, StorageError
 from ckptcore.io.object_writes import ObjectRecorder
-from ckptcore.io.requests import SIZES, Sizes
-from ckptcore.io.threads import IOThreads
+from ckptcore.io.threads import SIZES, IOThreads, Sizes
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, StorageBackend
 from tests.io.checksum_fakes import Crc32

@@ -16,7 +16,7 @@ from ckptcore_tiers.fallback_storage import FallbackStorage
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.fenced_store import FencedStore
 from ckptcore.commit.subdirectory import AtomicSubdirectories, Subdirectory, subdirectory
-from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import requests_of
 from ckptcore.protocols import AtomicDirectories, StampedReader, StorageBackend, StorageCapabilities, StorageOptions
 
 from .watched_storage import WatchedStorage, memory_storage

@@ -14,8 +14,7 @@ from ckptcore_testing import ThreadJob, run_ranks
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.job.agreement import Agreement
-from ckptcore.job.gathering import ExchangeCounts
+from ckptcore.job.agreement import Agreement, ExchangeCounts
 from ckptcore.protocols import Coordinator, Rejoinable
 from ckptcore.runtime import runtime_of
 

@@ -18,7 +18,7 @@ import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, Pending, Receipt, Shard, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.planning.plans import ReplicaOptions, SplitTree, cut_for_replicas, owners_of, written_boxes
+from ckptcore.planning.partition import ReplicaOptions, SplitTree, cut_for_replicas, owners_of, written_boxes
 from ckptcore.protocols import Coordinator
 
 _Cuts = tuple[tuple[int, ...], ...] | None

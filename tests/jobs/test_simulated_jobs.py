@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.scale import LAYOUTS, Measured, Simulation
 from benchmarks.scale_job import TrainingJob
-from ckptcore.planning.plans import ReplicaOptions
+from ckptcore.planning.partition import ReplicaOptions
 
 _BLOCKS = 4
 _STAGES = 4

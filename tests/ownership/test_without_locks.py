@@ -13,10 +13,9 @@ from ckptcore.builtin.local import LocalStorage
 from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.leases import Clock
 from ckptcore.commit.location import Location
-from ckptcore.commit.method import find_partial
+from ckptcore.commit.method import StorageSupport, find_partial
 from ckptcore.commit.names import name_of_replaced
 from ckptcore.commit.root import Base, PartialSave, new_save_id
-from ckptcore.commit.support import StorageSupport
 from ckptcore.context import Context
 from ckptcore.errors import AtomicityError, SaveLostError, StorageError, StorageFullError
 from ckptcore.opening.bases import base_location

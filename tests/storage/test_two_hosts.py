@@ -17,8 +17,8 @@ from ckptcore import Checkpointer, CheckpointReader, Context
 from ckptcore.builtin.local import open_local
 from ckptcore.commit.conditional_put import new_claim
 from ckptcore.commit.location import Location, commit_method
+from ckptcore.commit.method import StorageSupport
 from ckptcore.commit.root import new_save_id
-from ckptcore.commit.support import StorageSupport
 from ckptcore.errors import DirectoryInUseError, SaveLostError, StepPinnedError
 from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import core_sources
-from tools.count import Count, count_packages, count_source, main, public_names, table
+from tools.count import ROOMS, Count, count_packages, count_source, main, public_names, rooms_table, table
 
 _SAMPLE = '''"""Module docstring.
 
@@ -86,3 +86,12 @@ def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -
     lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert lines["ckptcore_x"] == ["ckptcore_x", "1", "1", "50", "1,040", "0", "0"]
     assert lines["everything"] == ["everything", "2", "1", "250", "1,190", "0", "0"]
+
+
+def test_the_note_has_the_rooms_of_the_core() -> None:
+    root = Path(__file__).parents[2]
+    note = (root / "docs" / "design" / "small-core.md").read_text(encoding="utf-8")
+    rows = rooms_table(count_packages(root)).splitlines()
+    assert len(rows) == len(ROOMS) + 3
+    for row in rows:  # numbers may be older than the code
+        assert row.split("|")[1] in note and row.split("|")[3] in note, "run python -m tools.count --write"

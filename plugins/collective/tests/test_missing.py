@@ -53,7 +53,7 @@ def test_one_rank_without_the_distribution_fails_all(
             raise MissingDistributionError(f"{purpose} needs the distribution ckptcore-collective")
         return import_name(name, purpose=purpose)
 
-    monkeypatch.setattr("ckptcore.loading.load.import_name", import_or_not)
+    monkeypatch.setattr("ckptcore.distributions.import_name", import_or_not)
     place = tmp_path / ("one" if load is ckptcore.load else "several")
 
     network = ThreadNetwork(2)

@@ -17,7 +17,7 @@ from jax._src import distributed
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.job.gathering import ExchangeCounts
+from ckptcore.job.agreement import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
 

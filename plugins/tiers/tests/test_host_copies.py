@@ -20,7 +20,7 @@ from ckptcore.context import ReplicaOptions
 from ckptcore.errors import RankFailedError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata, WritePlan
 from ckptcore.model.tree import LEAF
-from ckptcore.planning.plans import cut_for_replicas, owners_of, written_boxes
+from ckptcore.planning.partition import cut_for_replicas, owners_of, written_boxes
 from ckptcore.policies import SpecificSteps
 from ckptcore.saving.descriptions import TreeDescription
 from plugins.tiers.tests.test_hosts import HOSTS, empty, job, near_of, sharded

@@ -21,7 +21,7 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.context import JobOptions
 from ckptcore.errors import PluginError
-from ckptcore.job.gathering import ExchangeCounts
+from ckptcore.job.agreement import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
 

@@ -26,7 +26,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.opening.bases import authority_of, base_location, read_base
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.opening.open_checkpoints import open_checkpoint
-from ckptcore.planning.plans import SplitTree
+from ckptcore.planning.partition import SplitTree
 from ckptcore.protocols import SaveCommit
 from ckptcore.saving.descriptions import BoxHolders, TreeDescription
 from ckptcore.saving.requests import Save, SaveDraft

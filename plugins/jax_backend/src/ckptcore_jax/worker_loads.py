@@ -10,7 +10,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.loading.load import Load, LoadTarget
 from ckptcore.loading.reading import TreeRead, batches, check_sizes, read_tree
-from ckptcore.matching.leaf_matching import Matched
+from ckptcore.matching.options import Matched
 from ckptcore.model import ArrayRecord
 from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.protocols import LeafHandler, ReadStrategy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ckptcore.model import ArrayRecord, Box, HostArray, LeafRecord, Pending, Receipt, Shard, StridedMemory, WritePlan
 from ckptcore.planning import plan_write
-from ckptcore.planning.plans import cut_for_replicas, owners_of
+from ckptcore.planning.partition import cut_for_replicas, owners_of
 from ckptcore.protocols import (
     CheckpointableHandler,
     HostBytes,

@@ -28,7 +28,7 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
-from ckptcore.planning.plans import Owners, owned_cells
+from ckptcore.planning.partition import Owners, owned_cells
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import SaveCommit, StorageBackend
 from ckptcore.runtime import runtime_of

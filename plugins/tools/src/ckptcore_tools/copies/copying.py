@@ -37,8 +37,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import logger_named
 from ckptcore.inspection.verify import verify_checkpoint
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import for_each
+from ckptcore.io.threads import for_each, requests_of
 from ckptcore.model.metadata import ObjectRecord
 from ckptcore.opening.open_checkpoints import ATTEMPTS, replaced_too_often
 from ckptcore.progress import ByteProgress, ProgressCallback

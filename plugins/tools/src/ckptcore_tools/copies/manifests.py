@@ -25,8 +25,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import logger_named
 from ckptcore.inspection.completeness import FileCheck, lost_problem
-from ckptcore.io.requests import requests_of
-from ckptcore.io.threads import for_each
+from ckptcore.io.threads import for_each, requests_of
 from ckptcore.model.metadata import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening.checkpoint import Checkpoint, CompositeCheckpoint, format_names
 from ckptcore.opening.members import is_deleted, lost_members, member_opener, open_member, present_members

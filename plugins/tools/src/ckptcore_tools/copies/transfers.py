@@ -14,8 +14,7 @@ import numpy as np
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.io.memory import map_pages
-from ckptcore.io.requests import SIZES, Sizes, requests_of
-from ckptcore.io.threads import IOThreads, for_each
+from ckptcore.io.threads import SIZES, IOThreads, Sizes, for_each, requests_of
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import ObjectWriter, RangeReader, StorageBackend
 

@@ -9,8 +9,8 @@ from contextlib import nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.io.requests import SIZES
 from ckptcore.io.snapshot import ViewedSnapshot
+from ckptcore.io.threads import SIZES
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan

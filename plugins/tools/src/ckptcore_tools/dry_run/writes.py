@@ -14,7 +14,7 @@ from ckptcore.commit.stored_root import refuse_inside, refuse_to_replace
 from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.io.requests import SIZES
+from ckptcore.io.threads import SIZES
 from ckptcore.job.visibility import sees_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON

@@ -11,7 +11,7 @@ from ckptcore_tools.retention import plan_deletions
 from ckptcore_tools.run_steps import StepStatus, find_owner, find_pinned, read_steps
 
 from ckptcore.errors import CheckpointError
-from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import requests_of
 from ckptcore.model import JSON
 from ckptcore.policies import AnyPreservation, PreservationPolicy
 from ckptcore.redaction import redacted, redacted_location
