@@ -116,7 +116,7 @@ def load_async(
     # Import on this thread what only some loads need: a process that is forked while another thread imports a module
     # inherits the unfinished import, and hangs if it imports the module too.
     if abstract is not None:
-        importlib.import_module("ckptcore.loading.abstract_trees")
+        importlib.import_module("ckptcore.loading.new_values")
     if select is not None:
         importlib.import_module("ckptcore.loading.selections")
 
