@@ -281,6 +281,8 @@ def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None
     def find_attempt() -> type[CollectiveAttempt[Any]]:
         if reads == "all":
             return CollectiveAttempt
+        from ckptcore.distributions import import_name  # only shared reads need it
+
         attempt = import_name("SharedAttempt", purpose=f"JobOptions(reads={reads!r})")
         return cast("type[CollectiveAttempt[Any]]", attempt)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from ckptcore.context import Context
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loading.abstract_trees import abstract_leaves_of, plain_path
+from ckptcore.loading.abstract_trees import abstract_leaves_of
 from ckptcore.matching.forms import plain_path
-from ckptcore.matching.leaf_matching import Matched
 from ckptcore.matching.options import Matched
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton, TreePath, are_indices, empty_nodes, format_path, leaf_count
 from ckptcore.opening.checkpoint import Checkpoint
