@@ -1,4 +1,4 @@
-"""Derived arrays of the core. `ckptcore.opening.derived` computes all derived arrays, also of other distributions.
+"""Derived arrays of the core. `ckptcore.opening.derived` computes derived arrays of all distributions.
 
 - `Stored`: an array of a checkpoint; the other derived arrays are computed from stored arrays
 - `Cut`, `Concatenation`, `Constant`: parts of arrays, joined arrays, constants (`ckptcore.derivations.arrays`)

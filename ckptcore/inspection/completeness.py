@@ -285,7 +285,7 @@ class FileCheck:
     def _wrong_in_foreign(self, checkpoint: Checkpoint, prefix: str = "") -> Sequence[Problem]:
         """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""
         if checkpoint.is_files:
-            return ()  # its sizes are those of the storage
+            return ()  # the storage itself gave the recorded sizes
         ends: dict[str, int] = {}
         try:
             for _, key, _, stop in extents_of(checkpoint):

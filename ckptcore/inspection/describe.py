@@ -162,7 +162,7 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files. Counts tied arrays once, and one state if each process saved a separate one."""
+        """Bytes of all arrays and files. Counts tied arrays once, and one of the states that processes saved."""
         if self.contents is None or self.is_composite:
             return sum([metadata.nbytes for metadata in self.checkpointables.values()])
         if self.contents.is_files:

@@ -72,8 +72,8 @@ class VerifyReport:
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
-        left_out: files with state, and tensors of files, in the directory of a checkpoint of other software that are no
-            part of it. They are not checked, and copies in another layout do not have them.
+        left_out: files with state, and tensors of files, that are in the directory of a checkpoint of other software
+            but not part of it. They are not checked, and copies in another layout do not have them.
         unjudged: statements about parts whose completeness is unknown, such as an adapter of an unknown method.
     """
 
@@ -193,7 +193,7 @@ def _raise_unjudged(error: Exception) -> None:
 
 
 def _bytes_to_check(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all objects, and of arrays in bases. Without objects, those of all arrays."""
+    """Return the bytes of all objects and of arrays in bases; if there are none, the bytes of all arrays."""
     tree, root = checkpoint.tree, checkpoint.root
     in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
     nbytes = sum(record.size for record in checkpoint.objects.values())

@@ -274,7 +274,7 @@ class _Parts:
 def in_order(moves: Sequence[Move]) -> Sequence[Move]:
     """Sort moves so that a part moves away before another one takes its place.
 
-    Empty if that is impossible, or if there are more than `_MOST`.
+    Returns nothing if no such order exists, or if there are more than `_MOST` moves.
     """
     if len(moves) > _MOST:
         return []

@@ -203,7 +203,7 @@ class Matched:
             builds a new value.
         first: positions of the leaves of objects that are restored before anything else is changed; None if there are
             no such objects.
-        sparse: a message for each object of which less than half of the leaves are stored.
+        sparse: a message for each object with less than half of its leaves stored.
         kept: by position of a leaf that a selection leaves out of an object, the value that the object keeps.
         untouched: paths of the objects that a selection leaves out completely.
     """

@@ -151,7 +151,7 @@ def _way_from_parent(location: Location) -> str:
         )
     if find_steps([f"{location.name}/"]) and (steps := find_steps(names)):
         return f"{_CHECK_PATH}: its steps are {_format_steps(list(steps.values()))}"
-    if "!/" in location.identity:  # in an archive, of which users do not have a listing
+    if "!/" in location.identity:  # in an archive: users cannot easily list its names
         return f"check the path: {within} has {format_names(names)}"
     return _CHECK_PATH
 

@@ -122,7 +122,7 @@ def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
 
 
 def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """Return a checkpoint that reads from copies where its directory has any. Returns `opened` if there are none.
+    """Return a checkpoint that reads boxes from the copies in its directory. Returns `opened` if there are no copies.
 
     Copies that cannot be read are ignored with a warning.
 

@@ -215,7 +215,7 @@ def open_tree(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint that an installed layout reads.
-        UncommittedCheckpointError: a save began there and was not committed.
+        UncommittedCheckpointError: a save at the location began and was not committed.
         CompositeCheckpointError: the checkpoint has several checkpointables.
         CorruptCheckpointError: the checkpoint is damaged.
         InvalidLocationError, UnsupportedVersionError: the root cannot be read.
