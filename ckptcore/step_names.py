@@ -221,7 +221,7 @@ class StepNames:
         The default formats are read too, and names with the prefix of the example and any number of zeros.
 
         Raises:
-            ValueError: no format has such names.
+            ValueError: the example has no step number, or new steps cannot be named in its format.
         """
         write = StepNameFormat.of(example)
         any_width = replace(write, width=None)

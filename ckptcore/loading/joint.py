@@ -233,7 +233,7 @@ def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -
 
 
 def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
-    """Return the names that any rank requests, in the order of `Changes`: what changes least comes first."""
+    """Return the names that any rank requests, in the order of `Changes`: loads that change least come first."""
     changes: dict[str, int] = {}
     for requests in of_ranks:
         for name, changed in requests:

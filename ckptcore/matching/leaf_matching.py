@@ -312,7 +312,7 @@ class Comparison:
         return reason
 
     def _is_value(self, position: int) -> bool:
-        """Return True if a plain value is requested: not an array, nor an object that is stored like one."""
+        """Return True if a plain Python value is requested, not an array or an object that is stored as a value."""
         leaf = self.flat.leaves[position]
         return type(leaf) in VALUE_KINDS or isinstance(leaf, list | tuple | dict)
 

@@ -359,7 +359,7 @@ def _structure_differences(
         stored: the paths of stored leaves that are not requested.
 
     Returns:
-        The difference by each of these paths. Paths of one container have equal differences.
+        The differences by path. All paths in one container have the same difference.
     """
     differences: dict[TreePath, Difference] = {}
     for leaves, others, both in (
@@ -401,7 +401,7 @@ def _state_differences(
         unexpected: the paths of stored leaves that are not requested, without attributes.
 
     Returns:
-        The difference by the path of each state with such leaves.
+        By path, the difference of each state with such leaves.
     """
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     states: dict[TreePath, Difference] = {}

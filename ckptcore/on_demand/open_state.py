@@ -100,7 +100,7 @@ class OpenState:
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Call a function that reads only open objects, or nothing.
+        """Call a function that reads only objects that are already open, or does not read.
 
         Raises:
             CheckpointNotFoundError: `read` failed because the checkpoint was replaced or deleted.
