@@ -34,12 +34,12 @@ _MAX_CHARACTERS: Final = 300
 
 @dataclass(frozen=True)
 class LeafTable:
-    """The leaves of a stored tree, then its containers without children, for selections.
+    """Rows for selections: the leaves of a stored tree, followed by its containers without children.
 
     Attributes:
-        paths: the path of each.
-        describe: returns the abstract leaf of each leaf, as in ``metadata(location).abstract``, then the containers.
-            Called only if needed.
+        paths: the path of each row.
+        describe: returns the abstract leaf of each leaf, as in ``metadata(location).abstract``, followed by the
+            containers. Called only if needed.
     """
 
     paths: Sequence[TreePath]
@@ -47,7 +47,7 @@ class LeafTable:
 
     @functools.cached_property
     def texts(self) -> Sequence[str]:
-        """The path of each leaf as text."""
+        """The path of each row as text."""
         return [_text(path) for path in self.paths]
 
 
@@ -119,7 +119,8 @@ def where(predicate: Predicate) -> Selection:
 
     Args:
         predicate: called with the path and the abstract leaf of each leaf of the tree, and with each container
-            without children: ``{}``, ``[]`` or ``()``. It selects a container that lacks an attribute it asks for.
+            without children (``{}``, ``[]`` or ``()``) and its path. If it raises AttributeError for such a container,
+            the container is selected.
 
     Raises:
         TypeError: the argument is not callable.
@@ -145,6 +146,7 @@ def experts(pattern: str, own: Collection[int]) -> Selection:
     before, has_number, after = _expect_text(pattern, "experts.{expert}.*").partition(_EXPERT)
     if not has_number or _EXPERT in after:
         raise ValueError(f"experts({pattern!r}): expected {_EXPERT} once, in place of the number of an expert")
+    # The NUL character marks the place of the number: `_key_expression` does not escape it.
     compiled = _compiled(_glob_text(before + "\0" + after, pattern).replace("\0", "([0-9]+)"), pattern)
     return _Experts(compiled, pattern, numbers)
 
@@ -214,7 +216,7 @@ class _Where(Selection):
             return bool(self.predicate(text, leaf))
         except AttributeError:
             if isinstance(leaf, Sized) and not leaf:
-                return True  # a container, of which a predicate about arrays says nothing
+                return True  # an empty container: a predicate about arrays does not exclude it
             raise
 
 
@@ -269,7 +271,10 @@ def _texts_above(path: TreePath) -> Iterator[str]:
 
 
 def _pattern_texts(path: TreePath) -> Iterator[str]:
-    """Yield the texts to match with patterns. A ``/`` inside a key is first a separator, then an ordinary character."""
+    """Yield the texts of a path to match with patterns.
+
+    If a key contains ``/``, also yields texts with a NUL character in its place, so that ``*`` matches the whole key.
+    """
     yield from _texts_above(path)
     if any("/" in str(key) for key in path):
         yield from _texts_above(tuple([str(key).replace("/", "\0") for key in path]))
@@ -382,7 +387,7 @@ def _key_expression(part: str, pattern: str) -> str:
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as text: ``0-7, 9``."""
     numbered = enumerate(numbers)
-    # In a run, numbers grow like their positions.
+    # In a run of consecutive numbers, the number minus its position is constant.
     runs = [[number for _, number in run] for _, run in itertools.groupby(numbered, lambda pair: pair[1] - pair[0])]
     shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "")

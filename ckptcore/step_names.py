@@ -13,14 +13,14 @@ __all__ = ["StepNameFormat", "StepNames", "numbered"]
 _DIGITS: Final = "0123456789"
 
 _MAX_STEP: Final = 2**63 - 1
-"""Frameworks store steps as signed 64-bit integers."""
+"""Largest step, because frameworks store steps as signed 64-bit integers."""
 
 _MAX_WIDTH: Final = 64
 
 
 _EXTENSIONS: Final = re.compile(r"(?:\.[A-Za-z][A-Za-z0-9]*)+")
 _COUNTED: Final = (re.compile(r"(?<![A-Za-z])step=([0-9]+)"), re.compile(r"(?<![A-Za-z])epoch=([0-9]+)"))
-"""Numbers with a name, in the order in which they are taken for the step."""
+"""Patterns of named numbers. The first pattern that matches gives the step."""
 _FRACTION: Final = re.compile(r"[0-9]\.\Z")
 _VALUE: Final = re.compile(r"=[-+]?[0-9]+(?:\.[0-9]+)?")
 
@@ -32,7 +32,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _number(digits: str, width: int | None) -> int | None:
-    """Return the number of some digits; None if their count does not fit the width, or the number is too large."""
+    """Return the value of decimal digits; None if their count does not fit the width, or the value is too large."""
     significant = digits.lstrip("0") or digits[-1:]
     if not significant or len(significant) > len(str(_MAX_STEP)):  # int() refuses text of thousands of digits
         return None
@@ -48,7 +48,7 @@ def _is_part(text: object) -> bool:
 
 
 def _width(digits: str) -> int:
-    """Return the width of the format of a number."""
+    """Return the width that an example number implies: its number of digits if it has leading zeros, otherwise 0."""
     return len(digits) if digits[0] == "0" and digits != "0" else 0
 
 
@@ -56,8 +56,8 @@ def _width(digits: str) -> int:
 class StepNameFormat:
     """A format for the names of steps: a prefix, then the number in decimal digits, and a suffix.
 
-    ``*`` in the prefix or the suffix matches any text. Names with ``*`` or with a suffix are only read: they are
-    those of other software.
+    ``*`` in the prefix or the suffix matches any text. A format with ``*`` or a suffix is only for reading steps of
+    other software.
 
     Attributes:
         prefix: the text before the number; may be empty. It must be printable, and not contain ``/`` or a backslash,
@@ -98,11 +98,12 @@ class StepNameFormat:
     def of(cls, example: str) -> StepNameFormat:
         """Return the format of an example: ``step_00000010`` has the width 8, ``step_10`` the width 0.
 
-        The number is the last one before the extensions of a file, as in ``model_10.pt``, or the one named ``step`` or
-        ``epoch``, as in ``epoch=1-step=10.ckpt``. Other numbers after ``=`` may then be different.
+        The number is the one named ``step``, or else ``epoch``, as in ``epoch=1-step=10.ckpt``. The format then allows
+        any other numbers after ``=``. If no number has such a name, the number is the last one before the extensions
+        of the file, as in ``model_10.pt``.
 
         Raises:
-            ValueError: the example has no number there, or an invalid prefix.
+            ValueError: the example has no such number, or an invalid prefix.
         """
         for counted in _COUNTED:
             if matches := list(counted.finditer(example)):
@@ -118,7 +119,7 @@ class StepNameFormat:
 
     @property
     def is_written(self) -> bool:
-        """True if new steps can have such names."""
+        """True if new steps can be named in this format."""
         return not self.suffix and "*" not in self.prefix
 
     def name(self, step: int) -> str:
@@ -138,7 +139,7 @@ class StepNameFormat:
         return f"{self.prefix}{number:0{self.width or 0}d}{self.suffix}"
 
     def parse(self, name: str) -> int | None:
-        """Return the step that has a name; None if the name has another format."""
+        """Return the step for a name; None if the name has another format."""
         if not name.endswith(self.suffix.rpartition("*")[2]):
             return None
         if "*" in self.prefix + self.suffix:
@@ -206,10 +207,10 @@ class StepNames:
 
     @property
     def finds_others(self) -> bool:
-        """True if `read` has the default. Then a run without a step with these names is searched for other names.
+        """True if `read` begins with the default formats. A run without such steps is then searched for other names.
 
-        If all checkpoints there have one prefix and a number, such as ``ppo_networks_100``, they are its steps. Other
-        checkpoints are an error, which says how to read them.
+        If the names of all checkpoints in the run are one prefix and a number, such as ``ppo_networks_100``, these
+        checkpoints are its steps. Otherwise an error explains how to read them.
         """
         return self.read[: len(_READ_BY_DEFAULT)] == _READ_BY_DEFAULT
 
@@ -220,7 +221,7 @@ class StepNames:
         The default formats are read too, and names with the prefix of the example and any number of zeros.
 
         Raises:
-            ValueError: no format has such names.
+            ValueError: the example has no step number, or new steps cannot be named in its format.
         """
         write = StepNameFormat.of(example)
         any_width = replace(write, width=None)
@@ -235,7 +236,7 @@ class StepNames:
         return self.write.name(step)
 
     def parse(self, name: str) -> int | None:
-        """Return the step that has a name in any of the formats; None if it is not the name of a step."""
+        """Return the step for a name in any of the formats; None if it is not the name of a step."""
         return next(iter(self.find([name])), None)
 
     def find(self, names: Iterable[str]) -> Mapping[int, str]:
@@ -256,9 +257,9 @@ class StepNames:
 
 
 def numbered(names: Iterable[str]) -> Mapping[str, Mapping[int, str]]:
-    """Return names that end in a number, by their text before it and by number, ascending."""
+    """Return the names that end in a number, grouped by prefix, then by number. Both are in ascending order."""
     by_prefix: dict[str, dict[int, str]] = {}
-    for name in sorted(names, key=len, reverse=True):  # of equal numbers, the shortest name
+    for name in sorted(names, key=len, reverse=True):  # the last of equal numbers is kept: the shortest name
         prefix, digits = _split(name)
         number = _number(digits, None)
         if number is not None:

@@ -1,6 +1,6 @@
-"""Derived arrays of the core. `ckptcore.opening.derived` reads and computes these and those of other distributions.
+"""Derived arrays of the core. `ckptcore.opening.derived` computes derived arrays of all distributions.
 
-- `Stored`: an array of a checkpoint, from which all others are derived
+- `Stored`: an array of a checkpoint; the other derived arrays are computed from stored arrays
 - `Cut`, `Concatenation`, `Constant`: parts of arrays, joined arrays, constants (`ckptcore.derivations.arrays`)
 - `WholeArray`: base class of arrays that can only be computed as a whole
 - `Reshaped`: the same elements in C order with another shape (`ckptcore.derivations.reshaped`)

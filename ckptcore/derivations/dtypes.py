@@ -61,6 +61,7 @@ class FloatValues:
 
     def has_all_ints(self, low: int, high: int) -> bool:
         """Return True if it has every int from `low` (at most 0) to `high`, both included."""
+        # The precision of b bits represents every int up to 2**b.
         largest = max(-low, high)
         return self.is_signed and self.least <= 1 and largest <= self.most and largest <= 1 << self.bits
 
@@ -95,7 +96,7 @@ def is_narrowing(dtype: str, other: str) -> bool:
 
 
 def is_truncating(dtype: str, other: str) -> bool:
-    """Return True if a cast of the dtype `other` to `dtype` is one of floats to ints, which drops fractions."""
+    """Return True if a cast of the dtype `other` to `dtype` converts floats to ints, and so drops fractions."""
     return sort_of_numbers(dtype) == "int" and sort_of_numbers(other) == "float"
 
 
@@ -172,7 +173,7 @@ class _Converted:
         """Convert the elements.
 
         Raises:
-            ValueError: an element is outside of the range of the dtype, and this is not a cast as by NumPy.
+            ValueError: an element is outside of the range of the dtype, and `copy` is not `copy_cast`.
         """
         self.copy(out, parts[0])
 
@@ -241,8 +242,8 @@ def _between(before: np.dtype[Any], after: np.dtype[Any]) -> str | None:
 def copy_cast(out: HostArray, source: HostArray) -> None:
     """Copy numbers into an array of another dtype as NumPy does, without errors for numbers outside of its range.
 
-    Ints wrap. Floats become infinite or NaN, or the largest value of a dtype that has neither. The result of a cast of
-    such floats to ints depends on the platform.
+    Outside of the range, ints wrap around. Floats become infinite or NaN, or the largest value of a dtype that has
+    neither. The result of a cast of such a float to an int depends on the platform.
     """
     between = _between(source.dtype, out.dtype)
     for piece in pieces(source.shape):  # limits the memory of a cast in two steps

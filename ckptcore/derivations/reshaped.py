@@ -74,7 +74,7 @@ class Reshaped:
         return (self.of,)
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return boxes of the input with exactly the elements of `box`; one bounding box if these are too many."""
+        """Return boxes of the input with exactly the elements of `box`; their bounding box if there are too many."""
         groups = self._pieces(box)
         if groups is None:
             ranges = [_bounding_ranges(group, of_box) for group, of_box in self._of_groups(box)]
@@ -171,7 +171,7 @@ def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
 
 
 def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_AxisGroup]:
-    """Split the axes of two shapes of the same size, above 0, into the smallest corresponding groups."""
+    """Split the axes of two shapes with the same number of elements, above 0, into the smallest matching groups."""
     i = j = 0
     while i < len(inner) or j < len(outer):
         first_i, first_j = i, j
@@ -189,7 +189,7 @@ def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_AxisGro
 
 
 def _pieces(group: _AxisGroup, of_box: _Ranges) -> Iterator[_ContiguousPart]:
-    """Yield the boxes along the input axes of a group that make up a box along its result axes, in order."""
+    """Yield, in order, the boxes along the input axes of a group that make up a box along its result axes."""
     if group.inner == group.outer:
         yield _ContiguousPart(of_box, 0, _size(of_box))
         return

@@ -1,1 +1,1 @@
-"""Inspection: what a checkpoint contains, what it lacks, and whether its bytes are sound. Loads nothing."""
+"""Inspection: describes checkpoints, finds missing files, and verifies bytes. Loads nothing."""

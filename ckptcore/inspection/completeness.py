@@ -61,9 +61,9 @@ def _wrong_size(key: str, expected: int, size: int | None, least: str = "") -> P
 def missing_members(
     composite: CompositeCheckpoint, existing: Mapping[str, Collection[str]]
 ) -> tuple[tuple[str, ...], Sequence[Problem]]:
-    """Return the checkpointables of which nothing exists, and the problems of those of which something is missing.
+    """Return the checkpointables that do not exist, and the problems of lost and incomplete checkpointables.
 
-    Checkpointables that ckptcore deleted are no problem.
+    A checkpointable that ckptcore deleted is not a problem.
 
     Args:
         composite: the checkpoint.
@@ -105,7 +105,7 @@ def open_members(
 
 
 def lost_problem(composite: CompositeCheckpoint, absent: Collection[str]) -> Problem | None:
-    """Return the problem of those of the `absent` checkpointables that ckptcore did not delete; None if it did."""
+    """Return one problem for all `absent` checkpointables that ckptcore did not delete; None if it deleted all."""
     lost = lost_members(composite, absent)
     if not lost:
         return None
@@ -132,7 +132,8 @@ class StoredFiles(NamedTuple):
         nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
             checkpoints of other software, bytes of the arrays.
         problems: the files of the checkpoint and of its bases that are missing or have another size.
-        deleted: names of checkpointables without any file: they were deleted, or lost, which is also a problem.
+        deleted: names of checkpointables that do not exist. They were deleted, or they were lost, which is also a
+            problem.
     """
 
     nbytes: int
@@ -159,11 +160,12 @@ def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
 class FileCheck:
     """Finds files that are missing or have another size than recorded. Reads roots, listings and sizes. Thread-safe.
 
-    The caller checks afterwards that the checkpoint was not replaced. Remembers the bases, which updates share.
+    The caller checks afterwards that the checkpoint was not replaced. Caches the results for bases, because several
+    updates may share a base.
     """
 
     def __init__(self, context: Context) -> None:
-        """Read nothing yet."""
+        """Keep the context, and begin with an empty cache."""
         self._context = context
         self._threads = runtime_of(context).io_threads
         self._bases: dict[tuple[LocationAddress, Base], tuple[Problem, ...]] = {}
@@ -242,7 +244,8 @@ class FileCheck:
         absent, missing = missing_members(composite, existing)
         problems += missing
         wrong = self._wrong(store, sizes)
-        # The composite stays the same while a checkpointable is deleted. Its own root is replaced or removed first.
+        # Deleting a checkpointable does not change the root of the composite. It first replaces or removes the root of
+        # the checkpointable, so a changed root shows that files are missing because of a deletion.
         deleted = {
             directory
             for directory in {(problem.key or "").partition("/")[0] for problem in wrong}
@@ -282,7 +285,7 @@ class FileCheck:
     def _wrong_in_foreign(self, checkpoint: Checkpoint, prefix: str = "") -> Sequence[Problem]:
         """Return the problems of a checkpoint of other software, as far as its layout knows where arrays end."""
         if checkpoint.is_files:
-            return ()  # its sizes are those of the storage
+            return ()  # the storage itself gave the recorded sizes
         ends: dict[str, int] = {}
         try:
             for _, key, _, stop in extents_of(checkpoint):
@@ -290,7 +293,7 @@ class FileCheck:
         except CorruptCheckpointError as error:
             return (Problem(error.key, error.start, error.stop, (), str(error)),)
         except CheckpointError:
-            return ()  # an array that cannot be read here
+            return ()  # an array cannot be read here, so its extent is unknown
         store = checkpoint.location.parent if checkpoint.version.is_object else checkpoint.location.store
         return self._wrong(store, ends, prefix if not checkpoint.version.is_object else "", "at least ")
 
@@ -312,7 +315,7 @@ class FileCheck:
     def _wrong(
         self, store: StorageBackend, expected: Mapping[str, int], prefix: str = "", least: str = ""
     ) -> list[Problem]:
-        """Return the objects that are missing, or have another size in bytes. With `least`, they may be larger."""
+        """Return the problems of objects that are missing or have another size. With `least`, they may be larger."""
         parallelism = requests_of(store).concurrency
         keys = list(expected)
         if parallelism > 1 and len(keys) > 1 and (listed := _listed_sizes(store)) is not None:

@@ -83,8 +83,8 @@ class CheckpointablesMetadata(Mapping[str, "CheckpointMetadata"]):
 class CheckpointMetadata(ShownInNotebooks):
     """Metadata of a checkpoint, without its arrays.
 
-    A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). One of other software, or its
-    copy, has both if it has several objects and `ckptcore.load` loads one of them by default.
+    A checkpoint has either one tree (`contents`) or several objects (`checkpointables`). A checkpoint of other
+    software, or a copy of it, has both if it has several objects and `ckptcore.load` loads one of them by default.
 
     Attributes:
         created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
@@ -96,9 +96,9 @@ class CheckpointMetadata(ShownInNotebooks):
         contents: the tree; None if there are several objects.
         checkpointables: by name, the metadata of each object; empty for one tree.
         digest: ``sha256:`` and the SHA-256 of the root, `checkpoint.json`, in hexadecimal. The root has the checksums
-            of all data files, so another save has another digest, and a copy has the same: the place of a save among
-            others there, ``order``, is left out. For several objects: the SHA-256 of the root, followed by the digests
-            of the objects. None for checkpoints of other software.
+            of all data files, so each save has its own digest, and a copy has the digest of its original. The field
+            ``order``, the place of a save among other saves, is left out. For several objects: the SHA-256 of the
+            root, followed by the digests of the objects. None for checkpoints of other software.
     """
 
     created: str | None
@@ -153,14 +153,16 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def unused(self) -> Mapping[str, Sequence[str]]:
-        """By object, the names of arrays that other software stored and does not load: its index names other copies,
-        or does not name them. Raises CompositeCheckpointError for several objects.
+        """By object, the names of arrays that other software stored and does not load.
+
+        Its index names other copies of them, or does not name them. Raises CompositeCheckpointError for several
+        objects.
         """
         return self._contents_for("unused").unused
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files. Counts tied arrays once. Of states saved per process, counts one."""
+        """Bytes of all arrays and files. Counts tied arrays once, and one of the states that processes saved."""
         if self.contents is None or self.is_composite:
             return sum([metadata.nbytes for metadata in self.checkpointables.values()])
         if self.contents.is_files:
@@ -271,7 +273,7 @@ def _describe_composite(composite: CompositeCheckpoint, context: Context, open_o
     for name, directories in existing_members(composite):
         for directory, member in open_members({name: directories}, open_one):
             if isinstance(member, CheckpointNotFoundError) and is_deleted(composite, directory):
-                continue  # deleted since it was reached
+                continue  # it was deleted after the iterator reached it
             try:
                 if isinstance(member, CheckpointError):
                     raise member
@@ -292,7 +294,7 @@ def _describe_composite(composite: CompositeCheckpoint, context: Context, open_o
 
 
 def _contents_to_load(composite: CompositeCheckpoint, context: Context) -> TreeContents | None:
-    """Return the tree that `ckptcore.load` loads from a composite without a name; None if it loads none."""
+    """Return the tree that `ckptcore.load` loads from a composite if no name is given; None if it loads none."""
     try:
         checkpoint = open_tree(composite.location, composite.version, context)
     except UncommittedCheckpointError:

@@ -1,7 +1,7 @@
-"""Files with state in the directory of a checkpoint of other software that are no part of the checkpoint.
+"""Files with state that are in the directory of a checkpoint of other software, but not part of the checkpoint.
 
-A load, a conversion and a consolidation leave them out: ``optimizer.pt`` of a trainer, and shards and tensors that an
-index does not name.
+Loads, conversions and consolidations leave them out. Examples are ``optimizer.pt`` of a trainer, and shards and tensors
+that an index does not name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptcore.protocols.storage import StorageBackend
 _STATE: Final = re.compile(
     r".*\.(pt|pth|ckpt|bin|pkl|pickle|npz|npy|msgpack|h5|hdf5|keras|safetensors|tar)|trainer_state\.json"
 )
-"""Names of files that hold the state of a training. Configs, tokenizers and texts hold none."""
+"""Names of files with the state of a training run. Configs, tokenizers and texts have no state."""
 
 OTHER_FORMATS: Final = re.compile(
     r"(pytorch_model|tf_model|flax_model|diffusion_pytorch_model|diffusion_flax_model|model|consolidated)\b"
     r".*\.(bin|safetensors|h5|hdf5|msgpack|pth|npz)"
 )
-"""Names of the weights of one model, which repositories have in several formats next to each other."""
+"""Names of files with the weights of a model. A repository may have the same weights in several of these formats."""
 
 _ARGUMENTS: Final = "training_args.bin"
 """Arguments of the Trainer of transformers. Repositories of models have this file too."""
@@ -39,7 +39,7 @@ _FOLDERS: Final = ("original", "onnx", "openvino", "coreml")
 _OF_THEIR_OWN: Final = re.compile(
     r"(checkpoint|step|epoch|iter)[-_=]?\w*\d+(\.ckpt)?|wandb|mlruns|runs|logs|lightning_logs"
 )
-"""Folders in the directory of a run that are other steps, or logs."""
+"""Names of folders with other steps or logs, in the directory of a run."""
 
 MOST_NAMED: Final = 8
 """Limit of the files, and of the tensors of a file, that a message names."""
@@ -48,9 +48,9 @@ _BEGIN_BYTES: Final = 16
 
 
 def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context) -> tuple[str, ...]:
-    """Return the files with state that are no part of a checkpoint, and ``file: tensors`` for those of a file.
+    """Return the files with state that are not part of a checkpoint, and ``file: tensors`` for such tensors of a file.
 
-    Checkpoints of ckptcore list their files, so nothing is left out of them.
+    Checkpoints of ckptcore list all of their files, so the result is empty for them.
     """
     if checkpoint.root is not None or checkpoint.version.is_object:
         return ()
@@ -68,7 +68,7 @@ def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocatio
 def files_read_by(
     checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context
 ) -> tuple[set[str], list[str]]:
-    """Return the files that a load reads, and ``file: tensors`` for the tensors of them that it does not load."""
+    """Return the files that a load reads, and ``file: tensors`` for tensors in these files that it does not load."""
     trees: list[tuple[str, Checkpoint]] = []
     read: set[str] = set()
     tensors: list[str] = []
@@ -81,7 +81,7 @@ def files_read_by(
             if isinstance(member, Checkpoint):  # the caller reports the others
                 trees.append((f"{directory}/", member))
     for prefix, stored in trees:
-        while stored.derived is not None:  # what it is computed from is no part of its tree
+        while stored.derived is not None:  # a derived tree does not have the stored arrays
             stored = stored.derived.sources[0]
         read.update(f"{prefix}{key}" for key in (*stored.objects, *stored.origin.files))
         read.update(f"{prefix}{key}" for _, key, _, _ in extents_of(stored))
@@ -99,6 +99,7 @@ def files_read_by(
 
 
 def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) -> bool:
+    """Return True if a file that a load does not read has state that is not in another file that the load reads."""
     directory, _, name = key.rpartition("/")
     folders: Sequence[str] = directory.split("/") if directory else ()
     if not _STATE.fullmatch(name) or name == _ARGUMENTS or any(folder.startswith(".") for folder in folders):
@@ -108,17 +109,17 @@ def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) 
     beside = {other.rpartition("/")[2] for other in read if other.rpartition("/")[0] == directory}
     suffix = name.rpartition(".")[2]
     if suffix in ("bin", "safetensors") and any(_stem(other) == _stem(name) for other in beside):
-        return suffix in read_suffixes  # the same weights in another format, or a shard
+        return suffix in read_suffixes  # True for another shard, False for the same weights in another format
     if not beside or not OTHER_FORMATS.fullmatch(name):
         return True
     if suffix not in read_suffixes or name.startswith("consolidated"):
         return False
-    # a variant such as model.fp16.safetensors has the same weights in another dtype; a shard has others
+    # A variant such as model.fp16.safetensors has the same weights in another dtype. A shard has other weights.
     return not any(_stem(name).startswith(f"{_stem(other)}.") for other in beside)
 
 
 def _is_empty(store: StorageBackend, key: str) -> bool:
-    """Return True for a file with a text in place of a state, such as a pointer of Git LFS, or without any tensor."""
+    """Return True for a file that is empty, is only text (such as a Git LFS pointer), or has no tensor."""
     size = store.size(key)
     if not size:
         return True

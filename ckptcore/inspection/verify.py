@@ -51,7 +51,7 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of
 
 _READ_BYTES: Final = 1 << 24
-"""Limit of the bytes that are read at once of an array in a base, or of one that is larger than memory."""
+"""Limit of the bytes of one read, for arrays in bases and for arrays that are larger than memory."""
 
 _MAX_READS: Final = 1 << 16
 """Limit of the parts of an array that is larger than memory."""
@@ -68,13 +68,13 @@ class VerifyReport:
         objects: the number of objects that were checked, including the root and its parts.
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
-        deleted: names of checkpointables that do not exist any more. Each is a problem, unless ckptcore deleted it.
+        deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
         unused: by object, the names of arrays that other software stored and does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
-        left_out: files with state, and tensors of files, in the directory of a checkpoint of other software that are no
-            part of it. They are not checked, and copies in another layout do not have them.
-        unjudged: statements about what may be complete or not, such as an adapter of a method that is not known.
+        left_out: files with state, and tensors of files, that are in the directory of a checkpoint of other software
+            but not part of it. They are not checked, and copies in another layout do not have them.
+        unjudged: statements about parts whose completeness is unknown, such as an adapter of an unknown method.
     """
 
     problems: tuple[Problem, ...]
@@ -94,8 +94,13 @@ class VerifyReport:
 
     @property
     def state(self) -> Literal["sound", "complete", "damaged"]:
-        """ "sound": every byte has its checksum. "complete": all that can be read here was read, but some of it has no
-        checksums, so that a changed byte may not be found. "damaged": there are problems."""
+        """State of the checkpoint: "sound", "complete" or "damaged".
+
+        - "sound": every byte matches its checksum.
+        - "complete": everything that can be read here was read, but some bytes have no checksums, or some parts cannot
+          be read or judged. A changed byte there may not be found.
+        - "damaged": there are problems.
+        """
         if self.problems:
             return "damaged"
         judged = self.objects and not (self.unverified or self.unsupported or self.unjudged)
@@ -109,7 +114,7 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        StorageError: the storage failed, or an object cannot be read here, so that it is not known if it is damaged.
+        StorageError: the storage failed, or an object cannot be read here, so that damage cannot be excluded.
     """
     progress = ByteProgress(report)
 
@@ -180,7 +185,7 @@ _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA
 
 
 def _raise_unjudged(error: Exception) -> None:
-    """Raise an error that says nothing about the bytes, such as a missing permission or a newer version."""
+    """Raise an error that does not show damage, such as a missing permission or a newer version of the format."""
     is_damage = isinstance(error, ObjectNotFoundError) or (isinstance(error, OSError) and error.errno in _DAMAGE)
     is_unknown = isinstance(error, UnsupportedVersionError | InsufficientMemoryError)
     if is_unknown or (isinstance(error, StorageError) and not is_damage):
@@ -188,7 +193,7 @@ def _raise_unjudged(error: Exception) -> None:
 
 
 def _bytes_to_check(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all objects, and of arrays in bases. Without objects, those of all arrays."""
+    """Return the bytes of all objects and of arrays in bases; if there are none, the bytes of all arrays."""
     tree, root = checkpoint.tree, checkpoint.root
     in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
     nbytes = sum(record.size for record in checkpoint.objects.values())
@@ -245,7 +250,10 @@ class _Verification:
         return VerifyReport(tuple(self._problems), objects, self._done, unverified, unjudged=unjudged)
 
     def _check_adapter(self) -> tuple[str, ...]:
-        """Report parameters that the config of an adapter needs. Return what its config does not decide."""
+        """Report missing parameters that the config of an adapter requires.
+
+        Returns statements about parts for which the config does not decide if they are complete.
+        """
         config = self._checkpoint.origin.custom.get("adapter_config")
         if not isinstance(config, Mapping):
             return ()
@@ -276,7 +284,7 @@ class _Verification:
         self._progress.complete(nbytes)
 
     def _check_size(self, record: ObjectRecord) -> None:
-        """Check the size of an object."""
+        """Check the size of an object, and keep the number of bytes that can be read for the check of its blocks."""
         try:
             size = self._checkpoint.location.store.size(record.key)
         except CheckpointError as error:
@@ -308,7 +316,7 @@ class _Verification:
         try:
             self._read(key, start, stop)
         except (CheckpointError, OSError):
-            for block in range(start, stop, BLOCK_BYTES):  # find the damaged ones
+            for block in range(start, stop, BLOCK_BYTES):  # find the damaged blocks
                 self._check_block(key, block, min(block + BLOCK_BYTES, stop))
         self._advance(stop - start)
 
@@ -330,7 +338,7 @@ class _Verification:
             )  # fmt: skip
 
     def _check_table_of_files(self) -> None:
-        """Report directories that cannot be made."""
+        """Report directories that cannot be created, because a file has the same path."""
         with self._reporting(ROOT_KEY):
             for key in empty_directories(self._checkpoint.state):
                 parts = key.split("/")
@@ -363,7 +371,7 @@ class _Verification:
     def _read_arrays(self) -> tuple[str, ...]:
         """Read every array of a checkpoint of other software, which has no recorded checksums of blocks.
 
-        Returns the keys of the objects in which the format has no checksums, or not of all bytes.
+        Returns the keys of the objects that do not have checksums for all of their bytes.
 
         Raises:
             InsufficientMemoryError: not even a part of an array can be read. It may be sound or damaged.
@@ -416,15 +424,16 @@ def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
 
 
 def _pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
-    """Return boxes that together are an array. Each has whole chunks, or few bytes.
+    """Return boxes that together cover an array. Each has whole chunks, or few bytes.
 
-    The first element comes first: what is decoded for it may show that no chunk has the size that its metadata states.
+    The first box has only the first element. Decoding its chunk may show that chunks do not have the size that the
+    metadata states.
     """
     if checkpoint.derived is not None:
         return checkpoint.derived.pieces(leaf, _READ_BYTES)
     whole = Box.whole(spec.shape)
     rows = checkpoint.index.chunk_rows(checkpoint.tree.aliases.get(leaf, leaf)) or 1
     step = max(1, _READ_BYTES * spec.shape[0] // spec.nbytes // rows) * rows if spec.shape else 1
-    # A few bytes may state any shape, so a limit is needed for elements that are not stored.
+    # A few bytes of metadata may state any shape. Limit the number of reads, because elements may not be stored.
     bands = whole.bands(0, step) if spec.shape and spec.shape[0] <= step * _MAX_READS else [whole]
     return [Box((0,) * len(spec.shape), (1,) * len(spec.shape)), *bands]

@@ -1,1 +1,1 @@
-"""Loads: match and plan, read, and build, in one process or together in a job; of one tree or of several objects."""
+"""Loads of one tree or of several checkpointables, by one process or by all processes of a job."""

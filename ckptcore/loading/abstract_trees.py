@@ -1,7 +1,7 @@
-"""Abstract trees of stored trees, and requested ones that take the stored structure of plain values.
+"""Abstract trees of stored trees, and requested trees that take the stored structure of plain values.
 
-The state of a program has counters, bests and histories that change their kind while it runs: None becomes 12, 0
-becomes 0.73, a list grows. The caller decides the form where nothing is lost by it, otherwise the checkpoint does.
+Counters, best results and histories in the state of a program change their kind while it runs: None becomes 12, 0
+becomes 0.73, a list grows. A load uses the requested form if it loses nothing, and otherwise the stored form.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def stored_at(
 
 
 def _unreadable_leaves(tree: TreeMetadata, numbers: Collection[int]) -> dict[TreePath, CheckpointError]:
-    """Return the errors of those of some leaves that cannot be loaded, by their plain paths."""
+    """Return the errors of the given leaves that cannot be loaded, by their plain paths."""
     return {
         plain_path(tree.paths[number]): error
         for number, record in enumerate(tree.leaves)
@@ -134,8 +134,8 @@ def _is_plain_value(record: LeafRecord) -> bool:
 def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:
     """Request plain values in their stored structure where the requested structure differs.
 
-    A requested value or container of plain values takes the stored structure. A dict keeps its keys: one with a text
-    key that is not stored is left as it is, and so are the states of objects, whose handlers decide.
+    A requested value or container of plain values takes the stored structure. A dict with a text key that is not stored
+    is unchanged, because a dict keeps its keys. The states of objects are unchanged, because their handlers decide.
 
     Args:
         flat: the abstract tree.
@@ -192,8 +192,8 @@ class _Walk:
         return asked._replace(children=tuple(skeletons)), shape._replace(children=tuple(shapes), leaves=leaves)
 
     def _is_decided(self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int) -> bool:
-        """Return True if the checkpoint decides the structure: both are plain, and nothing of the caller is lost."""
-        # Cheap checks first: most nodes are alike, and the last ones visit every leaf below.
+        """Return True if the node takes the stored structure: both nodes are plain, and no requested part is lost."""
+        # Cheap checks first: most nodes are alike, and the last checks visit every leaf below.
         if asked is LEAF and stored is LEAF:
             return _is_array_for_value(self._flat.leaves[position], self._tree.leaves[number])
         if _are_alike(asked, stored) and (self._by_name or leaf_count(stored) or _is_same_kind(asked, stored)):
@@ -230,7 +230,7 @@ class _Walk:
     def _as_stored(
         self, asked: Skeleton, shape: Shape, position: int, stored: Skeleton, number: int
     ) -> tuple[Skeleton, Shape]:
-        """Request a node with the children that are stored: a requested one in its own form, if it is there."""
+        """Request a node with the stored children. A stored child that is also requested keeps its requested form."""
         self.has_changed = True
         if not isinstance(stored, Node):
             return self._stored_leaf(number), None
@@ -261,7 +261,7 @@ class _Walk:
         leaves = leaf_count(node)
         like = rebuild(node._replace(children=(LEAF,) * len(keys)), [None] * len(keys))
         handler = self._plugins.dispatch(like).container
-        assert handler is not None  # a container of Python
+        assert handler is not None  # the built-in plugin handles containers of Python
         content = Container(like, handler, keys, tuple(shapes), leaves, None)
         return node, NewContainer(content, own if is_same_type and isinstance(own, dict | list) else None, leaves)
 
@@ -274,7 +274,7 @@ class _Walk:
 
 
 def _containers(shape: Shape) -> Iterator[int]:
-    """Yield the identity of each list and dict, once for each path that it has."""
+    """Yield the identity of each list and dict: once for each path of the list or dict."""
     if isinstance(shape, Container):
         if isinstance(shape.like, list | dict):
             yield id(shape.like)
@@ -299,7 +299,7 @@ def _is_plain(node: Skeleton) -> bool:
 
 
 def _holds_plain(node: Skeleton, shape: Shape) -> bool:
-    """Return True for a leaf, and for containers of exactly the types of Python."""
+    """Return True for a leaf, and for containers of Python's own types (no subclasses) at any depth."""
     if not isinstance(node, Node):
         return True
     if not isinstance(shape, Container) or type(shape.like) not in _CONTAINERS:
@@ -323,7 +323,7 @@ def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
 
 
 def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
-    """Return True for a requested plain value, also an array without axes."""
+    """Return True for a requested plain value, including an array without axes."""
     if handler is None or type(leaf) in VALUE_KINDS:
         return handler is not None
     try:
@@ -334,7 +334,7 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
 
 
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
-    """Return True if an array is stored for None, text or bytes: a requested number decides the form of an array."""
+    """Return True if None, text or bytes is requested and an array is stored. A requested number keeps its form."""
     return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and _is_plain_value(record)
 
 
@@ -357,7 +357,7 @@ def _has_same_keys(asked: Skeleton, stored: Skeleton, others: Collection[str]) -
 
 
 def _is_same_kind(asked: Skeleton, stored: Skeleton) -> bool:
-    """Return True for two mappings, and for two sequences: an option of the caller exchanges lists and tuples."""
+    """Return True for two mappings, and for two sequences. `Matching.sequences` decides if lists match tuples."""
     return isinstance(asked, Node) and isinstance(stored, Node) and _is_mapping(asked) == _is_mapping(stored)
 
 

@@ -91,10 +91,10 @@ class CompositeRequest:
 
 
 class Changes(IntEnum):
-    """Changes of a load. Loads are done in this order: an error of an early one leaves more unchanged."""
+    """Kind of change that a load makes. Loads run in this order, so that an early error leaves more unchanged."""
 
-    NOTHING = 0  #: it returns a new value
-    OBJECTS = 1  #: objects that may refuse their state, and get their old one back if another one refuses
+    NOTHING = 0  #: the load returns a new value
+    OBJECTS = 1  #: objects that may refuse their state; their old state is put back if another object refuses
     FILES = 2  #: an object that restores itself from files
     ARRAYS = 3  #: arrays and other leaves of a target
 
@@ -110,7 +110,7 @@ class MemberRequest:
         options: the options of its load.
         files: restores `like` from stored files; None for a tree, and for files that are loaded as bytes.
         changes: what the load changes.
-        nbytes: bytes of the arrays that are stored.
+        nbytes: bytes of the stored arrays.
     """
 
     name: str
@@ -131,15 +131,15 @@ class CompositeLoad:
     """
 
     def __init__(self, location: AnyLocation, wanted: CompositeRequest, context: Context, recording: Recording) -> None:
-        """Open nothing yet."""
+        """Keep the arguments. `run` opens the checkpoint."""
         self.location = location
         self.context = context
         self.recording = recording
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: dict[str, None] = {}  # names of objects restored in place, also by an attempt that is repeated
-        self._refused: dict[str, TreeMismatchError] = {}  # objects to restore whose states are for other processes
+        self._changed: dict[str, None] = {}  # names of objects restored in place, also by repeated attempts
+        self._refused: dict[str, TreeMismatchError] = {}  # objects whose states another number of processes saved
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
@@ -150,8 +150,8 @@ class CompositeLoad:
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
-            PartialLoadError: another number of processes saved an object to restore, each its own state. All others
-                were loaded.
+            PartialLoadError: an object to restore has a separate state for each of another number of processes. All
+                other objects were loaded.
             TargetUndefinedError: the load failed after an object was changed.
         """
         try:
@@ -166,7 +166,7 @@ class CompositeLoad:
             if isinstance(error, TargetUndefinedError):
                 raise
             if not self._changed:
-                self._undo.run(error)  # also if another rank refused
+                self._undo.run(error)  # this rank may have changed objects before another rank failed
                 raise
             raise TargetUndefinedError(
                 f"{self.location} was replaced or deleted after {format_names(self._changed)} had been restored from "
@@ -253,11 +253,11 @@ class CompositeLoad:
     def load(self, request: MemberRequest, context: Context) -> object:
         """Load one checkpointable."""
         if self.recording.progress is not None:
-            self.recording.progress.later -= request.nbytes  # planned exactly by its load
+            self.recording.progress.later -= request.nbytes  # the load itself plans the exact number
         try:
             loaded = self._load_member(request, context)
         except Exception as error:
-            # The undone objects are as they were, unless arrays of an object were filled.
+            # The failed load undid its own changes, unless it raised TargetUndefinedError.
             restored = list(self._changed)
             if isinstance(error, TargetUndefinedError):
                 self._changed[request.name] = None

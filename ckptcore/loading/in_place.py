@@ -36,7 +36,7 @@ class Undo:
     """Restores objects that may refuse their states, and puts the old states back if one of them does."""
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
+        """Begin without old states. `add` keeps them."""
         self._before: dict[int, tuple[LiveObject, Callable[[], None] | None]] = {}
         self._changed: set[int] = set()
 
@@ -195,7 +195,7 @@ def _match_target(checkpoint: Checkpoint, flat: Flat, context: Context, request:
     """Find the stored leaf for each leaf of a target.
 
     Raises:
-        TreeMismatchError: also if a leaf can be neither filled in place nor replaced.
+        TreeMismatchError: the trees do not match, or a leaf can be neither filled in place nor replaced.
     """
     matched = match_value(checkpoint, flat, context, request, in_place=True)
     if request.select is not None:

@@ -37,7 +37,7 @@ def take_step(
     """Run a step on all ranks, and wait for all of them.
 
     An error of one rank fails the step on all ranks, as in a stage of an `Agreement`. If one rank finds damage, all
-    ranks raise its error, because it may have read data for them.
+    ranks raise its error, because this rank may have read data for the others.
 
     Args:
         agreement: the agreement of the load.
@@ -54,8 +54,8 @@ def take_step(
             unchanged.
         RankFailedError: another rank failed with any other error.
     """
-    # An error in a stage is raised on all ranks as the failure of this one. Damage and a replaced checkpoint are sent
-    # as payload instead, because the leader decides from all of them whether to repeat the attempt.
+    # If the body of a stage raises an error, all ranks raise it as the failure of this rank. Damage and a replaced
+    # checkpoint are sent as payload instead: the leader uses the payloads of all ranks to decide on another attempt.
     own: Exception | None = None
     with agreement.stage(name) as stage:
         damage: JSON = None
@@ -134,7 +134,7 @@ class CollectiveRead:
         try:
             new_attempt: type[CollectiveAttempt[T]] = self.find_attempt()
         except BaseException:
-            with agreement.stage("open-0"):  # the first step of an attempt, at whose end the other ranks wait
+            with agreement.stage("open-0"):  # fail in the first step, because the other ranks wait at its end
                 raise
         for number in itertools.count():  # `load` limits the attempts
             attempt = new_attempt(load, self.job, agreement, number)
@@ -174,7 +174,7 @@ class CollectiveAttempt(Generic[T]):
         return planned[0] if messages is not None and self._agree(messages, planned[0]) else None
 
     def begin(self, reading: TreeRead) -> bool:
-        """Restore what a process may refuse, on all of them; False if the checkpoint was replaced meanwhile."""
+        """Restore the objects that may refuse their state; False if the checkpoint was replaced meanwhile."""
 
         def begin() -> JSON:
             with naming_arrays(reading.checkpoint):
@@ -233,7 +233,7 @@ def load_composite_collectively(load: CompositeLoad, strategy: CollectiveRead) -
 
 
 def _union_of_names(of_ranks: Sequence[Any]) -> JSON:
-    """Return the names that any rank requests, in the order of `Changes`: what changes least comes first."""
+    """Return the names that any rank requests, in the order of `Changes`: loads that change least come first."""
     changes: dict[str, int] = {}
     for requests in of_ranks:
         for name, changed in requests:

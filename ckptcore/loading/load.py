@@ -111,10 +111,12 @@ class LoadTarget(Protocol[T]):
         ...
 
     def begin(self, load: Load[T], first: TreeRead) -> None:
-        """Read first what the target may refuse, and restore it. Only called if there is any.
+        """Read and restore the objects that may refuse their state, before all others.
+
+        Only called if the target has such objects.
 
         Raises:
-            TreeMismatchError: the target refused it.
+            TreeMismatchError: an object refused its state.
         """
         raise AssertionError(f"{type(self).__name__} refuses nothing")
 
@@ -139,7 +141,7 @@ class Load(Generic[T]):
     def __init__(
         self, source: Source, target: LoadTarget[T], context: Context, recording: Recording, request: LoadRequest
     ) -> None:
-        """Open nothing yet.
+        """Keep the arguments. `open` opens the checkpoint.
 
         Args:
             source: a location, or an open checkpoint.
@@ -189,7 +191,7 @@ class Load(Generic[T]):
         return self.build(reading)
 
     def open(self) -> Checkpoint:
-        """Begin an attempt: open the checkpoint. All metadata is of one save."""
+        """Begin an attempt: open the checkpoint. All metadata is from one save."""
         return self.attempts.open()
 
     def plan(self, checkpoint: Checkpoint) -> TreeRead:
@@ -209,9 +211,9 @@ class Load(Generic[T]):
         return plan_leaf_reads(checkpoint, matched, self.recording.progress)
 
     def begin(self, reading: TreeRead) -> None:
-        """Read and restore first what the target may refuse.
+        """Read and restore the objects that may refuse their state, before all others.
 
-        Each process reads this alone: the states of loaders and schedulers, and modules with loaders of their own.
+        Examples are data loaders, schedulers, and modules with their own loading code. Each process reads them alone.
         """
         if (first := reading.first) is not None:
             if first.progress is not None:
@@ -271,7 +273,8 @@ def transformed(checkpoint: Checkpoint, transforms: Transforms, context: Context
 def choose_strategy(context: Context, runtime: Runtime) -> CollectiveRead | None:
     """Return the strategy of collective loads in the job of a Context; None if this process loads alone.
 
-    The strategy imports ckptcore-collective if processes read for each other, and fails on all ranks if one lacks it.
+    The strategy imports ckptcore-collective if processes read for each other. It fails on all ranks if one rank lacks
+    this distribution.
     """
     reads = context.job.reads
     if reads == "alone" or (job := runtime.job()).size == 1:

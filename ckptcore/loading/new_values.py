@@ -48,7 +48,7 @@ class NewValue(LoadTarget[object]):
 def flatten_like(checkpoint: Checkpoint, value: object, context: Context, request: LoadRequest) -> Flat:
     """Flatten an abstract tree or a target. Handlers of objects in it can look up their stored abstract trees.
 
-    Plain values have their stored structure, unless the caller wants them strictly, or selects leaves.
+    Plain values take their stored structure, unless the request has ``Matching(values="error")`` or a selection.
 
     Raises:
         TreeMismatchError: files are stored.
@@ -83,7 +83,7 @@ def _is_by_name(checkpoint: Checkpoint, request: LoadRequest) -> bool:
 
 
 def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None:
-    """Check that the processes that saved a `PerProcess` value are those of this job. All ranks decide equally.
+    """Check that as many processes saved a `PerProcess` value as this job has. All ranks get the same result.
 
     Raises:
         TreeMismatchError: another number of processes saved it.
@@ -127,12 +127,12 @@ def check_shared_containers(
     shared: Sequence[tuple[range, range]],
     refusal: Callable[[Checkpoint, int, int], TreeMismatchError],
 ) -> None:
-    """Refuse a container that occurs twice in a target, or in a request, if the checkpoint has two values for it.
+    """Refuse a container that occurs several times in a target or request, if the checkpoint has two values for it.
 
     Args:
         checkpoint: the checkpoint.
         numbers: by leaf, the number of the stored leaf, or None.
-        shared: the leaves of each two occurrences. See `ckptcore.tree.shapes.shared_containers`.
+        shared: pairs of occurrences, as ranges of leaves. See `ckptcore.tree.shapes.shared_containers`.
         refusal: returns the error for the numbers of two stored leaves.
 
     Raises:
@@ -146,7 +146,7 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Return leaves that are not loaded in one place of a shared container, each with a place where it is loaded."""
+    """Return the leaves that one occurrence of a shared container does not load, each with its loaded counterpart."""
     return {
         leaf: twin
         for pair in shared

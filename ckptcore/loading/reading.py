@@ -23,7 +23,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 
 _MAX_GROWTH: Final = 1 << 16
-"""Limit of the ratio of array bytes to stored bytes. Above 30,000, the factor by which zstd compresses zeros."""
+"""Limit of the ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +131,11 @@ class TreeRead:
         checkpoint: the checkpoint.
         leaf_reads: the arrays to read.
         leaves: the leaves of the value; arrays are added as they are built.
-        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
-            value.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None if the load
+            builds a new value.
         progress: counts the bytes of arrays that are built.
-        first: reads into the same results that are done before these: for objects that may refuse their state.
+        first: reads for objects that may refuse their state. They are done before these reads, and share `leaves` and
+            `filled` with them.
     """
 
     checkpoint: Checkpoint
@@ -219,7 +220,7 @@ def batches(leaf_reads: Sequence[LeafRead], limit: int) -> Iterator[Sequence[Lea
 def _read_batch(reading: TreeRead, leaf_reads: Sequence[LeafRead]) -> None:
     """Read arrays in this process, and build each once it is complete."""
     checkpoint = reading.checkpoint
-    if reading.progress is not None and checkpoint.derived is None:  # derived arrays have other bytes than stored ones
+    if reading.progress is not None and checkpoint.derived is None:  # derived arrays differ in size from stored ones
         checkpoint.store.progress = reading.progress.move
     check_sizes(checkpoint, {leaf_read.leaf for leaf_read in leaf_reads})
     read: list[LeafRead] = []
@@ -313,7 +314,7 @@ def check_sizes(checkpoint: Checkpoint, wanted: Collection[int]) -> None:
     extents: list[tuple[int, str, int, int]] = []
     for leaf in arrays:
         for key, start, stop in index.extents(leaf):
-            if stop and key not in checkpoint.store.objects:  # at once: a hostile shape may state millions of objects
+            if stop and key not in checkpoint.store.objects:  # fail early: hostile shapes may state millions of objects
                 raise _truncated(checkpoint, leaf, key, stop, 0)
             extents.append((leaf, key, start, stop))
     # Use actual sizes, not those of the root: an object may be truncated, and a hostile root may state any size.

@@ -1,4 +1,4 @@
-"""Selections of stored leaves: the leaves that one chooses, and what a load does without the others."""
+"""Selections of stored leaves: find the selected leaves, and remove or keep the others."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     """Return the numbers of the selected leaves of a checkpoint. Reads nothing.
 
     A selection uses the names of the stored tree. A leaf that is derived from several stored leaves is selected if all
-    of these are selected. A leaf that needs none, such as a constant or an array of an additional checkpoint, is always
-    selected.
+    of them are selected. A leaf that needs no leaf of the stored tree, such as a constant or an array of an additional
+    checkpoint, is always selected.
 
     Args:
         checkpoint: the checkpoint, which may be derived from the stored one.
@@ -33,7 +33,8 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
         context: its plugins describe the leaves.
 
     Returns:
-        The numbers of leaves. Numbers above are those of containers without children, for `prune`.
+        The numbers of the selected leaves and containers without children. The numbers of such containers follow those
+        of all leaves. See `prune`.
 
     Raises:
         TypeError: `selection` is not a selection.
@@ -81,14 +82,17 @@ def _chosen(checkpoint: Checkpoint, selection: Selection, context: Context) -> f
 
 
 class _Neighbours:
-    """Leaves near containers without children, which a transform moves together with these leaves."""
+    """Finds leaves near containers without children. A transform moves such a container together with these leaves."""
 
     def __init__(self, leaves: Sequence[TreePath], chosen: Collection[int]) -> None:
         self._all = {leaf[:depth] for leaf in leaves for depth in range(len(leaf))}
         self._chosen = {leaves[number][:depth] for number in chosen for depth in range(len(leaves[number]))}
 
     def has_chosen(self, path: TreePath) -> bool:
-        """Return True if a leaf is chosen in the nearest container above a path that has leaves."""
+        """Return True if a leaf is chosen in the nearest container above a path that has leaves.
+
+        Also returns True if no container above the path has leaves.
+        """
         above = [path[:depth] for depth in reversed(range(len(path))) if path[:depth] in self._all]
         return not above or above[0] in self._chosen
 
@@ -96,7 +100,7 @@ class _Neighbours:
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:
     """Remove unselected leaves from a tree. In a list or tuple, a placeholder replaces each removed child.
 
-    Containers of which nothing is selected are removed in the same way.
+    Containers without any selected part are removed in the same way.
 
     Args:
         skeleton: the tree.
@@ -156,13 +160,13 @@ def _is_sequence(node: Node) -> bool:
 
 
 def keeping_objects(display: str, flat: Flat, matched: Matched, registry: Plugins) -> Matched:
-    """Add to a match the own values that objects keep, and the objects of which nothing is loaded.
+    """Add to a match the values that objects keep, and the objects that the selection leaves out completely.
 
     Args:
         display: the location, for errors.
         flat: the target.
-        matched: its match, of which a selection leaves out some leaves.
-        registry: takes the states of objects apart.
+        matched: its match; a selection leaves out some of the leaves.
+        registry: its plugins flatten the states of objects.
 
     Raises:
         TreeMismatchError: an object lacks a value that the selection leaves out.

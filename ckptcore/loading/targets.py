@@ -92,7 +92,7 @@ def load_files_into(
 
 
 def refuse_framework(request: LoadRequest) -> None:
-    """Refuse a framework in a request whose leaves have one already.
+    """Refuse a framework in a request with an abstract tree or target, whose leaves state their own framework.
 
     Raises:
         ValueError
@@ -173,7 +173,7 @@ def _choose_framework(
     handlers: list[LeafHandler],
     leaves: list[object],
 ) -> None:
-    """Replace the handlers and abstract leaves of the arrays that a framework can have."""
+    """Replace the handlers and abstract leaves of the arrays that a framework can represent."""
     arrays = {number: record for number, record in enumerate(records) if isinstance(record, ArrayRecord)}
     abstract = registry.framework(name)(list(arrays.values()))
     for number, leaf in zip(arrays, abstract, strict=True):
@@ -245,7 +245,7 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
 
     Raises:
         CorruptCheckpointError: a file is damaged, or two files have conflicting paths.
-        StorageError: the file cannot be written to the local disk, or the storage failed.
+        StorageError: a file cannot be written to the local disk, or the storage failed.
     """
     from ckptcore.builtin.stateful import empty_directories  # only files of objects need it
 

@@ -1,7 +1,7 @@
-"""Adjustments of arrays to the requested shape and dtype, and quantised arrays, which a cast would make wrong numbers.
+"""Adjustments of arrays to the requested shape and dtype, and checks of quantised arrays.
 
-A load refuses to cast a quantised array without its scales. It knows their names in checkpoints of Hugging Face even if
-the distribution of transforms is not installed.
+A load refuses to cast a quantised array without its scales, because the numbers would be wrong. It knows the names of
+scales in Hugging Face checkpoints even if the distribution of transforms is not installed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PROPOSED_SHAPES: Final[tuple[frozenset[ShapeChange], ...]] = (frozenset(("resha
 WEIGHT: Final = ".weight"
 
 SCALES: Final = ("_scale_inv", "_scale")
-"""Suffixes that follow the name of the array. The first is of DeepSeek-V3, Qwen 3 and transformers, the second of
-AutoFP8, FBGEMM and compressed-tensors."""
+"""Suffixes that follow the name of the array. DeepSeek-V3, Qwen 3 and transformers use the first one; AutoFP8, FBGEMM
+and compressed-tensors use the second one."""
 
 _SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
-"""Suffixes that replace ``.weight``. The first is of DeepSeek-V4, the second of Mistral Large 4. See
+"""Suffixes that replace ``.weight``. DeepSeek-V4 uses the first one, Mistral Large 4 the second one. See
 ``quantizer_finegrained_fp8.py`` of transformers."""
 
 BLOCKS: Final = "_blocks"

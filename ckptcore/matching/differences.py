@@ -67,13 +67,14 @@ class Difference:
 
 
 class PartNames(NamedTuple):
-    """The names of parts of which a message says how to load or keep them.
+    """Names of parts for a message that explains how to load or keep them.
 
     Attributes:
-        kept: the requested parts that are not stored; the whole tree if no leaf of it is.
-        lost: the parts of which a load must not keep everything; see `match_leaves`.
-        elsewhere: such parts that are stored under another path.
-        misshapen: for selections, the stored leaves that have another shape than those of objects.
+        kept: the requested parts that are not stored; the whole tree if none of its leaves is stored.
+        lost: the parts that must not keep all of their present values, because no leaf of them is stored; see
+            `match_leaves`.
+        elsewhere: the parts of the same kind that are stored under another path.
+        misshapen: names, for a selection, of stored leaves whose shapes differ from those of requested objects.
         quantized: a description of one quantised array, if any is stored.
     """
 
@@ -85,9 +86,9 @@ class PartNames(NamedTuple):
 
 
 def mismatch(display: str, differences: Sequence[Difference], parts: PartNames) -> TreeMismatchError:
-    """Return the error for differences, at least one, of a checkpoint at a location.
+    """Return the error for one or more differences of a checkpoint.
 
-    Its message shows some of each sort; its attribute `differences` has all.
+    The message shows some differences of each sort; the attribute `differences` has all of them.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -111,7 +112,7 @@ def mismatch(display: str, differences: Sequence[Difference], parts: PartNames) 
 
 
 def _ways_on(differences: Sequence[Difference], sorts: Collection[str], parts: PartNames) -> str:
-    """Return the transforms and the options that resolve differences, with what the options lose."""
+    """Return the transforms and the options that resolve differences, and state which data the options lose."""
     kept, lost, elsewhere, misshapen, quantized = parts
     ways: list[str] = []
     if quantized is not None:

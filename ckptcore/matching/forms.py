@@ -1,4 +1,4 @@
-"""Forms in which requested and stored leaves match although they differ: of their paths, and of their values."""
+"""Forms of paths and of values in which requested and stored leaves match although they are not equal."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _VALUES: Final = HostValueHandler()
 
 
 def plain_key(key: Key) -> Key:
-    """Return the name of an attribute, or another key itself."""
+    """Return the name of an attribute; return any other key unchanged."""
     return key.name if isinstance(key, Attribute) else key
 
 
 def plain_path(path: TreePath) -> TreePath:
-    """Return a path with the names of attributes in their place."""
+    """Return a path with each attribute replaced by its name."""
     return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
 
 def text_path(path: TreePath) -> TreePath:
-    """Return a path with the text of each key."""
+    """Return a path with each key converted to text."""
     return tuple(map(str, path))
 
 
 def dotted_path(path: TreePath) -> TreePath:
-    """Return a path of one name, which joins the keys by dots."""
+    """Return a path with a single key: all keys joined by dots."""
     return (".".join(map(str, path)),)
 
 
@@ -60,7 +60,7 @@ FOREIGN_PATH_FORMS: Final[Sequence[PathForms]] = (
 
 
 def is_below(path: TreePath, others: Collection[TreePath]) -> bool:
-    """Return True if a path is below one of others, and not one of them."""
+    """Return True if a path is below one of the other paths. A path is not below itself."""
     return any(path[:length] in others for length in range(len(path)))
 
 
@@ -153,7 +153,7 @@ def array_of_number(stored: ValueRecord, spec: ArraySpec) -> HostArray | None:
 
 
 class NumberOfArray(HostValueHandler):
-    """Builds the Python number that is requested from a stored array without axes."""
+    """Builds a requested Python number from a stored array without axes."""
 
     def __init__(self, handler: LeafHandler, kind: str) -> None:
         """Build numbers of a kind (``bool``, ``int`` or ``float``) with a handler."""
@@ -167,7 +167,7 @@ class NumberOfArray(HostValueHandler):
 
 
 class FloatOfInt(HostValueHandler):
-    """Builds a float that is equal to the stored int; the int if there is none."""
+    """Builds a float that is equal to the stored int, or the int itself if no float is equal to it."""
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """See `LeafHandler.build`."""
@@ -196,9 +196,10 @@ def _shown(stored: ValueRecord) -> str:
 
 
 def with_casts_of_numbers(matching: Matching, requested: ArrayRecord, stored: ArrayRecord) -> Matching:
-    """Also allow casts of arrays without axes that lose nothing, like those of Python numbers.
+    """Return options that also allow lossless casts of arrays without axes, as for Python numbers.
 
-    Between ints, reading raises an error for a number that the requested dtype cannot represent.
+    The values are not known yet. For a cast between ints, reading raises an error if the requested dtype cannot
+    represent the number.
     """
     if matching.cast != "error" or matching.values != "stored" or not (is_scalar(requested) and is_scalar(stored)):
         return matching
@@ -229,7 +230,7 @@ def _has_types_of(one: object, other: object) -> bool:
 
 
 def is_plain_value(record: LeafRecord) -> bool:
-    """Return True for a plain value that is loaded in its stored form. Arrays for text were requested as arrays."""
+    """Return True for a plain value that can be loaded in its stored form. Text stored as an array does not count."""
     if isinstance(record, ArrayRecord):
         return is_scalar(record) and sort_of_numbers(record.spec.dtype) in _NUMBER_TYPES
     return record.kind in PLAIN_KINDS
@@ -241,9 +242,10 @@ def are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
 
 
 def is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if a stored value can be tried as one of a type with a plain form, such as a path, or the reverse.
+    """Return True if one leaf is a plain value, the other has a type with a plain form, such as a path.
 
-    A plain form is requested where an object that loads itself, or a caller, does not know the type.
+    A conversion can then be tried. An object that loads itself, or a caller, requests the plain form if it does not
+    know the type.
     """
     if not isinstance(requested, ValueRecord) or not isinstance(stored, ValueRecord) or unreadable_error(stored):
         return False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptcore.matching.differences import Difference
 
 _SEQUENCES: Final = {"list", "tuple"}
-"""The kinds of columns of which either may be requested."""
+"""The kinds of columns of sequences. A load may request either kind."""
 
 _VALUES: Final = HostValueHandler()
 
@@ -41,11 +41,11 @@ def match_leaves(
 
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
     without its type is a dict. Stored leaves that only some of the saving processes had need not be requested. A
-    requested None need not be stored, and a stored None need not be requested, unless values are strict: for JAX, None
-    is a container without leaves.
+    requested None need not be stored, and a stored None need not be requested, because for JAX, None is a container
+    without leaves. With ``Matching(values="error")``, both are required, unless the additional rules below apply.
 
-    Other software may not store exact keys and types, so its checkpoints have additional rules, as has
-    ``Matching(keys="text")``:
+    Other software may not store exact keys and types. For its checkpoints, and with ``Matching(keys="text")``,
+    additional rules apply:
 
     - Keys with the same text match, if there is no better match and no two leaves have the same text: Orbax stores keys
       of dicts and names of attributes as text, ``{1: ...}`` as ``{"1": ...}``.
@@ -65,13 +65,14 @@ def match_leaves(
             value to keep.
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
-        in_place: True if the leaves are filled. One that is not stored, and has the memory of another leaf, is filled
-            with that leaf: safetensors files of other software have only one of the names of a tied weight.
+        in_place: True if the leaves are filled in place. A leaf that is not stored, but shares the memory of a stored
+            leaf, is then filled with that leaf, because safetensors files of other software have only one of the names
+            of a tied weight.
 
     Raises:
-        TreeMismatchError: lists every difference that is not allowed. Also if no requested leaf is stored, whatever is
-            allowed, no leaf of an object that is stored with other names, or none of a part that is stored under
-            another path.
+        TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised if no
+            requested leaf is stored, no leaf of an object that is stored with other names, or no leaf of a part that
+            is stored under another path.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -151,7 +152,7 @@ class Comparison:
         unexpected: numbers of stored leaves that are not requested.
         changes: by number of a stored array, the change that `of_leaves` found to be allowed.
         arrays: by position of a leaf, the array that `of_leaves` built from a stored Python number.
-        misshapen: positions of leaves of which `of_leaves` found that another shape is stored.
+        misshapen: positions of leaves that are stored with another shape. `of_leaves` adds them.
     """
 
     flat: Flat
@@ -188,7 +189,7 @@ class Comparison:
 
     @property
     def _is_loose(self) -> bool:
-        """True if None is equal to a leaf that does not exist, and a number to an array without axes."""
+        """True if None matches a missing leaf, and a number matches an array without axes."""
         return self.by_name or self.matching.values == "stored"
 
     def described(self, position: int) -> LeafRecord:
@@ -207,7 +208,7 @@ class Comparison:
     def find_unmatched(self) -> None:
         """Find the requested leaves that are not stored, and the stored leaves that are neither requested nor skipped.
 
-        Other software may store an array under several names: all of them are requested if one is.
+        Other software may store an array under several names. If one of them is requested, all count as requested.
         """
         for position, (number, handler) in enumerate(zip(self.numbers, self.handlers, strict=True)):
             if number is not None or handler is None:
@@ -275,7 +276,7 @@ class Comparison:
         return differences
 
     def _adjust(self, position: int, number: int, requested: ArrayRecord, stored: ArrayRecord) -> Sequence[Difference]:
-        """Add the change of an array to `changes`. Return its differences if it is not allowed."""
+        """Add the change of an array to `changes`, or return the differences if the change is not allowed."""
         from ckptcore.matching.adjustments import adjust  # only if the trees differ
 
         allowed = forms.with_casts_of_numbers(self.matching, requested, stored)
@@ -311,12 +312,12 @@ class Comparison:
         return reason
 
     def _is_value(self, position: int) -> bool:
-        """Return True if a plain value is requested: not an array, nor an object that is stored like one."""
+        """Return True if a plain Python value is requested, not an array or an object that is stored as a value."""
         leaf = self.flat.leaves[position]
         return type(leaf) in VALUE_KINDS or isinstance(leaf, list | tuple | dict)
 
     def _take_stored(self, position: int, handler: LeafHandler, requested: LeafRecord, stored: LeafRecord) -> None:
-        """Load a plain value in its stored form; a number as a number, also if it is stored as an array."""
+        """Choose a handler that loads a plain value in its stored form. An array without axes becomes a number."""
         if not isinstance(stored, ArrayRecord):
             is_wider = isinstance(requested, ValueRecord) and (requested.kind, stored.kind) == ("float", "int")
             self.handlers[position] = forms.FloatOfInt() if is_wider else _VALUES
@@ -325,7 +326,7 @@ class Comparison:
 
 
 def _build_difference(leaf: object, handler: LeafHandler, stored: LeafRecord) -> str | None:
-    """Return why a stored value cannot become one of the requested type, found by making it now."""
+    """Try to build the requested type from a stored value. Return the reason if this fails; None if it succeeds."""
     try:
         handler.build(leaf, stored, ())
     except TreeMismatchError as error:

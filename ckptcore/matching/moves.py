@@ -17,10 +17,10 @@ _CANDIDATES: Final = 50
 """Limit of stored leaves with the same last keys that are compared with one requested leaf."""
 
 _MOST: Final = 20
-"""Limit of moved parts. If more moved, all keys differ, or one transform of the user says it in fewer words."""
+"""Limit of moved parts. If more parts moved, either all keys differ, or one transform can describe all moves."""
 
 _OPTIMIZERS: Final = "optimizer_variables"
-"""In models of Keras, the key above the class of the optimizer. Other classes have variables of the same names."""
+"""In Keras models, the key above the class of the optimizer. Different classes have variables with the same names."""
 
 _SPECIAL: Final = frozenset("{}*/")
 """Characters of keys that have a meaning in patterns of transforms."""
@@ -39,7 +39,7 @@ class Move:
     Attributes:
         requested, stored: the path of the part in the requested tree, and in the stored one. Names with dots are
             divided into `_NamePart`.
-        pairs: of each leaf, its position in the requested tree and its number in the stored one.
+        pairs: for each leaf, its position in the requested tree and its number in the stored one.
         is_leaf: True if the paths are those of a single leaf.
     """
 
@@ -57,13 +57,13 @@ class Move:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The requested and the stored path for messages, with ``*`` for the rest of names with dots."""
+        """The requested and the stored path for messages. ``*`` stands for the rest of a name with dots."""
         requested, stored = (format_path(_undivided(path)) for path in (self.requested, self.stored))
         return requested, stored
 
     @property
     def has_index(self) -> bool:
-        """True if the requested path has a key that is not text. The template of a ``Rename`` makes it text."""
+        """True if the requested path has a key that is not text. The template of a ``Rename`` converts it to text."""
         return any(not isinstance(key, str | Attribute) for key in self.requested)
 
     @property
@@ -75,11 +75,14 @@ class Move:
 
     @property
     def can_be_named(self) -> bool:
-        """True if a transform can name both paths, and they are neither fields of one object nor in two optimizers."""
+        """True if a transform can express the move.
+
+        False for moves between two fields of one object, and between two optimizers.
+        """
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False
-        # The momentum of an optimizer is not the mean of another one.
+        # Fields have different meanings: the momentum of one optimizer is not the mean of another one.
         is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
         if is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]:
             return False
@@ -97,14 +100,15 @@ def find_moves(
 ) -> Sequence[Move]:
     """Find parts that moved as a whole, in the order in which they can be renamed.
 
-    A part has at least two leaves, unless only a prefix was added or removed. More than `_MOST` parts are none.
+    A part has at least two leaves, unless only a prefix was added or removed. Returns nothing if more than `_MOST`
+    parts moved, or if no order is possible.
 
     Args:
         requested: the paths of requested leaves that are not stored.
         stored: the paths of stored leaves that are not requested.
         others: the paths of all other stored leaves. No part contains them.
         fits: returns True if a stored leaf can be loaded as the requested leaf at a position.
-        any_number: True to return all parts in any order.
+        any_number: True to return any number of parts, in any order.
     """
     requested, stored = ({number: _divided(path) for number, path in paths.items()} for paths in (requested, stored))
     votes = _votes(requested, stored, fits)
@@ -115,7 +119,7 @@ def find_moves(
     ordered = [
         Move(*tops, pairs)
         for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1]))
-        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # several parts
+        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # ambiguous
         and all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))  # keys with the same text
     ]
     # Other leaves that are not requested may move together with a part, unless another part needs them.
@@ -125,14 +129,14 @@ def find_moves(
 
 
 def _optimizer(path: Sequence[str]) -> str | None:
-    """Return the name that Keras gives to the class of an optimizer, without a number; None without one."""
+    """Return the name of the Keras optimizer class in a path, without its number; None if the path has none."""
     if _OPTIMIZERS not in path[:-1]:
         return None
     return re.sub(r"_\d+$", "", path[path.index(_OPTIMIZERS) + 1])
 
 
 def _divided(path: TreePath) -> TreePath:
-    """Divide names with dots."""
+    """Split names with dots into their parts."""
     if not any(type(key) is str and "." in key for key in path):
         return path
     keys: list[Key] = []
@@ -168,7 +172,10 @@ def _undivided(path: TreePath) -> TreePath:
 def _votes(
     requested: Mapping[int, TreePath], stored: Mapping[int, TreePath], fits: Callable[[int, int], bool]
 ) -> Mapping[tuple[TreePath, TreePath], list[tuple[int, int]]]:
-    """Return pairs of leaves with the most common last keys, by the paths above these keys."""
+    """Pair each requested leaf with the stored leaves that share the longest sequence of last keys with it.
+
+    Returns the pairs by the requested and the stored path above these keys.
+    """
     by_suffix: dict[tuple[str, ...], list[int]] = {}
     for number, path in stored.items():
         text = tuple(map(str, path))
@@ -177,7 +184,7 @@ def _votes(
     votes: dict[tuple[TreePath, TreePath], list[tuple[int, int]]] = {}
     for position, path in requested.items():
         text = tuple(map(str, path))
-        # Of all ends that a stored path has, too, the longest one says most about a leaf.
+        # The longest ending that a stored path shares identifies the leaf best.
         start = next((begin for begin in range(len(text)) if text[begin:] in by_suffix), len(text))
         candidates = by_suffix.get(text[start:], ())
         if len(candidates) > _CANDIDATES:
@@ -205,7 +212,7 @@ class _Parts:
                 self._below.setdefault(path[:length], []).append(number)
 
     def chosen(self, moves: Sequence[Move], *, with_others: bool) -> Sequence[Move]:
-        """Return parts of which no two have a leaf in common, the largest first.
+        """Return parts that share no leaf, the largest first.
 
         Args:
             moves: parts, the largest first.
@@ -251,8 +258,8 @@ class _Parts:
     def _keeps_others(self, move: Move) -> bool:
         """Return True if other leaves below the path must stay.
 
-        One would get the path of a stored leaf, or the part has another name and is a list of variables of which too
-        many are not requested: such as the optimizer of another class.
+        They must stay if one of them would get the path of another stored leaf. They must also stay if the part gets
+        another last key and many leaves directly below it are not requested: it may be an optimizer of another class.
         """
         moved = {number for _, number in move.pairs}
         length = len(move.stored)
@@ -267,7 +274,7 @@ class _Parts:
 def in_order(moves: Sequence[Move]) -> Sequence[Move]:
     """Sort moves so that a part moves away before another one takes its place.
 
-    Empty if that is impossible, or if there are more than `_MOST`.
+    Returns nothing if no such order exists, or if there are more than `_MOST` moves.
     """
     if len(moves) > _MOST:
         return []

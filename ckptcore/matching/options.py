@@ -37,8 +37,9 @@ Values = Literal["stored", "error"]
 class Matching:
     """Differences between an abstract tree and the stored one that a load allows. By default, no difference is allowed.
 
-    A `ckptcore.results.LoadReport` lists the allowed differences. All others are listed in one error. Whatever is
-    allowed, a load of no requested leaf, or of none of a module, is an error. Less than half of a module is a warning.
+    A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all others. Regardless of these
+    options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if less
+    than half of the leaves of a module are stored.
 
     Attributes:
         unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.
@@ -53,21 +54,23 @@ class Matching:
             never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
-            an axis. If ``"reshape"`` is allowed and the number of elements is equal, the array is reshaped, and neither
-            truncated nor padded.
+            an axis. If ``"reshape"`` is allowed and the number of elements is equal, the array is reshaped instead of
+            truncated or padded.
         pad_value: the value to pad with. The dtype of the array must be able to represent it; dtypes of floats may
             round it.
-        sequences: ``"exact"``: lists match stored lists, and tuples stored tuples; ``"either"``: each also matches the
-            other, and the requested type is built. Does not apply to formats of other software that store both alike.
-        keys: ``"exact"``: keys and containers must be equal; ``"text"``: keys match if their texts are equal, whatever
-            containers have them: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container without
-            leaves matches None, and a number an array without axes, if nothing is lost. Formats of other software are
-            always matched in this way.
-        values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of nothing else) of
-            another kind or structure than the requested ones: ``"stored"``: a number or an array without axes has the
-            requested form if nothing is lost. Otherwise, where a value of Python is requested, the stored one is loaded
-            as it is, so that counters, bests and histories of a program can change. A dict keeps its text keys: one
-            that is not stored is missing. ``"error"``: these are differences.
+        sequences: ``"exact"``: lists match stored lists, and tuples match stored tuples; ``"either"``: each also
+            matches the other, and the load builds the requested type. Has no effect on formats of other software that
+            store both alike.
+        keys: ``"exact"``: keys and containers must be equal; ``"text"``: keys match if their texts are equal, in
+            containers of any type: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container
+            without leaves matches None. A number matches an array without axes if no precision is lost. Formats of
+            other software are always matched in this way.
+        values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of only such values)
+            of another kind or structure than the requested ones: ``"stored"``: a number or an array without axes is
+            converted to the requested form if no precision is lost. Otherwise, if a Python value is requested, the
+            stored value is loaded unchanged, so that counters, best results and histories of a program can change. A
+            text key of a requested dict must be stored; otherwise it is a missing leaf. ``"error"``: every such
+            difference is an error.
     """
 
     unexpected: Unexpected = "error"
@@ -192,17 +195,17 @@ class Matched:
             requested None that is not stored.
         handlers: by leaf, the handler that builds it; None for a placeholder.
         defaulted: positions, in the abstract tree, of leaves that are not stored, and are allowed to be missing.
-        ignored: numbers of stored leaves that are not requested, which `matching` or a selection allows.
+        ignored: numbers of stored leaves that are not requested, as a `Matching` or a selection allows.
         changes: by number of a stored array, its change to the requested shape and dtype.
         arrays: by position of a leaf, the array that was built from a stored Python number.
         skeleton, leaves: the containers and the leaves of the abstract tree.
-        filled: for a target that is filled in place, True for each leaf that needs no replacement; None for a new
-            value.
+        filled: for a target that is filled in place, True for each leaf that needs no replacement; None if the load
+            builds a new value.
         first: positions of the leaves of objects that are restored before anything else is changed; None if there are
             no such objects.
-        sparse: a message for each object of which less than half of the leaves are stored.
-        kept: by position of a leaf that a selection leaves out of an object, the object's own value.
-        untouched: paths of the objects of which a selection loads nothing.
+        sparse: a message for each object with less than half of its leaves stored.
+        kept: by position of a leaf that a selection leaves out of an object, the value that the object keeps.
+        untouched: paths of the objects that a selection leaves out completely.
     """
 
     numbers: Sequence[int | None]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ckptcore.matching.leaf_matching import Comparison
 
 _OPTIMIZERS: Final = (".nnx.training.optimizer.Optimizer", ".nnx.training.optimizer.ModelAndOptimizer")
-"""The ends of the names of classes of Flax that have states of Optax as dicts, without their types."""
+"""Suffixes of the names of Flax classes that have Optax states as dicts without types."""
 
 _SEQUENCES: Final = ("list", "tuple")
 
 
 def drop_tied(compared: Comparison) -> None:
-    """Drop absent leaves that have the memory of a stored leaf."""
+    """Drop absent leaves that share the memory of a leaf that is stored."""
     memory: dict[int, tuple[object, ...]] = {}
     for position, handler in enumerate(compared.handlers):
         tied = None if handler is None else handler.memory_to_fill(compared.flat.leaves[position])
@@ -92,8 +92,8 @@ class _Unmatched:
 
     Attributes:
         absent, unexpected: as for `Comparison`, without the leaves of parts with a difference of their own.
-        lost: the paths of the parts of which a load must not keep everything. See `_find_lost`.
-        elsewhere: the paths of such parts that are stored under another path.
+        lost: the paths of parts that must not keep all of their present values. See `_find_lost`.
+        elsewhere: the paths of parts of this kind that are stored under another path.
     """
 
     def __init__(self, compared: Comparison) -> None:
@@ -117,9 +117,9 @@ class _Unmatched:
         return differences
 
     def _find_lost(self) -> list[TreePath]:
-        """Return the paths of objects of which no leaf is stored, but others are in their place.
+        """Return the paths of objects without any stored leaf, if other leaves are stored below the same path.
 
-        If no requested leaf is loaded at all, return the root.
+        If no requested leaf is loaded at all, return only the path of the root.
         """
         compared, missing = self._compared, set(self.absent)
         if not compared.loads_any:
@@ -136,8 +136,8 @@ class _Unmatched:
     def _take_related(self) -> list[Difference]:
         """Return the differences of missing and unexpected leaves that belong together, and remove their leaves.
 
-        Their keys have the same text, or one of the trees has a leaf where the other one has a container, or a part has
-        another path.
+        Leaves belong together if their keys have the same text, if one tree has a leaf where the other one has a
+        container, or if a part has another path.
         """
         requested, stored, differences = self._take_same()
         moves = self._moves(requested, stored)
@@ -145,7 +145,7 @@ class _Unmatched:
         self.absent = [position for position in requested if position not in moved[0]]
         self.unexpected = [number for number in stored if number not in moved[1]]
         differences.extend(_moved_parts(moves))
-        # An object of which leaves moved is not lost: the error proposes the transform that loads it.
+        # An object whose leaves moved is not lost: the error proposes the transform that loads it.
         before = self.lost
         if () in before and any(difference.sort in ("moved", "key") for difference in differences):
             self.lost = []
@@ -157,8 +157,8 @@ class _Unmatched:
     def _take_moved(self) -> list[Difference]:
         """Return the differences of parts that are not loaded at all, but are stored under another path.
 
-        These are objects, and plain containers directly below the root or with most leaves of the container around
-        them. A new part of a network of arrays is neither.
+        Only considers objects, and plain containers that are directly below the root or have most leaves of the
+        container around them. Other containers may be new parts of a network.
         """
         compared, missing, sizes = self._compared, set(self.absent), dict[TreePath, int]()
         whole: dict[TreePath, list[int]] = {}
@@ -180,7 +180,7 @@ class _Unmatched:
         differences = list(_moved_parts(in_order(chosen)))
         if differences:
             self.elsewhere = outermost
-        else:  # too many for the names of transforms
+        else:  # too many moves to propose transforms, or no possible order of them
             self.lost = outermost
         return differences
 
@@ -188,7 +188,7 @@ class _Unmatched:
         """Find missing and unexpected leaves whose keys have the same text, or where the other tree has a container.
 
         Returns:
-            The paths of the other missing leaves, those of the other unexpected leaves, and the differences.
+            The paths of the remaining missing leaves, those of the remaining unexpected leaves, and the differences.
         """
         compared = self._compared
         requested = {position: compared.paths[position] for position in self.absent}
@@ -221,16 +221,16 @@ class _Unmatched:
             requested = {position: forms.dotted_path(path) for position, path in requested.items()}
 
         def fits(position: int, number: int) -> bool:
-            """Return True if a stored leaf is an array of the requested shape, or if one of the two is no array."""
+            """Return True if a stored leaf is an array of the requested shape, or if one of the two is not an array."""
             records = compared.described(position), tree.leaves[number]
             return len({record.spec.shape for record in records if isinstance(record, ArrayRecord)}) < 2
 
         return find_moves(requested, stored, others, fits, any_number=any_number)
 
     def _take_other_states(self) -> Collection[Difference]:
-        """Return the differences of states of another class of a library, and remove their leaves.
+        """Return the differences of states that are stored with another class of the library, and remove their leaves.
 
-        To keep what is missing would mix two states: the mean of one optimizer with the variance of another.
+        Keeping the missing leaves would mix two states: the mean of one optimizer with the variance of another.
         """
         compared = self._compared
         absent = {position: plain_path(compared.paths[position]) for position in self.absent}
@@ -245,7 +245,7 @@ class _Unmatched:
 
 
 def _counted(compared: Comparison, positions: Sequence[int]) -> list[int]:
-    """Drop the positions of placeholders, and of None that is not stored."""
+    """Drop the positions of placeholders, and of each requested None that is not stored."""
     return [
         position
         for position in positions
@@ -261,7 +261,7 @@ def _prefixes(compared: Comparison, numbers: Sequence[int]) -> set[TreePath]:
 
 
 def _kept_parts(compared: Comparison, absent: Sequence[int]) -> Sequence[str]:
-    """Return the names of the parts that would keep their present values. None and placeholders are no parts."""
+    """Return the names of the parts that would keep their present values. Ignores None and placeholders."""
     missing = set(absent)
     counted = _counted(compared, range(len(compared.paths)))
     chosen = [place for place, position in enumerate(counted) if position in missing]
@@ -269,7 +269,7 @@ def _kept_parts(compared: Comparison, absent: Sequence[int]) -> Sequence[str]:
 
 
 def _misshapen_in_objects(compared: Comparison) -> list[str]:
-    """Return the names for a selection of stored leaves that have another shape than those of objects."""
+    """Return names, for a selection, of stored leaves whose shapes differ from those of leaves of objects."""
     inside = {position for _, _, leaves in outer_objects(compared.flat.shape) for position in leaves}
     numbers = [compared.numbers[position] for position in compared.misshapen if position in inside]
     return ["/".join(map(str, compared.tree.paths[number])) for number in numbers if number is not None]
@@ -291,9 +291,9 @@ def _of_valueless(compared: Comparison, absent: Sequence[int], rank_and_size: tu
 
 
 def sparse_parts(compared: Comparison) -> Sequence[str]:
-    """Return a message for each object of which less than half of the leaves are stored.
+    """Return a message for each object with less than half of its leaves stored.
 
-    Also for each plain container of which none is stored, but others are in its place.
+    Also returns one for each plain container without any stored leaf, if other leaves are stored below its path.
     """
     missing, messages = set(compared.absent), list[str]()
     prefixes, empty = _prefixes(compared, compared.unexpected), set[TreePath]()
@@ -352,14 +352,14 @@ def _unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
 def _structure_differences(
     requested: Collection[TreePath], stored: Collection[TreePath]
 ) -> Mapping[TreePath, Difference]:
-    """Find leaves of one tree where the other one has a container. No option allows them, because that would lose it.
+    """Find leaves of one tree where the other one has a container. No option allows this, because data would be lost.
 
     Args:
         requested: the paths of requested leaves that are not stored.
         stored: the paths of stored leaves that are not requested.
 
     Returns:
-        The difference by each of these paths. Paths of one container have equal differences.
+        The differences by path. All paths in one container have the same difference.
     """
     differences: dict[TreePath, Difference] = {}
     for leaves, others, both in (
@@ -376,7 +376,7 @@ def _structure_differences(
 
 
 def _common_nodes(requested: Skeleton, stored: Skeleton, path: TreePath = ()) -> Iterator[tuple[TreePath, Node, Node]]:
-    """Yield the containers of two trees that have one path, outer ones first. Keys match as in `match_leaves`."""
+    """Yield containers with the same path in two trees, outer ones first. Keys match as in `match_leaves`."""
     if not isinstance(requested, Node) or not isinstance(stored, Node):
         return
     yield path, requested, stored
@@ -401,7 +401,7 @@ def _state_differences(
         unexpected: the paths of stored leaves that are not requested, without attributes.
 
     Returns:
-        The difference by the path of each state with such leaves.
+        By path, the difference of each state with such leaves.
     """
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     states: dict[TreePath, Difference] = {}
@@ -421,16 +421,16 @@ def _state_differences(
             both = f"a state with {fields[0]} is requested, one with {fields[1]} is stored"
         if both is not None:
             states[path] = Difference("kind", f"{format_path(shown)}: kind: {both}")
-        # Below the fields of a state are the names of parameters.
+        # Do not search below an untyped node with str keys: below the fields of a state are names of parameters.
         elif inside and not (node.type is None and any(isinstance(key, str) for key in node.keys)):
             in_optimizers.add(path)
     return states
 
 
 def _are_other_states(node: Node, other: Node) -> bool:
-    """Return True for states with leaves of two classes of one library, by the names of the classes.
+    """Return True for two states with leaves, if the names of their types are different classes of one library.
 
-    A program may rename its own classes.
+    Classes of ``__main__`` do not count, because a program may rename its own classes.
     """
     names = node.type, other.type
     if None in names or not leaf_count(node) or not leaf_count(other):

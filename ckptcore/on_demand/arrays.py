@@ -86,7 +86,7 @@ class StoredArray(ShownInNotebooks):
         self._view: HostArray | None = None  # mapped memory; only verified blocks of it are read
 
     def __reduce__(self) -> tuple[type[StoredArray], tuple[OpenState, int, TreePath, ArraySpec]]:
-        """Pickle and copy the reference, without what was read."""
+        """Pickle and copy the reference to the array, without cached data."""
         return type(self), (self._state, self._leaf, self.path, self._spec)
 
     def __repr__(self) -> str:
@@ -170,7 +170,8 @@ class StoredArray(ShownInNotebooks):
     def memory_map(self) -> HostArray:
         """Map the array into memory. Returns a read-only view; the operating system reads its file on access.
 
-        Does not verify checksums; see `ckptcore.verify`. The view is valid after the checkpoint is closed or replaced.
+        Does not verify checksums; see `ckptcore.verify`. The view stays valid after the checkpoint is closed or
+        replaced.
 
         Raises:
             NotMappableError: elements are compressed, in several pieces, or not on a local disk.
@@ -261,6 +262,7 @@ class StoredArray(ShownInNotebooks):
         state = self._state
         extent = state.attempt(lambda checkpoint: find_plain_extent(checkpoint, self._leaf))
         held = None if extent is None else state.hold(extent.key)
+        # If an object has no block checksums, only a read through the layout verifies the checksum after the elements.
         if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False
             return False
@@ -269,7 +271,7 @@ class StoredArray(ShownInNotebooks):
         return held
 
     def _mapped(self, held: BlockCache) -> HostArray | None:
-        """Return the array in mapped memory, or None. Called after a first read: mapping is slow for one slice."""
+        """Return the array in mapped memory, or None. Mapping takes too long for one slice: call it after a read."""
         memory = held.memory()
         if memory is not None and self._offset + self.nbytes <= len(memory):
             self._view = np.ndarray(self.shape, self._stored_dtype, memory, self._offset)

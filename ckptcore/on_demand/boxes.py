@@ -30,7 +30,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
 MAX_PLANNED_CHUNKS: Final = 1 << 20
-"""Limit of the chunks of an array that are sorted by storage order. Of more, chunks may be read twice."""
+"""Limit of the chunks of an array that are sorted by storage order. If an array has more, they may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
@@ -146,7 +146,7 @@ def _batches(checkpoint: Checkpoint, leaves: Sequence[int], most_bytes: int) -> 
                 pieces.append(piece)
     sizes = BatchSizes(aim=most_bytes, most=most_bytes, block=BLOCK_BYTES)
     alone.sort(key=_order)
-    return heapq.merge(alone, batches_of(pieces, sizes), key=_order)  # cuts large pieces only as they are read
+    return heapq.merge(alone, batches_of(pieces, sizes), key=_order)  # lazy: cuts large pieces only as they are read
 
 
 def _order(batch: Sequence[StoredPiece]) -> Order:
@@ -164,7 +164,8 @@ def _pieces(checkpoint: Checkpoint, leaf: int, most_bytes: int) -> Iterable[Stor
     whole = Box.whole(spec.shape)
     chunks = list(itertools.islice(checkpoint.index.boxes(leaf, whole), MAX_PLANNED_CHUNKS + 1))
     if len(chunks) > MAX_PLANNED_CHUNKS:
-        return (StoredPiece(leaf, whole, itemsize),)  # divided without its chunks: a few bytes may state millions
+        # Divide the array without its chunks: a few bytes of metadata may state millions of them.
+        return (StoredPiece(leaf, whole, itemsize),)
     return pieces_of(leaf, whole, itemsize, ChunkLookup(chunks))
 
 

@@ -65,12 +65,12 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
 
     @cached_property
     def _node(self) -> Node:
-        """The structure of the container. Looked up only in a copy."""
+        """The structure of the container. Only pickled or copied objects look it up; see `__init__`."""
         return self._place[0]
 
     @cached_property
     def _first(self) -> int:
-        """The number of the first leaf in the container. Looked up only in a copy."""
+        """The number of the first leaf in the container. Only pickled or copied objects look it up; see `__init__`."""
         return self._place[1]
 
     @property
@@ -230,9 +230,9 @@ def _root_of(state: OpenState) -> Node:
 class OpenCheckpoint(StoredTree):
     """An open checkpoint: a mapping of its tree, with arrays that are read when they are indexed. Thread-safe.
 
-    All data is of the save that was opened. Use it in a ``with`` statement, or call `close`. It can be pickled, for
-    example for the workers of a data loader: the copy has the location and the options, opens the checkpoint at its
-    first use, and raises `CheckpointNotFoundError` if another save is there then.
+    All data is from the save that was opened. Use the checkpoint in a ``with`` statement, or call `close`. It can be
+    pickled, for example for the workers of a data loader. The copy has the location and the options, and opens the
+    checkpoint at its first use. It raises `CheckpointNotFoundError` if the location has another save by then.
     """
 
     def __init__(self, location: LocationLike, context: Context) -> None:
@@ -267,7 +267,7 @@ class OpenCheckpoint(StoredTree):
 
     @cached_property
     def _leaf(self) -> _LeafAt | None:
-        """The leaf, if the whole tree is one."""
+        """The leaf, if the whole tree is a single leaf."""
         return None if isinstance(self._state.checkpoint.tree.skeleton, Node) else _LeafAt((), 0)
 
     def __getitem__(self, path: StoredPath) -> Any:
@@ -340,5 +340,5 @@ class OpenCheckpoint(StoredTree):
         return iter_boxes(self._state, request, first)
 
     def close(self) -> None:
-        """Close its files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""
+        """Close the files. Arrays that were read, and memory maps, stay valid. Closing again does nothing."""
         self._state.close()

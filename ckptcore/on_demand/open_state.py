@@ -40,8 +40,8 @@ process to 1024."""
 class OpenState:
     """A checkpoint that stays open to read parts of its arrays. Thread-safe.
 
-    All bytes are of the save that was opened: open objects belong to it, and any other read checks the root again
-    afterwards. Pickles and deep copies have the location and the options, without observers and the job, and open the
+    All bytes are from the save that was opened: open objects belong to it, and any other read checks the root again
+    afterwards. Pickles and deep copies have the location and the options, except observers and the job. They open the
     checkpoint at their first use.
 
     Attributes:
@@ -100,7 +100,7 @@ class OpenState:
             self._held.clear()
 
     def attempt(self, read: Callable[[Checkpoint], T]) -> T:
-        """Call a function that reads only open objects, or nothing.
+        """Call a function that reads only objects that are already open, or does not read.
 
         Raises:
             CheckpointNotFoundError: `read` failed because the checkpoint was replaced or deleted.
@@ -161,6 +161,7 @@ class OpenState:
                 return None
         held = self.guard(lambda checkpoint: checkpoint.store.open_cached(key))
         with self._lock:
+            # Do not keep the object if another thread closed the checkpoint meanwhile.
             return self._held.setdefault(key, held) if self._now is not None else held
 
     def read(self, leaf: int, boxes: Sequence[Box], buffers: Sequence[HostArray]) -> None:
@@ -196,10 +197,11 @@ def _absolute(location: AnyLocation, checkpoint: Checkpoint) -> AnyLocation:
 
 
 class _Version(NamedTuple):
-    """The content of a pickle that identifies what was opened. Without the root, which may be large.
+    """The identity of the opened save, for pickles. Has a digest instead of the root, which may be large.
 
     Attributes:
-        digest: a digest of the root, which differs between any two saves; without a root, of the size of an object.
+        digest: a digest of the root, which differs between any two saves. If there is no root, it only covers the size
+            of an object.
         names: see `LocationVersion`.
     """
 
@@ -253,7 +255,8 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = checkpoint.index
-    # The chunk of the first element, which is the only one if it is the whole array: there may be millions.
+    # Ask only for the chunk of the first element, because there may be millions. If it is the whole array, there is no
+    # other chunk.
     chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:

@@ -1,8 +1,9 @@
-"""Opening: finds the root of a checkpoint, or asks the layouts, and returns open checkpoints.
+"""Opening of checkpoints, by their root or by the installed layouts.
 
 - `checkpoint`: open checkpoints, and errors that name their arrays
-- `open_checkpoints`: opens what ckptcore wrote, again if it is replaced meanwhile; `members` opens parts of composites
-- `foreign`: opens what other software wrote; `folders` finds out what a directory has that is no checkpoint
-- `derived`: checkpoints whose arrays are computed from those of others; `bases` makes such checkpoints of updates
-- `host_copies`: reads from the copies on a host
+- `open_checkpoints`: opens checkpoints of ckptcore, and opens them again if they are replaced during a read
+- `members`: opens members of composites
+- `foreign`: opens checkpoints of other software; `folders` finds checkpoints and runs inside other directories
+- `derived`: checkpoints whose arrays are computed from other checkpoints; `bases` combines an update with its bases
+- `host_copies`: reads from the copies that a host stores
 """

@@ -1,4 +1,4 @@
-"""Bases: the checkpoints that store the arrays that an update did not store itself."""
+"""Bases of updates: the checkpoints that store the arrays to which an update refers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read_base(referring: str, at: Location, save_id: str) -> tuple[LocationVersi
 
 
 def open_base(referring: str, at: Location, save_id: str, context: Context) -> Checkpoint:
-    """Open a base. Its tree has only the arrays that it stores itself, not those that it refers to.
+    """Open a base. Its tree has only the arrays that the base stores itself, without the arrays of its own bases.
 
     Raises:
         CorruptCheckpointError: see `read_base`; also if the base has files instead of a tree.

@@ -1,4 +1,4 @@
-"""Open checkpoints of one tree or of several checkpointables, and errors about them, which name their arrays."""
+"""Open checkpoints of one tree or of several checkpointables, and errors that name the affected arrays."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class CompositeCheckpoint:
 
 @converts_errors
 def naming_arrays(opened: Checkpoint) -> Iterator[None]:
-    """Add the names of the affected arrays to errors about bytes. Reports a missing object as damage.
+    """Add the names of the affected arrays to errors about damaged bytes. Reports a missing object as damage.
 
     Raises:
         CorruptCheckpointError: the error of the body, or an object of the checkpoint is missing.
@@ -233,7 +233,7 @@ def missing_file(opened: Checkpoint, error: ObjectNotFoundError) -> CorruptCheck
 
 
 def naming_other_file(error: CorruptCheckpointError, location: Location) -> CorruptCheckpointError:
-    """Return an error that says so if a file is a pointer of Git LFS, a page or empty; else the error itself."""
+    """Return a clearer error if the file is a Git LFS pointer, an HTML page, or empty; otherwise the given error."""
     from ckptcore.model.file_kinds import FILE_HEAD_BYTES, kind_in_place_of  # only errors need it
 
     if error.key is None:
@@ -355,7 +355,7 @@ def file_pieces(opened: Checkpoint, record: ObjectRecord) -> Iterator[bytes]:
 
 
 def format_names(names: Collection[str]) -> str:
-    """Format names for a message. Limits their number: a hostile root or a directory may have any."""
+    """Format names for a message. Limits their number, because a hostile root or a directory may have any number."""
     shown = [name if name.isprintable() else repr(name) for name in itertools.islice(names, _NAMES_SHOWN)]
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return (", ".join(shown) or "none") + more

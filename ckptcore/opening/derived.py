@@ -1,4 +1,4 @@
-"""Derived checkpoints: their arrays are computed from those of other checkpoints while they are read."""
+"""Derived checkpoints, whose arrays are computed from the arrays of other checkpoints during a read."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Derived:
     Attributes:
         tree: the derived tree.
         sources: the checkpoint that is read, and additional ones that are combined with it.
-        derivations: by leaf number, the derived array. May lack aliases.
+        derivations: by leaf number, the derived array. Aliases may have no entry.
         values: the values of the derived tree that come from the first source: by leaf number, the leaf number in that
             source.
         most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
             in pieces may exceed it.
         description: a description of the transforms and of the bases of an update, which must be equal on every rank of
-            a job; empty without both.
+            a job; empty if there are neither transforms nor bases.
         changes: changes that `Matching` allowed; may differ by rank. By leaf number, the leaf number before the
             change, and a description of the change; the description is empty for an array without a change.
         is_builtin: True if the arrays come from the checkpoint's bases, not from transforms of the user.
@@ -69,14 +69,14 @@ class Derived:
     changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
     is_builtin: bool = False
     _plain_bytes: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
-    """By source and leaf, the bytes that are stored uncompressed; filled on demand."""
+    """By source and leaf, the number of stored bytes; filled on demand. See `_is_plain`."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `Checkpoint.read`.
 
         Raises:
-            TransformError: an array cannot be computed, for instance because a function of the caller failed. Names
-                the array.
+            TransformError: an array cannot be computed, for instance because a function of the caller failed. The
+                message names the array.
             Errors of reading the sources.
         """
         left = [0] * len(plan.items)
@@ -96,7 +96,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return the numbers of the stored leaves from which leaves of the tree are computed, by index of source."""
+        """Return the stored leaves that the given leaves are computed from: by index of source, their leaf numbers."""
         by_source: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -111,9 +111,9 @@ class Derived:
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
         """Return an axis, and the number of elements along it in each band, for bands of about `nbytes` bytes.
 
-        Bands are parts of the computed array. Each band reads contiguous ranges of stored bytes, and the bands together
-        read hardly more than the array as a whole does. Returns None if no axis allows such bands, or if the array has
-        at most `nbytes` bytes.
+        Bands are parts of the computed array. Each band reads contiguous ranges of stored bytes. All bands together
+        read at most 2 % more bytes than one read of the whole array. Returns None if no axis allows such bands, or if
+        the array has at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
@@ -178,8 +178,8 @@ class Derived:
     def _fills(self, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> Sequence[_Fill]:
         """Return the fills of boxes of an array: one fill, or several if one fill needs too much memory.
 
-        First tries to cut all boxes into bands along an axis, one fill for each band. The bands must together read
-        hardly more bytes than one fill does. A band cuts all boxes, because the stored elements of several boxes may
+        First tries to cut all boxes into bands along an axis, one fill for each band. All bands together must read at
+        most 2 % more bytes than one fill. A band cuts all boxes, because the stored elements of several boxes may
         alternate. If no axis allows such bands, divides the list of boxes, or returns one fill that exceeds the memory
         limit.
         """
@@ -215,8 +215,8 @@ class Derived:
     def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
 
-        There may be one short range for each long one, such as the scales of weights: compared with the long range, the
-        blocks at the ends of the short one are few bytes.
+        One short range is allowed for each long one, such as the scales of weights. A short range also reads the whole
+        blocks at both of its ends, but these bytes are few compared with the long range.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]
@@ -238,6 +238,7 @@ class Derived:
         whole = Box.whole(array.spec.shape)
         if box == whole:
             return "whole"
+        # In C order, a box is contiguous if it is complete along all axes after the first one with several elements.
         ones = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(box.shape))
         if box.shape[ones + 1 :] != whole.shape[ones + 1 :] or not self._is_plain(array):
             return None
@@ -269,14 +270,14 @@ def derive(
 ) -> Checkpoint:
     """Return a checkpoint with another tree, whose arrays are computed from those of an open checkpoint.
 
-    It is read in boxes like any other. It has the root, version and origin of the open checkpoint.
+    The result is read in boxes like any other checkpoint. It has the root, version and origin of `source`.
 
     Args:
         source: the open checkpoint that is read.
         tree: the new tree, with its values.
         derivations: by leaf number, the derived array, for each array of the new tree that is not an alias. A `Stored`
             refers to leaves of `source`.
-        values: by leaf number of each value in the new tree that comes from `source`, its leaf number in `source`.
+        values: the values of the new tree that come from `source`: by leaf number, the leaf number in `source`.
         additional: additional sources; `Stored.checkpoint` is 1 for the first of them.
         most_bytes: see `Derived`; None: 256 MiB.
         description, changes, is_builtin: see `Derived`.
@@ -340,7 +341,7 @@ class BoxOutput(NamedTuple):
     Attributes:
         owner: a number that the caller chose to identify the box.
         box: the box.
-        out: memory of its shape; of any strides.
+        out: memory with the shape of the box, and any strides.
     """
 
     owner: int
@@ -370,7 +371,7 @@ class _Fill:
 
     @classmethod
     def of(cls, derivation: DerivedArray, outputs: Sequence[BoxOutput]) -> _Fill:
-        """Plan the fill of boxes. Reads nothing; allocated memory is not touched before it is read into."""
+        """Plan how to fill boxes. Reads nothing. Allocates memory, but does not touch it before a read fills it."""
         fill = cls([output.owner for output in outputs])
         for _, box, out in outputs:
             if box.size:

@@ -1,4 +1,4 @@
-"""Folders that are no checkpoint: the checkpoints and the runs that they hold, for messages and listings."""
+"""Checkpoints and runs inside directories that are not checkpoints themselves, for messages and listings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENTRIES_TRIED: Final = 20
 """Limit of directories that are listed for a message."""
 
 _STEPS_TRIED: Final = 3
-"""Limit of steps of a run whose roots are read: the newest ones may be unfinished."""
+"""Limit of steps of a run whose roots are read. Several are read, because the newest ones may be unfinished."""
 
 _SHOWN: Final = 5
 
@@ -36,7 +36,7 @@ class FoundRun(NamedTuple):
     """A directory of steps.
 
     Attributes:
-        steps: the number of steps, also of unfinished ones.
+        steps: the number of steps, including unfinished ones.
         newest: the newest step that is a checkpoint.
         name: the name of its directory.
     """
@@ -52,7 +52,9 @@ def find_steps(names: Iterable[str]) -> Mapping[int, str]:
 
 
 def find_run(store: StorageBackend, context: Context) -> FoundRun | None:
-    """Return the steps of a directory; None if it has none. Lists it, and reads the heads of a few checkpoints.
+    """Return the steps of a directory; None if none of its newest steps is a checkpoint.
+
+    Lists the directory, and reads the heads of a few checkpoints.
 
     Raises:
         StorageError
@@ -65,18 +67,18 @@ def find_run(store: StorageBackend, context: Context) -> FoundRun | None:
 
 
 def has_own_checkpoint(store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if one of a few directories is a checkpoint of ckptcore by itself, not a member of another one."""
+    """Return True if one of the first directories is a checkpoint of ckptcore that is not a member of a composite."""
     directories = [name.removesuffix("/") for name in names if name.endswith("/")]
     return any(_is_own(store, name) for name in directories[:_ENTRIES_TRIED])
 
 
 def held_in(location: Location, names: Sequence[str], context: Context) -> str:
-    """Return what a folder holds, and how to load it, for a message; empty if it holds nothing that is known.
+    """Describe the checkpoints and runs in a folder, and how to load them, for a message; empty if there are none.
 
     Args:
         location: the folder.
         names: the names in it.
-        context: has the layouts.
+        context: provides the layouts.
     """
     checkpoints: list[str] = []
     runs: dict[str, FoundRun] = {}
@@ -120,7 +122,7 @@ def _is_own(store: StorageBackend, name: str) -> bool:
 
 
 def _is_checkpoint(store: StorageBackend, context: Context) -> bool:
-    """Return True for a committed checkpoint of any software, also for a damaged one."""
+    """Return True for a committed checkpoint of any software, including a damaged one."""
     try:
         head = read_head(store.get(ROOT_KEY, 0, HEAD_BYTES))
         return head is None or head.state == "committed"

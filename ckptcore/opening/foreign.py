@@ -59,8 +59,8 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
 
     Raises:
         CheckpointNotFoundError: no installed layout finds a checkpoint.
-        CompositeCheckpointError: it has several checkpointables, and none of them is loaded by default.
-        UncommittedCheckpointError: it is a partial save that is not finalized.
+        CompositeCheckpointError: the location has several checkpointables, and none of them is loaded by default.
+        UncommittedCheckpointError: the location has a partial save that is not finalized.
     """
     try:
         return inspect_tree(location, version, context)
@@ -82,8 +82,8 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
     """Open the tree with the first layout that recognizes it.
 
     Raises:
-        CheckpointNotFoundError: no layout finds a tree.
-            Also if there are several files or formats, and nothing says which one is meant.
+        CheckpointNotFoundError: no layout finds a tree. This includes directories of separate files, and directories
+            with checkpoints of several formats.
         CorruptCheckpointError: the location has a composite of ckptcore without its root.
     """
     entry = location.name if version.is_object else None
@@ -118,12 +118,12 @@ def inspect_tree(location: Location, version: LocationVersion, context: Context)
 
 
 def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]) -> bool:
-    """Return True if a layout took a folder of checkpoints of ckptcore for one tree, whose leaves it cannot read."""
+    """Return True if a layout mistook a folder of ckptcore checkpoints for one tree with unreadable leaves."""
     return any(unreadable_error(record) is not None for record in tree.leaves) and has_own_checkpoint(store, names)
 
 
 def _install_hint(file: str | None, names: Sequence[str]) -> str:
-    """Return the command that installs the layout of a file, or of a directory with these names; empty if none does."""
+    """Return the command that installs a layout for a file, or for a directory with these names; empty if unknown."""
     kind = directory_kind(names) if file is None else None
     of_kind = install_hint(layout=kind.layout) if kind is not None and kind.layout else ""
     return of_kind or install_hint(files=names if file is None else [file])
@@ -137,7 +137,7 @@ def _nothing_at(location: Location) -> CheckpointNotFoundError:
 
 
 def _way_from_parent(location: Location) -> str:
-    """Return what to do if there is nothing at a location. The parent directory may be a checkpoint or have steps."""
+    """Return advice for a missing location. Checks if the parent directory is a checkpoint or has steps."""
     within, names = location.display.rpartition("/")[0] or ".", location.parent.list_names()
     directories = [name[:-1] for name in names if name[-1] == "/" and name[0] != "."]
     if ROOT_KEY in names and has_members(location.parent, names):
@@ -151,7 +151,7 @@ def _way_from_parent(location: Location) -> str:
         )
     if find_steps([f"{location.name}/"]) and (steps := find_steps(names)):
         return f"{_CHECK_PATH}: its steps are {_format_steps(list(steps.values()))}"
-    if "!/" in location.identity:  # in an archive, of which users do not have a listing
+    if "!/" in location.identity:  # in an archive: users cannot easily list its names
         return f"check the path: {within} has {format_names(names)}"
     return _CHECK_PATH
 
@@ -161,7 +161,7 @@ def _format_steps(names: Sequence[str]) -> str:
 
 
 def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
-    """Return what a file or directory of other software is or has, and what to do."""
+    """Describe a file or directory that no layout recognizes, and return advice on what to do."""
     if file is None:
         kind = directory_kind(names)
         content = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
@@ -183,9 +183,9 @@ def _way_on(location: Location, store: ObjectReader, file: str | None, names: Se
 
 
 def _inside_archive(location: Location, unpack: str) -> str:
-    """Return what is in a zip or tar, and how to name it."""
+    """List the files of a zip or tar archive, and show how to load one of them by its location."""
     try:
-        # A plugin of this project: it is called with these arguments.
+        # The function is from a plugin of this project, so its arguments are known.
         open_archive: Any = import_name("open_archive", purpose="a location in the archive, such as NAME.zip!/FILE,")
         archive: StorageBackend = open_archive(location.parent, location.name, location.display)
         names = [key.partition("/")[2] for key in archive.list()]
@@ -202,9 +202,9 @@ def _inside_archive(location: Location, unpack: str) -> str:
 
 
 def _kind_inside(location: Location, store: ObjectReader, names: Sequence[str]) -> str:
-    """Return what the first file or directory of a known kind is, in parentheses; empty if there is none.
+    """Describe the first file or directory of a known kind, in parentheses; empty if there is none.
 
-    Directories come after files, and texts last.
+    Prefers binary files, then directories, then text files.
     """
     description = ""
     for file in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
@@ -225,7 +225,7 @@ def open_foreign_files(location: Location, version: LocationVersion, context: Co
     """Open all files at a location as the files of an object that other software saved.
 
     Raises:
-        CheckpointNotFoundError: there is no file.
+        CheckpointNotFoundError: the location has no files.
     """
     _expect_no_root(location, version)
     objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
@@ -236,11 +236,11 @@ def open_foreign_files(location: Location, version: LocationVersion, context: Co
 
 
 def find_composite(location: Location, version: LocationVersion, context: Context) -> CompositeCheckpoint | None:
-    """Return the checkpointables according to the first layout that recognizes a composite; None if none does.
+    """Return the composite that the first matching layout finds; None if no layout finds one.
 
     Raises:
-        CorruptCheckpointError: also if a name is not a valid directory name, or if it is a composite of ckptcore
-            without its root.
+        CorruptCheckpointError: the layout found damage, the name of a member is not a valid directory name, or the
+            location has a composite of ckptcore without its root.
     """
     if not version.names:
         return None
@@ -277,10 +277,10 @@ def _expect_no_root(location: Location, version: LocationVersion) -> None:
 
 
 def _expect_one_format(location: Location, names: Sequence[str]) -> None:
-    """Refuse a directory with checkpoints of several formats, each of which is a whole directory.
+    """Refuse a directory with checkpoints of several formats that each use the whole directory.
 
     Raises:
-        CheckpointNotFoundError: names them.
+        CheckpointNotFoundError: names the formats.
     """
     formats = whole_formats(names)
     if len(formats) > 1:
@@ -294,10 +294,11 @@ def _expect_one_format(location: Location, names: Sequence[str]) -> None:
 
 
 def _check_member(location: Location, name: str) -> None:
-    """Refuse a name outside of the directory, and a member of a composite of ckptcore.
+    """Check that the name of a member is a valid directory name, and that ckptcore did not write the member.
 
     Raises:
-        CorruptCheckpointError: the name is invalid, or the composite of the member has lost its root.
+        CorruptCheckpointError: the name is invalid, or ckptcore wrote the member and the root of its composite is
+            missing.
     """
     reason = "a name is one directory and has no '/'" if "/" in name else ""
     try:
@@ -315,18 +316,18 @@ def _check_member(location: Location, name: str) -> None:
 
 
 def _single_file(store: ObjectReader, names: Sequence[str], layouts: Sequence[Layout]) -> str | None:
-    """Return the first file of a directory that is a checkpoint by itself, but not the directory."""
+    """Return the first file in a directory that is a checkpoint by itself; None if there is none."""
     files = [name for name in names if not name.endswith("/")]
     for file in files[:_FILES_TRIED]:
         for layout in layouts:
-            with contextlib.suppress(CheckpointError):  # of a file that is no checkpoint either
+            with contextlib.suppress(CheckpointError):  # no layout can read this file
                 if layout.inspect(store, file) is not None:
                     return file
     return None
 
 
 def _files_message(location: Location, file: str, store: ObjectReader, names: Sequence[str]) -> str:
-    """Return the message for a directory of separate files. Names what each is, as far as its first bytes tell."""
+    """Return the message for a directory of separate files. Names the kind of each file if its first bytes show it."""
     described = []
     for name in [name for name in names if name[-1] != "/"][:_FILES_TRIED]:
         head = b""
@@ -347,7 +348,7 @@ def _files_message(location: Location, file: str, store: ObjectReader, names: Se
 def _steps_message(location: Location, steps: Mapping[int, str], context: Context) -> str:
     """Return the message for a directory of steps. Does not guess which one is meant.
 
-    If the newest one has files and is not a checkpoint, the message says what it is.
+    If the newest step has files but is not a checkpoint, the message includes the reason.
     """
     names = list(steps.values())
     within = location.display.rstrip("/")
@@ -363,7 +364,7 @@ def _steps_message(location: Location, steps: Mapping[int, str], context: Contex
         if version.root is None and version.names:
             open_foreign(newest, version, context)
     except (CompositeCheckpointError, CorruptCheckpointError, UncommittedCheckpointError):
-        pass  # of a step: a load of it says more
+        pass  # loading the newest step raises this error with its details
     except CheckpointNotFoundError as error:
         return f"{location.display} is not a checkpoint, and neither is its newest step: {error}"
     return (
@@ -382,9 +383,9 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
 
 
 def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
-    """Return which files of a storage belong to the one checkpoint of other software that it is; None if it is none.
+    """Return a function that finds the files of the foreign checkpoint in a storage; None if it has no such checkpoint.
 
-    It is one only if the whole directory is one checkpoint. See `_has_single_files`.
+    Only counts a checkpoint that is the whole directory, not single files in it. See `_has_single_files`.
     """
     store = _reader(storage, context)
     for layout in runtime_of(context).registry.layouts():
@@ -400,7 +401,7 @@ def owner_of_files(storage: StorageBackend, context: Context) -> OwnKeys | None:
 
 
 def _own_keys(layout: Layout, store: ObjectReader) -> OwnKeys | None:
-    """Return which files belong to a checkpoint of a layout; None if that is unknown."""
+    """Return a function that finds the files of a layout's checkpoint; None if they cannot be determined."""
     try:
         composite = layout.inspect_composite(store)
     except CheckpointError:

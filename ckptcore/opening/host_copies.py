@@ -44,7 +44,7 @@ class _PieceRead:
 
     Attributes:
         number: the number of the box in the plan.
-        item: the part, in the checkpoint.
+        item: the leaf and the box of the part, in the tree of the checkpoint.
         target: the destination of its elements.
         buffer: contiguous memory to read into: `target` if it is contiguous.
     """
@@ -75,7 +75,7 @@ class _HostCopies:
         rest: list[_PieceRead] = []
         missing = [0] * len(plan.items)
         for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            left = [item.box]  # what no copy has
+            left = [item.box]  # the parts of the box that no copy has
             for copy in self.copies.get(item.leaf, ()) if item.box.size else ():
                 common = [inside for box in left if (inside := box.intersect(copy.box)) is not None]
                 left = [part for box in left for part in subtract(box, copy.box)]
@@ -116,13 +116,13 @@ def _piece(number: int, item: ReadItem, box: Box, buffer: HostArray) -> _PieceRe
 
 
 def _item_of(copy: _BoxCopy, box: Box) -> ReadItem:
-    """Return the box of an array within its copy."""
+    """Return the read of a box of an array from a copy, with the position of the box within the copy."""
     bounds = [(axis.start, axis.stop) for axis in box.within(copy.box)]
     return ReadItem(copy.leaf, Box(tuple([start for start, _ in bounds]), tuple([stop for _, stop in bounds])))
 
 
 def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
-    """Return a checkpoint that reads from copies where its directory has any. Returns `opened` if there are none.
+    """Return a checkpoint that reads boxes from the copies in its directory. Returns `opened` if there are no copies.
 
     Copies that cannot be read are ignored with a warning.
 
@@ -157,7 +157,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
-    """Return a stored copy, and the number of the leaf in `tree` that it is a copy of.
+    """Return the number of the leaf in `tree` that a record is a copy of, and the copy.
 
     Args:
         record: the record of the copy.
@@ -172,7 +172,7 @@ def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tu
     try:
         leaf, start, stop = stated
         box = Box(tuple(map(int, start)), tuple(map(int, stop)))
-        of = tree.leaves[leaf] if leaf >= 0 else None
+        of = tree.leaves[leaf] if leaf >= 0 else None  # a negative number would count from the end
     except (TypeError, ValueError, IndexError):
         of = None
     if isinstance(of, ArrayRecord) and isinstance(record, ArrayRecord):

@@ -1,4 +1,4 @@
-"""Members of composites: which exist, which were deleted, and open checkpoints of them."""
+"""Members of composites: find existing and deleted ones, and open them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
 def existing_members(composite: CompositeCheckpoint) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield each checkpointable in the order of the save, with its directories that exist and are not being deleted.
 
-    Directories are in order of rank. Each costs a request, once it is reached.
+    Directories are in order of rank. Checking a directory costs one request, sent when the iterator reaches it.
     """
     present = present_members(composite)
     for name in composite.members:
@@ -94,10 +94,10 @@ def is_deleted(composite: CompositeCheckpoint, directory: str) -> bool:
 
 
 def lost_members(composite: CompositeCheckpoint, absent: Collection[str]) -> list[str]:
-    """Return the checkpointables that ckptcore did not delete, of those of which nothing exists.
+    """Return the absent checkpointables that are lost, because ckptcore did not delete them.
 
-    Sends one request, or one for each directory if the storage cannot list. Other software does not mark
-    deletions.
+    Sends one request, or one for each directory if the storage cannot list. Returns all of `absent` if other software
+    wrote the composite, because it does not mark deletions.
     """
     root, store = composite.root, composite.location.store
     if root is None or not absent:
@@ -143,7 +143,7 @@ def open_directory(
     """
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
-    # The root of the composite is not read again for each of its members.
+    # Pass the root of the composite, so that it is not read again for each member.
     return ConsistentRead(SubPath(location, directory), context, open_tree, composite.version.root).open()
 
 

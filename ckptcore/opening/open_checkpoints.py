@@ -43,7 +43,7 @@ OpenedT = TypeVar("OpenedT", bound=Checkpoint | CompositeCheckpoint)
 T = TypeVar("T")
 
 Opener: TypeAlias = Callable[[Location, LocationVersion, Context], OpenedT]
-"""Opens the checkpoint at a location. The version, read before, shows later whether the checkpoint was replaced."""
+"""Opens the checkpoint at a location. The caller read the version before, to detect a later replacement."""
 
 RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
@@ -52,11 +52,14 @@ ATTEMPTS: Final = 20
 """Limit of attempts to read a checkpoint that is replaced again and again."""
 
 _MAX_COMPOSITES: Final = 64
-"""Limit of the composites whose save ids are kept."""
+"""Limit of the cached save ids of composites."""
 
 
 class ConsistentRead(Generic[OpenedT]):
-    """Attempts to read a checkpoint. Each attempt opens it again, and succeeds if it was not replaced meanwhile."""
+    """Attempts to read a checkpoint.
+
+    Each attempt opens the checkpoint again. It succeeds if the checkpoint was not replaced during the attempt.
+    """
 
     def __init__(
         self,
@@ -66,12 +69,12 @@ class ConsistentRead(Generic[OpenedT]):
         composite_root: bytes | str | None = None,
         given: OpenedT | None = None,
     ) -> None:
-        """Open nothing yet.
+        """Keep the arguments. `open` opens the checkpoint.
 
         Args:
             location: the location.
             context: options.
-            opener: opens what is at the location.
+            opener: opens the checkpoint at the location.
             composite_root: see `read_version`.
             given: an open checkpoint for the only attempt. The caller that opened it checks for replacement.
         """
@@ -84,7 +87,7 @@ class ConsistentRead(Generic[OpenedT]):
         self._opened: OpenedT | None = None
 
     def open(self) -> OpenedT:
-        """Begin an attempt. The opened checkpoint is of one save.
+        """Begin an attempt. All metadata of the opened checkpoint is from one save.
 
         Raises:
             CorruptCheckpointError: the checkpoint is damaged, or was replaced too often.
@@ -115,7 +118,7 @@ class ConsistentRead(Generic[OpenedT]):
         raise replaced_too_often(self._location)
 
     def retry_if_replaced(self, attempt: Callable[[OpenedT], T]) -> T:
-        """Open and read a checkpoint. Repeats this if it was replaced meanwhile, so that the result is of one save.
+        """Open and read a checkpoint. Starts again if it was replaced meanwhile, so that the result is from one save.
 
         Raises:
             Errors of the opener and of `attempt`. Errors about bytes name the arrays that contain them.
@@ -142,7 +145,10 @@ class ConsistentRead(Generic[OpenedT]):
         return self._opened is None or self._opened.version.is_current(self._opened.location)
 
     def is_unchanged(self) -> bool:
-        """Return True if all data that was read since `open` is of one save. Reads the root, or the names, again."""
+        """Return True if all data that was read since `open` is from one save.
+
+        Reads the root again, or lists the names again if there is no root.
+        """
         if self._opened is None:
             return True
         version, location = self._opened.version, self._opened.location
@@ -150,7 +156,10 @@ class ConsistentRead(Generic[OpenedT]):
 
 
 def _restores(location: Location, error: CheckpointError) -> bool:
-    """Restore the checkpoint that a killed process was replacing, or had saved, if that is why there is no root."""
+    """Restore a checkpoint that a killed process left under a hidden name, if this explains the missing root.
+
+    Returns True if a checkpoint was restored, so that the caller can open it again.
+    """
     if not isinstance(error, CheckpointNotFoundError | CorruptCheckpointError):
         return False
     try:
@@ -195,8 +204,8 @@ def open_tree(
 ) -> Checkpoint:
     """Open the tree at a location, or the files that an object wrote there.
 
-    The only checkpointable of a composite is opened without its name: Orbax saves each tree under a name. So is the
-    default one of a copy.
+    A composite with one checkpointable is opened as that tree, because Orbax saves each tree under a name. A copied
+    composite with a default checkpointable is opened as the default one.
 
     Args:
         location: the location.
@@ -206,7 +215,7 @@ def open_tree(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint that an installed layout reads.
-        UncommittedCheckpointError: a save began there and was not committed.
+        UncommittedCheckpointError: a save at the location began and was not committed.
         CompositeCheckpointError: the checkpoint has several checkpointables.
         CorruptCheckpointError: the checkpoint is damaged.
         InvalidLocationError, UnsupportedVersionError: the root cannot be read.
@@ -265,7 +274,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
     root = _committed_root(location, version)
     composite = _open_composite(location, version, root, context)
     if composite is None:
-        assert not isinstance(root, CompositeRoot)  # it would have a composite
+        assert not isinstance(root, CompositeRoot)  # `_open_composite` returns a composite for it
         return _open_tree(location, version, root, context)
     if root is not None or len(composite.members) != 1:
         return composite
@@ -282,7 +291,7 @@ def open_either(location: Location, version: LocationVersion, context: Context) 
 def _open_composite(
     location: Location, version: LocationVersion, root: Root | CompositeRoot | None, context: Context
 ) -> CompositeCheckpoint | None:
-    """Open a composite with its root, or, without a root, that of other software; None if it is one tree."""
+    """Open a composite by its root, or a composite of other software if there is no root; None for one tree."""
     if isinstance(root, CompositeRoot):
         return CompositeCheckpoint.of_root(location, version, root)
     if root is not None:
@@ -293,10 +302,10 @@ def _open_composite(
 
 
 def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open files that an object wrote: those of a root, or, without a root, every file at the location.
+    """Open the files that an object wrote: those listed in the root, or every file if there is no root.
 
     Raises:
-        CheckpointNotFoundError: there is no file.
+        CheckpointNotFoundError: the location has no files.
         Errors of `open_tree`.
     """
     if version.root is not None:
@@ -335,7 +344,7 @@ def _committed_root(
 def _open_tree(
     location: Location, version: LocationVersion, root: Root | None, context: Context, known: RootCache | None = None
 ) -> Checkpoint:
-    """Open a tree with its root, or, without a root, that of other software."""
+    """Open a tree by its root, or a tree of other software if there is no root."""
     if root is None:
         from ckptcore.opening.foreign import open_foreign  # only checkpoints of other software need it
 
@@ -361,7 +370,7 @@ def _open_tree(
 def _expect_committed(location: Location, version: LocationVersion, member: Root, context: Context) -> None:
     """Check that the composite of a member is committed.
 
-    A member that was copied out of its composite is valid: its root was written after all of its other files.
+    A member without a composite around it was copied. It is valid, because its root was written after its other files.
 
     Raises:
         UncommittedCheckpointError: the composite is not committed, or belongs to another save than the member.
@@ -385,11 +394,13 @@ def _expect_committed(location: Location, version: LocationVersion, member: Root
 
 
 def _composite_save_id(data: bytes, known: dict[bytes, str | None]) -> str | None:
-    """Return the save id of a committed composite; None for another root. Each of many members asks for it.
+    """Return the save id of a committed composite; None for any other root.
+
+    Cached, because opening each member of a composite needs it.
 
     Args:
         data: the root.
-        known: a cache by digest. It does not hold roots, which may be large and are needed no more.
+        known: a cache by digest of the root. It does not keep the roots, which may be large.
     """
     import hashlib  # only members of composites need it
 
