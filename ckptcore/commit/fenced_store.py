@@ -226,7 +226,7 @@ class _FencedWriter:
                     return
                 if not isinstance(error, ConditionFailedError):
                     try:
-                        self._store.expect_claim()  # without it, another save removed the pieces
+                        self._store.expect_claim()  # if it is lost, another save removed the pieces
                     except StorageError:
                         raise error from None  # it is unknown whether the claim is lost
                     except SaveLostError as lost:

@@ -1,8 +1,8 @@
 """Receipts as messages to the leader. Numbers are encoded as columns, and decoded as arrays.
 
-A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
-its numbers or their differences, less the smallest of them. Messages are not stored: all processes must have the same
-version of this package.
+A message is one line of JSON, followed by the columns that it lists. A column stores either its numbers or the
+differences between neighbours. The smallest value is subtracted from all of them, and they have the narrowest dtype that
+fits. Messages are not stored: all processes must have the same version of this package.
 """
 
 from __future__ import annotations
