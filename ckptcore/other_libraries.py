@@ -182,7 +182,7 @@ ARGUMENTS_OF: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Checkpointer.__init__": dict.fromkeys(("every", "interval", "save_every"), _EVERY),
 }
-"""Keyword arguments of one function, by its qualified name, each with the argument to use instead. These take precedence
+"""Keyword arguments of one function, by its qualified name, each with the argument to use instead. They take precedence
 over `ARGUMENTS`."""
 
 REFUSING_NUMPY: Final = frozenset(("torch",))

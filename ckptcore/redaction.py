@@ -21,6 +21,8 @@ _ROUNDS: Final = 8
 
 _SCHEME: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+.-"
 _SCHEME_CHARACTERS: Final = 32
+"""Maximum length of a scheme. Limits the search for its beginning, so that redaction takes linear time."""
+
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose URLs may contain any character, and have no secrets."""
 
@@ -117,6 +119,7 @@ def _redacted_word(word: str) -> str:
     for first, stop in sorted(_secrets(decoded)):
         start, end = decoded.starts[first], decoded.stops[stop - 1]
         if end > shown:
+            # A range that overlaps the one before it extends it, and needs no second mark.
             parts += [word[shown:start], "" if start < shown else _HIDDEN]
             shown = end
     return "".join([*parts, word[shown:]])
@@ -275,6 +278,7 @@ def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int,
         slash = text.find("/", begin, stop)
         authority = stop if slash < 0 else slash
         at = text.rfind("@", begin, authority)
+        # If the text before the slash is not a host and port, the slash is part of a password.
         if at < 0 and not re.match(_HOST_AND_PORT, text[begin:authority]):
             at = last
         if at >= 0:

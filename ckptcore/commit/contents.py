@@ -51,6 +51,7 @@ _OBJECT: Final = (
 """The keys of files that saves write. A checkpoint may have files with other keys, which only its root lists."""
 
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
+"""The ends of keys of Zarr metadata. All files in the directories of such keys count as files of Zarr arrays."""
 
 
 def expect_removable(

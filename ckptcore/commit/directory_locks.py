@@ -32,8 +32,13 @@ from ckptcore.protocols import AtomicDirectories, DirectoryLock, StorageBackend
 logger = logger_named("ckptcore.commit")
 
 _LOCK_ATTEMPTS: Final = 4
+"""Attempts to lock the directory of an owner that has a record. Another process may have the lock for a moment."""
+
 _LOCK_SECONDS: Final = 0.05
+"""Pause between two attempts."""
+
 _RECORD_ATTEMPTS: Final = 200
+"""Maximum number of attempts, about 10 seconds, while the owner has not written its record."""
 
 
 class DirectoryLocks(Locks):

@@ -34,6 +34,7 @@ _ATTEMPTS: Final = 5
 """Attempts to write an object while another object has its key."""
 
 _COMPARE_BYTES: Final = 8 << 20
+"""Maximum size of a read that compares a stored object with the written one. Limits the memory."""
 
 
 def save_lost(location: Location) -> SaveLostError:

@@ -205,6 +205,7 @@ _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
 
 _LOOKS_PER_LEASE: Final = 8
+"""Observations of a lease in each lease time, while this process waits for its expiry."""
 
 
 class Locks(ABC):
@@ -282,7 +283,7 @@ class Locks(ABC):
                         taken.append(self._own(if_in_use, at_least))
                     except DirectoryInUseError as error:
                         raise SaveLostError(f"another process owns it since this disk was full: {error}") from error
-                    if taken[0].number != number:
+                    if taken[0].number != number:  # another owner has written a higher number meanwhile
                         taken[0].close()
             if taken[0].number != number:
                 raise SaveLostError(

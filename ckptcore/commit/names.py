@@ -105,7 +105,7 @@ def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[
     if not merges:
         return
     known: dict[str, str] = {}
-    folds: dict[str, str] = {"": ""}
+    folds: dict[str, str] = {"": ""}  # by path, because keys share directories
     for key in keys:
         path = fold = ""
         for name in key.split("/"):

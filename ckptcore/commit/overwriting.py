@@ -249,6 +249,7 @@ class PlacedObjects:
         existing = sorted(self._stamps(self._name, keys))
         if existing:
             raise fixed_names(display, existing)
+        # Keys of the new objects, by the usual keys without the save id.
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
         owned = _own_files(self._old)
         # Also for files of other software, so that a private file stays private.

@@ -392,6 +392,7 @@ class RenameMethod(CommitMethod):
         )
         try:
             if resume:
+                # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
             # The new files must not be readable by users who may not read the old ones.
             self.directories.hide_from_others(location.name, hidden)

@@ -187,6 +187,7 @@ class References:
 
 
 MAPPINGS: Final = ("dict", "OrderedDict")
+"""Kinds of containers that keep their kind when they lose children. Others become dicts."""
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:

@@ -407,7 +407,7 @@ def _parse(data: bytes, key: str) -> Any:
 def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
     if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
         raise _damaged(f"invalid size {size!r} of {key}", key)
-    data = read_part(key, size + 1)
+    data = read_part(key, size + 1)  # one byte more, to notice an object that is too long
     if len(data) != size:
         actual = f"{len(data)} bytes" if len(data) < size else "more bytes"
         raise CorruptCheckpointError(

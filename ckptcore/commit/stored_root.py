@@ -415,6 +415,7 @@ class ParsedRoots(Generic[T]):
         return kept
 
     def _find(self, data: bytes) -> tuple[Root, T] | None:
+        # Needs no lock: the tuple is replaced as a whole, never changed.
         return next(((root, kept) for known, root, kept in self._known if known == data), None)
 
 

@@ -36,8 +36,8 @@ class ExchangeCounts:
     """The counts of operations that this process began, by job and name. Thread-safe.
 
     Counts belong to a job and not to a Context. Otherwise two Contexts that save to one location would use the same
-    keys, and one could receive a message of a failed exchange of the other. Each name has its own count, so that a rank that missed one
-    operation after an error still has the same counts as the others for all other names.
+    keys, and one could receive a message of a failed exchange of the other. Each name has its own count. If a rank
+    misses an operation after an error, its counts of all other names still equal those of the other ranks.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """

@@ -179,7 +179,7 @@ class Gathering:
         if self.rank != block[0]:
             return None
         relays = range(0, self.size, self._block_ranks)
-        batch = b"" if self.rank == 0 else _pack(of_block or (), missing)
+        batch = b"" if self.rank == 0 else _pack(of_block or (), missing)  # the leader has the data of its own block
         try:
             # Other relays may start one deadline later than this rank, and wait up to one deadline for their blocks.
             batches = self._gather_on(
