@@ -35,19 +35,19 @@ _SECRET_WORDS: Final = frozenset(
         "session", "sig",
     }
 )  # fmt: skip
-"""Words of the names of parameters whose values may be secret, in lower case."""
+"""Words in lower case. The value of a parameter may be secret if its name contains one of them."""
 
 _SECRET_NAME: Final = (
     r"token|secret|password|passwd|passphrase|credential|signature|authorization|sessionid"
     r"|(?:access|account|api|auth|private|session|shared|signing)key"
 )
-"""Parts of the names of secret parameters, without punctuation and in lower case.
+"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains one of them.
 
 Outside queries and fragments of URLs, parameters with other names are shown, because names of directories may contain
 such parameters."""
 
 _NAME_WORDS: Final = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
-"""The words of a name, which punctuation, digits or changes of case separate."""
+"""Pattern of the words in a name. Punctuation, digits and changes of case separate words."""
 
 _TAIL: Final = "')],.;:"
 """Punctuation after a URL, which may belong to the text around it."""
@@ -59,7 +59,8 @@ def redacted(text: str) -> str:
     """Return a text whose URLs have no passwords, no values in queries and fragments, and no secret path parameters.
 
     ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``. URLs and names are
-    decoded before they are judged, however often they are encoded. Takes time linear in the length of the text.
+    decoded before they are checked, even if they are encoded several times. A part that is encoded too often is hidden
+    as a whole. Takes time linear in the length of the text.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):
         return text  # compiling the patterns takes longer than a small save

@@ -34,7 +34,7 @@ _RESERVED: Final = (
     rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"
     r"|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{16}\..*)"
 )
-"""The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
+"""The names of files and directories that only ckptcore writes next to a root. ``checkpoint.pt`` is not one."""
 
 _TEMPORARY: Final = (
     r"(?s)\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"

@@ -107,7 +107,7 @@ def _repeat(
 
 
 def _fails(work: Callable[[], None], level: int) -> bool:
-    """Do the work of a lease. Log an error, and return True if there was one."""
+    """Renew or release a lease. If that fails, log the error and return True."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  # the thread continues: one failure does not lose a lease
@@ -360,8 +360,8 @@ _EXPIRY_FACTOR: Final = 1.25
 """A lease has expired once it was seen unchanged for this multiple of its lease time."""
 
 _MAX_OBSERVED_FACTOR: Final = 0.5
-"""Maximum multiple of the lease time that one observation adds. A longer pause does not count in full: this process was
-suspended, and the holder may have been suspended, too."""
+"""Maximum multiple of the lease time that one observation adds. A longer pause does not count in full: this process may
+have been suspended, and the holder, too."""
 
 
 class LeaseObserver:

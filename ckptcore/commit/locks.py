@@ -518,6 +518,6 @@ def read_record(store: StorageBackend) -> bytes:
 def is_absent(store: StorageBackend) -> bool:
     """Return True if an owned directory does not exist now, because its file system is not mounted.
 
-    Looks for the directory `OWNER` in it, which the owner has created. No process removes it, only a person could.
+    Looks for the directory `OWNER` in it, which the owner has created. ckptcore never removes that directory.
     """
     return has_directories(type(store)) and "owner/" not in store.list_names(INTERNAL_DIRECTORY)

@@ -140,7 +140,10 @@ def names_merged(display: str, first: str, second: str, end: str) -> NameCollisi
 
 
 def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisionError:
-    """Return the error for a key that already exists in a new directory, perhaps because of a name in `others`."""
+    """Return the error for a key that already exists in a new directory.
+
+    If the file system may treat one of `others` as equal to the key, the error shows both.
+    """
     fold = folded(key, ALL_FORMS)
     for other in others:
         if other != key and folded(other, ALL_FORMS) == fold:

@@ -334,7 +334,7 @@ class PlacedObjects:
         return root is not None and _digest(root) == journal.root
 
     def _complete(self, journal: _Journal) -> None:
-        """Replace the index, and delete the old objects. If other software has changed the index, both stay."""
+        """Replace the index, and delete the old objects. Does neither if other software has changed the index."""
         if journal.index_key:
             try:
                 self._directories.replace(

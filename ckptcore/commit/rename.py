@@ -193,7 +193,7 @@ class RenameTransaction:
         except (CheckpointExistsError, SaveLostError, AtomicityError):
             raise
         except BaseException as error:
-            # After an exchange the hidden directory contains the old checkpoint, so it is not deleted here.
+            # If the exchange succeeded, the hidden directory contains the old checkpoint, so it is not deleted here.
             if _has_other_root(self._location, root):
                 raise
             self.leave()
@@ -700,9 +700,9 @@ class RenameMethod(CommitMethod):
             else:
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
-            # The process may still run: its lease expired, or its lock was lost with a mount. `discard` renames first,
-            # so that neither this process commits nor another one restores a partly deleted directory.
-            with suppress(ObjectNotFoundError):  # the process has committed, and so renamed the directory
+            # The save may still run: its lease expired, or its lock was lost with a mount. `discard` renames the
+            # directory first, so that the save cannot commit it, and no process can restore it, when it is incomplete.
+            with suppress(ObjectNotFoundError):  # the save has committed, and so renamed the directory
                 self.discard(checkpoint, name)
         return True
 
