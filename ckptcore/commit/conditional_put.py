@@ -350,8 +350,8 @@ class ConditionalPutMethod(CommitMethod):
             transaction = ConditionalPutTransaction(location, claim, current)
             transaction.clear()
             return transaction
-        # Remove the objects of other saves under a temporary claim with a new save id. So none of them exists once this
-        # save id has the claim.
+        # Remove the objects of other saves under a temporary claim with a new save id. A process that resumes this save
+        # finds the claim with its own save id only after they are gone.
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), current)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)

@@ -381,7 +381,7 @@ class LeaseObserver:
         self._lock = threading.Lock()
 
     def is_expired(self, seen: SeenLease) -> bool:
-        """Record one observation of a lease. Return True if it was seen unchanged for so long that it has expired."""
+        """Record one observation of a lease. Return True if it has expired: it was seen unchanged for long enough."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
@@ -421,8 +421,8 @@ class Lease:
             store: the storage, opened at the directory of steps.
             seen: the object; its holder is this process.
             subject: what is locked, in words, for errors.
-            at_close: how the lease is released. "mark": put the object as released, for a key that other processes use
-                too, because a delayed deletion could remove their lease. "delete": for a unique key.
+            at_close: how the lease is released. "mark": put the object again, marked as released. For a key that other
+                processes also use, because a delayed deletion could remove their lease. "delete": for a unique key.
             began: the time, by `clock`, when the put began.
             clock: the clock.
             is_absent: returns True if the directory of the object does not exist now. Called if the object is missing.

@@ -97,7 +97,7 @@ class Storages(NamedTuple):
             raise InvalidLocationError(f"{display} is an archive, which is only read: save to a directory")
         from ckptcore.distributions import import_name  # only archives need it
 
-        # A plugin of this project: it is called with these arguments.
+        # `Any`, because the function is in a plugin of this project that may not be installed.
         open_archive: Any = import_name("open_archive", purpose=f"a location in the archive {display}")
         archive: StorageBackend = open_archive(storage, name, display)
         return archive

@@ -1,4 +1,4 @@
-"""CommitMethod: how checkpoints in a directory are begun, committed, removed and locked; what its storage supports.
+"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of what storages support.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
 puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one. `StorageSupport`

@@ -56,7 +56,7 @@ class Session(NamedTuple):
         first: the first rank of its processes within the whole partial save. It identifies the session.
         size: the number of its processes.
         created: when it was completed, ISO 8601 in UTC.
-        arrays: the number of arrays that it wrote parts of.
+        arrays: the number of arrays. The session wrote at least a part of each.
         nbytes: the size of its objects in bytes.
         key: the key of the object that describes its receipts.
         key_bytes: the size of that object in bytes.

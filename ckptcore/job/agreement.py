@@ -124,7 +124,7 @@ class Agreement:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
-            call: the operation, for the log if other ranks are late; None: the operation of the recording.
+            call: the operation, for the log if other ranks are late; None: that of the recording, or the key.
             block_ranks: see `Gathering`; None: `BLOCK_RANKS`.
         """
         self._coordinator = coordinator
