@@ -182,15 +182,15 @@ ARGUMENTS_OF: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Checkpointer.__init__": dict.fromkeys(("every", "interval", "save_every"), _EVERY),
 }
-"""Keyword arguments for which one function has another argument to use instead, by the qualified name of the function.
-"""
+"""Keyword arguments of one function, by its qualified name, each with the argument to use instead. They take precedence
+over `ARGUMENTS`."""
 
 REFUSING_NUMPY: Final = frozenset(("torch",))
 """Frameworks whose modules and optimizers refuse a state with NumPy arrays."""
 
 
 def hint_of_framework(name: str) -> str:
-    """Return what a program may want whose arrays of a framework were loaded as NumPy arrays."""
+    """Return a hint for a program that has loaded arrays of a framework as NumPy arrays."""
     return (
         f"arrays of {name} are loaded as NumPy arrays, which load_state_dict refuses: pass framework={name!r} for "
         "tensors on the CPU, or use load_into(path, model), which keeps devices and dtypes; framework='numpy' says "
@@ -202,7 +202,7 @@ _NEWEST_STEPS: Final = ("latest", "last", "newest", "auto")
 
 
 def hint_of_step(step: object) -> str:
-    """Return a suffix for the error about a step that is no number: what to pass instead."""
+    """Return a suffix for the error about a step that is not a number: what to pass instead."""
     if not isinstance(step, str):
         return "; pass the abstract tree as abstract="
     if step.lower() in _NEWEST_STEPS:
@@ -218,7 +218,7 @@ LAYOUTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("hf", "huggingface"), "safetensors"),
     **dict.fromkeys(("pickle", "pt", "pth"), "torch"),
 }
-"""Names of formats, each with the layout that has it."""
+"""Names that other libraries use for formats, each with the layout to use."""
 
 
 def instead_of(owner: str, name: str) -> str:
@@ -243,7 +243,7 @@ def explains_arguments(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # Without a further frame the call itself failed: the arguments do not fit the signature.
+            # If the traceback has no further frame, the call itself failed: the arguments do not fit the signature.
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 _explain(error, function, kwargs)
             raise
@@ -261,7 +261,7 @@ def _explain(error: TypeError, function: Callable[..., object], arguments: Mappi
                 ours = _STATE  # the call was like numpy.savez(path, name=array)
             error.args = (f"{error}" + (f"; use {ours}" if ours else near),)
             return
-    if "multiple values" in str(error):  # the state came first
+    if "multiple values" in str(error):  # the state was passed first
         error.args = (f"{error}; the arguments are {', '.join([name for name in known if name != 'self'])}",)
 
 

@@ -17,15 +17,17 @@ _WORD: Final = r"[^\s<>\"]+(?: [^\s<>\"?&#:/=＝%]+[=＝%][^\s<>\"]*)*"
 _MARKS: Final = ("//", ":/", "=", "%", "\\")
 _ESCAPES: Final = r"(?:%[0-9a-fA-F]{2})+|(?:%|\\)u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\/"
 _ROUNDS: Final = 8
-"""The number of times that a text is decoded. Libraries encode URLs that are encoded already."""
+"""Maximum number of times that a text is decoded. Libraries may encode a URL that is encoded already."""
 
 _SCHEME: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+.-"
 _SCHEME_CHARACTERS: Final = 32
+"""Maximum length of a scheme. Limits the search for its beginning, so that redaction takes linear time."""
+
 _LOCAL: Final = frozenset({"file", "local", "memory"})
 """Schemes whose URLs may contain any character, and have no secrets."""
 
 _WITH_LOGIN: Final = frozenset({"abfs", "abfss", "ftp", "ftps", "hdfs", "scp", "sftp", "smb", "ssh", "wasb", "wasbs"})
-"""Schemes in which a user without a password is a name. In other URLs it may be a token."""
+"""Schemes in which the user part of a URL without a password is a name. In other URLs it may be a token."""
 
 _SECRET_WORDS: Final = frozenset(
     {
@@ -33,21 +35,22 @@ _SECRET_WORDS: Final = frozenset(
         "session", "sig",
     }
 )  # fmt: skip
-"""Words of the names of parameters whose values may be secret, in lower case."""
+"""Words in lower case. The value of a parameter may be secret if its name contains one of them."""
 
 _SECRET_NAME: Final = (
     r"token|secret|password|passwd|passphrase|credential|signature|authorization|sessionid"
     r"|(?:access|account|api|auth|private|session|shared|signing)key"
 )
-"""Parts of such names, without punctuation and in lower case.
+"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains one of them.
 
-Outside queries and fragments of URLs, parameters with other names are shown: names of directories contain them."""
+Outside queries and fragments of URLs, parameters with other names are shown, because names of directories may contain
+such parameters."""
 
 _NAME_WORDS: Final = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
-"""The words of a name, which punctuation, digits or changes of case separate."""
+"""Pattern of the words in a name. Punctuation, digits and changes of case separate words."""
 
 _TAIL: Final = "')],.;:"
-"""Punctuation behind a URL, which may belong to the text."""
+"""Punctuation after a URL, which may belong to the text around it."""
 
 _HOST_AND_PORT: Final = r"[^:]*(?::[0-9]*)?\Z"
 
@@ -56,7 +59,8 @@ def redacted(text: str) -> str:
     """Return a text whose URLs have no passwords, no values in queries and fragments, and no secret path parameters.
 
     ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``. URLs and names are
-    decoded before they are judged, however often they are encoded. Takes time linear in the length of the text.
+    decoded before they are checked, even if they are encoded several times. A part that is encoded too often is hidden
+    as a whole. Takes time linear in the length of the text.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):
         return text  # compiling the patterns takes longer than a small save
@@ -66,7 +70,8 @@ def redacted(text: str) -> str:
 def redacted_location(text: str) -> str:
     """Return a path or URL without its secrets, as `redacted` does.
 
-    Where a URL ends in a text is not known if it has spaces, quotes or angle brackets. Here all of the text is one.
+    `redacted` cannot know where a URL ends that contains spaces, quotes or angle brackets. Here the whole text is one
+    path or URL.
     """
     if text.isascii() and not any(mark in text for mark in _MARKS):
         return text
@@ -115,6 +120,7 @@ def _redacted_word(word: str) -> str:
     for first, stop in sorted(_secrets(decoded)):
         start, end = decoded.starts[first], decoded.stops[stop - 1]
         if end > shown:
+            # A range that overlaps the one before it extends it, and needs no second mark.
             parts += [word[shown:start], "" if start < shown else _HIDDEN]
             shown = end
     return "".join([*parts, word[shown:]])
@@ -160,9 +166,9 @@ def _decoded_once(decoded: _Decoded) -> _Decoded:
 
 
 def _characters(data: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yield the characters of UTF-8, and the range of their bytes. Characters may be longer than necessary or invalid.
+    """Yield the characters of UTF-8, and the ranges of their bytes. Accepts overlong and invalid sequences.
 
-    Lenient decoders read C0 BD as ``=``.
+    Other lenient decoders do so, too: they read C0 BD as ``=``.
     """
     position = 0
     while position < len(data):
@@ -181,7 +187,7 @@ def _characters(data: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _secrets(decoded: _Decoded) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a decoded word that are hidden."""
+    """Yield the ranges of a decoded word that must be hidden."""
     text = decoded.text
     stop = len(text.rstrip(_TAIL))
     address = _first_address(text, stop)
@@ -191,9 +197,9 @@ def _secrets(decoded: _Decoded) -> Iterator[tuple[int, int]]:
     if address is None:
         return
     query = min([index for index in (text.find("?", start, stop), text.find("#", start, stop)) if index >= 0] or [stop])
-    is_encoded = query < stop and decoded.stops[query] - decoded.starts[query] > 1  # it is in the name of an object
+    is_encoded = query < stop and decoded.stops[query] - decoded.starts[query] > 1  # in the name of an object
     yield from _users(text, *address, stop if is_encoded else query)
-    for first, end in _named_secrets(text, _parts(text, start, query)):  # parameters of the path, behind semicolons
+    for first, end in _named_secrets(text, _parts(text, start, query)):  # parameters of the path, after semicolons
         yield from _range(first, end)
     for first, end in _parts(text, query, stop):
         equals = text.find("=", first, end)
@@ -208,14 +214,14 @@ def _range(first: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(text: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges behind each of the characters that begin a parameter."""
+    """Yield the ranges of parameters: each begins after one of the characters ``?&#;``, and ends before the next."""
     begins = [mark.start() for mark in re.compile(r"[?&#;]").finditer(text, start, stop)]
     for begin, end in itertools.pairwise([*begins, stop]):
         yield begin + 1, end
 
 
 def _named_secrets(text: str, parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the values of the parameters whose names suggest secrets."""
+    """Yield the ranges of the values of parameters whose names suggest secrets."""
     for first, stop in parts:
         equals = text.find("=", first, stop)
         if equals >= 0 and _is_secret(text[first:equals]):
@@ -231,7 +237,7 @@ def _value_stop(decoded: _Decoded, first: int, stop: int) -> int:
 
 
 def _compatible(text: str) -> str:
-    """Return a text with plain characters for those of full width, ligatures and others."""
+    """Return a text in which full-width characters, ligatures and the like are replaced by plain characters."""
     import unicodedata  # few texts need it
 
     return unicodedata.normalize("NFKD", text)
@@ -239,7 +245,7 @@ def _compatible(text: str) -> str:
 
 def _is_secret(name: str) -> bool:
     if name.startswith(" "):
-        return False  # text behind a semicolon
+        return False  # ordinary text after a semicolon
     name = _compatible(name)
     plain = "".join([character for character in name.casefold() if character.isalnum()])
     words = [word.lower() for word in re.findall(_NAME_WORDS, name)]
@@ -247,12 +253,12 @@ def _is_secret(name: str) -> bool:
 
 
 def _first_address(text: str, stop: int) -> tuple[int, str] | None:
-    """Return where the address of the first URL begins that may have secrets, behind its slashes, and its scheme."""
+    """Find the first URL that may have secrets. Return the index after its slashes, and its scheme."""
     return next(_addresses(text, 0, stop), None)
 
 
 def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
-    """Yield where addresses begin, and their schemes. `pathlib` may have removed one of the slashes."""
+    """Yield the index after the slashes of each URL, and its scheme. `pathlib` may have removed one of the slashes."""
     for slashes in re.compile(r"(:?)//?").finditer(text, start, stop):
         if not slashes[1]:
             if len(slashes[0]) == 2 and (slashes.start() == 0 or not text[slashes.start() - 1].isalnum()):
@@ -265,7 +271,7 @@ def _addresses(text: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
 
 
 def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the passwords of the URLs in an address, which may have unescaped slashes."""
+    """Yield the ranges of passwords and tokens in the URLs of an address. Passwords may have unescaped slashes."""
     last = text.rfind("@", begin, stop)
     following: tuple[int, str] | None = (begin, scheme)
     while following is not None and (begin := following[0]) <= last:
@@ -273,6 +279,7 @@ def _users(text: str, begin: int, scheme: str, stop: int) -> Iterator[tuple[int,
         slash = text.find("/", begin, stop)
         authority = stop if slash < 0 else slash
         at = text.rfind("@", begin, authority)
+        # If the text before the slash is not a host and port, the slash is part of a password.
         if at < 0 and not re.match(_HOST_AND_PORT, text[begin:authority]):
             at = last
         if at >= 0:

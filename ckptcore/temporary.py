@@ -1,6 +1,6 @@
 """Temporary files and directories, with errors that name the directory and say what to do.
 
-For plugins that need a file on the way, such as an object that a server sends only as a whole.
+For plugins that need an intermediate file, for example because a server sends an object only as a whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TemporaryFile:
         """Create the file.
 
         Args:
-            purpose: what the copy is of, for errors, as in "of s3://bucket/a".
+            purpose: the source of the copy, for errors, such as "of s3://bucket/a".
 
         Raises:
             StorageError: there is no temporary directory, or it cannot be written to.
@@ -58,7 +58,7 @@ class TemporaryFile:
                 written += os.pwrite(self._file.fileno(), memoryview(data)[written:], offset + written)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Read bytes at an offset; fewer at the end."""
+        """Read bytes at an offset. Returns fewer bytes at the end of the file."""
         return os.pread(self._file.fileno(), nbytes, offset)
 
     def close(self) -> None:

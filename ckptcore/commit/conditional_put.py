@@ -181,13 +181,14 @@ class ConditionalPutTransaction:
     def _expect_objects(self, root: bytes) -> None:
         """Check that no deletion removed the objects and the claim before the root was put.
 
-        A deletion removes the claim last, so then an object of this save is missing.
+        Only needed if the storage accepts the tag of a missing object. A deletion removes the claim last. So if the
+        claim is gone, at least one object of this save is gone, too.
 
         Raises:
             SaveLostError: the root is removed again.
         """
         try:
-            # Listings may miss objects.
+            # Listings may miss objects, so each missing key is checked by a request.
             gone = [key for key in set(self.store.written).difference(self.store.list()) if not self._exists(key)]
         except StorageError as error:
             logger.warning(
@@ -349,8 +350,8 @@ class ConditionalPutMethod(CommitMethod):
             transaction = ConditionalPutTransaction(location, claim, current)
             transaction.clear()
             return transaction
-        # Remove the objects of other saves under a temporary claim with a new save id. So none of them exists once this
-        # save id has the claim.
+        # Remove the objects of other saves under a temporary claim with a new save id. A process that resumes this save
+        # finds the claim with its own save id only after they are gone.
         other = ConditionalPutTransaction(location, Claim(new_save_id(), claim.created), current)
         other.clear()
         return ConditionalPutTransaction(location, claim, other.root)
@@ -386,7 +387,7 @@ class ConditionalPutMethod(CommitMethod):
         claim = new_claim(new_save_id())
         try:
             current = find_object(location.store, ROOT_KEY)
-        except ObjectUnavailableError:  # in an archive: it can be replaced nevertheless
+        except ObjectUnavailableError:  # in archive storage: it cannot be read, but it can be replaced
             data = encode_claim(claim)
             current = data, location.store.put(ROOT_KEY, data)
         ConditionalPutTransaction(location, claim, current).give_up()

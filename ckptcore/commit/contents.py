@@ -34,7 +34,7 @@ _RESERVED: Final = (
     rf"(?s){re.escape(ROOT_KEY)}|{re.escape(PARTIAL_KEY)}"
     r"|checkpoint\.(journal\.json|replaces|copies|[0-9a-f]{16}\..*)"
 )
-"""The names of files and directories that ckptcore alone writes next to a root. Not ``checkpoint.pt``."""
+"""The names of files and directories that only ckptcore writes next to a root. ``checkpoint.pt`` is not one."""
 
 _TEMPORARY: Final = (
     r"(?s)\.ckptcore.*|\..+\.ckptcore|\.nfs[0-9a-f]+|\.fuse_hidden.*|\._.*|\.DS_Store|[Tt]humbs\.db|[Dd]esktop\.ini|@eaDir"
@@ -48,15 +48,16 @@ _OBJECT: Final = (
     r"|([^/]+/)?(_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|commit_success\.txt|orbax\.checkpoint"
     r"|manifest\.ocdbt|\.zgroup|zarr\.json|(ocdbt\.process_[0-9]+|d)/.*)"
 )
-"""The keys of files that saves write. A checkpoint has others, too, which only its root names."""
+"""The keys of files that saves write. A checkpoint may have files with other keys, which only its root lists."""
 
 _OF_ARRAYS: Final = ("/.zarray", "/zarr.json")
+"""The ends of keys of Zarr metadata. All files in the directories of such keys count as files of Zarr arrays."""
 
 
 def expect_removable(
     location: Location, *, other_files: bool, remedy: str = _DELETE_FILES, owns: OwnKeys | None = None
 ) -> None:
-    """Refuse to remove a checkpoint if more than the checkpoint would be removed with its directory. Lists it.
+    """Refuse to remove a checkpoint if its directory contains more than the checkpoint. Lists the directory.
 
     Args:
         location: the location of the checkpoint.
@@ -114,7 +115,7 @@ def find_other_files(store: StorageBackend) -> Sequence[str]:
 
 
 def _is_known(key: str) -> bool:
-    """Return True for the key of a temporary file, or in a hidden directory of a save."""
+    """Return True for the key of a temporary file, or of a file in the hidden directory of a save."""
     return any(re.fullmatch(_TEMPORARY, name) for name in key.split("/"))
 
 
@@ -134,7 +135,8 @@ class _Contents:
     def nested(self) -> Iterator[str]:
         """Yield the directories of nested checkpoints that are not members, stored files or exports of this one.
 
-        Reads only the root of each, unless a member may store the nested checkpoint among its files.
+        Reads only the root of each. Reads more of a member that contains a nested checkpoint, because its object may
+        have written that as files.
         """
         names = [key.removesuffix(f"/{ROOT_KEY}") for key in self.keys if key.endswith(f"/{ROOT_KEY}")]
         heads = {name: read_head(self._read(name) or b"") for name in names}
@@ -147,9 +149,9 @@ class _Contents:
     def others(self, owns: OwnKeys | None = None) -> list[str]:
         """Return the keys that no checkpoint wrote, sorted. Files whose owner is unknown are left out.
 
-        Next to a root that cannot be read, or without a root, all files with names that no save writes count as files
-        that no checkpoint wrote. Next to the claim of a save that has failed, only such files outside of directories:
-        the save may have had an object that writes files of its own. In subdirectories, the owners are unknown.
+        If the root is missing or cannot be read, the result contains the files with names that no save writes. If the
+        root is the claim of a failed save, it contains only such files outside of subdirectories, because an object may
+        have written files of its own there. If the root of a subdirectory cannot be read, all its files are left out.
 
         Args:
             owns: recognises the files of a checkpoint of other software; None if ckptcore wrote it.
@@ -193,7 +195,7 @@ class _Contents:
                 if not (re.fullmatch(_OBJECT, key) or above & arrays or (is_claimed and rest)):
                     yield key
             elif rest and _is_member(summary, top):
-                continue  # of a checkpointable without a root, so that nothing says what it had
+                continue  # in a checkpointable without a root, whose files are unknown
             elif not rest and summary.members is not None and summary.files is None:
                 continue  # an older version did not record these files
             else:
@@ -216,7 +218,7 @@ class _Contents:
         return summary._replace(objects=dict.fromkeys(root.objects, 0)) if isinstance(root, Root) else None
 
     def _stores(self, member: str, name: str) -> bool:
-        """Return True if the root in a directory is a file of a member: an object may store a checkpoint."""
+        """Return True if the root in directory `name` is a file of a member: an object may store a checkpoint."""
         if not name.startswith(f"{member}/"):
             return False
         summary = self._summary(member)  # None: unknown, so the member is removed as a whole
@@ -226,7 +228,7 @@ class _Contents:
         if directory not in self._roots:
             try:
                 self._roots[directory] = subdirectory(self._store, directory).get(ROOT_KEY)
-            except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in an archive
+            except (ObjectNotFoundError, ObjectUnavailableError):  # the second: in archive storage
                 self._roots[directory] = None
         return self._roots[directory]
 
@@ -238,7 +240,7 @@ def _is_member(summary: RootSummary, directory: str) -> bool:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the directories that are in no other one of them."""
+    """Return the directories that are not inside another one of these directories."""
     every = set(names)
     return [name for name in sorted(every) if every.isdisjoint(_directories(name))]
 

@@ -1,8 +1,8 @@
 """Deletion of a checkpoint, unless other checkpoints refer to it.
 
 An update pins its base, waits while a deletion of the base is announced, checks that the base exists, and commits. A
-deletion is announced first. Then it looks for pins and for checkpoints that refer to the base, and only then removes
-the base. So at least one of two concurrent operations sees the other (see `ckptcore.commit.locks`).
+deletion is announced first. Then it looks for pins and for checkpoints that refer to the base. It removes the base only
+if it finds none. So at least one of two concurrent operations sees the other (see `ckptcore.commit.locks`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PIN_SECONDS: Final = 90.0
 _LAST_POLL_SECONDS: Final = 2.0
 
 _NOTES: Final = f"{INTERNAL_DIRECTORY}/bases"
-"""Directory of empty objects ``<checkpoint>/<base>``: which checkpoints in the same directory need which others."""
+"""Directory of empty objects ``<checkpoint>/<base>``. Each records that a checkpoint needs a base next to it."""
 
 _OF_ONE_ENTRY: Final = frozenset({
     errno.EACCES, errno.EPERM, errno.ENOTCONN, errno.EHOSTDOWN, errno.ELOOP,
@@ -59,8 +59,8 @@ an older step."""
 def concerns_one_entry(error: StorageError) -> bool:
     """Return True if an error concerns one entry of a directory, and not the storage as a whole or the network.
 
-    Examples are ``lost+found``, the directory of another user, and an object in an archive or with a disabled key. Such
-    an entry must not block the others.
+    Examples are ``lost+found``, the directory of another user, and an object in archive storage or with a disabled
+    encryption key. Such an entry must not block the others.
     """
     return isinstance(error, PermissionError | ObjectUnavailableError) or error.errno in _OF_ONE_ENTRY
 
@@ -77,7 +77,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
         root = read_root(location.store)
         is_ours = root is not None
     except (CorruptCheckpointError, UnsupportedVersionError, ObjectUnavailableError):
-        is_ours = True  # an object in an archive can be deleted, although it cannot be read
+        is_ours = True  # an object in archive storage can be deleted, although it cannot be read
     if not is_ours:
         if not _delete_sessions(location):
             delete_checkpoint(location, threads, other_files=other_files)
@@ -87,16 +87,17 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
     else:
         with _announced_deletion(location) as announced:
             _refuse_referred(location, None if root is None else root.save_id, threads)
-            announced.check()  # the lease is lost if the process was suspended for long: an update may refer to it now
+            # If this process was suspended for long, its lease is lost, and an update may refer to the checkpoint now.
+            announced.check()
             may_be_member = root is None or (isinstance(root, Root) and root.role == "member")
             mark = _mark_in_composite(location) if may_be_member else None
-            # Before the removal, so that no reader takes the directory for one that was lost.
+            # Before the removal, so that no reader mistakes the directory for a lost one.
             marked = mark is not None and _put_mark(location, mark)
             try:
                 location.commit_method.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
-                    location.parent.delete([mark])  # it stays, and must not count as deleted if it is lost later
+                    location.parent.delete([mark])  # the checkpoint stays: if it is lost later, that is an error
                 raise
             if mark is not None and not marked and not _put_mark(location, mark):
                 logger.warning(
@@ -109,7 +110,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
 
 
 def _mark_in_composite(location: Location) -> str | None:
-    """Return the mark of the deletion of a directory of the composite around it; None if there is no such composite."""
+    """Return the key that marks a location as deleted in its composite; None if it is in no composite."""
     try:
         above = read_root(location.parent)
     except (CorruptCheckpointError, UnsupportedVersionError):
@@ -128,7 +129,7 @@ def _put_mark(location: Location, mark: str) -> bool:
 
 
 def _mark_lost(location: Location) -> bool:
-    """Record that a directory of a composite that was lost is not needed. Return False if it is known already."""
+    """Mark a lost directory of a composite as deleted. Return False if it has the mark, or is in no composite."""
     mark = _mark_in_composite(location)
     if mark is None:
         return False
@@ -174,7 +175,7 @@ def _refuse_referred(location: Location, save_id: str | None, threads: IOThreads
 
     Raises:
         CheckpointReferredError: another checkpoint refers to it.
-        NameCollisionError: only the file system takes its name for the given one.
+        NameCollisionError: the checkpoint has another name, which the file system treats as equal.
         StorageError: the parent directory cannot be listed or read.
     """
     try:
@@ -253,8 +254,8 @@ def find_bases(
 ) -> Mapping[str, Sequence[Base]]:
     """Return the bases of the checkpoints in a directory, by name. One listing, and a small request for each name.
 
-    A checkpoint with a damaged root has no bases, because it cannot be loaded. One that this process may not read is
-    logged, and does not block the others: it has the bases that `note_bases` noted.
+    A checkpoint with a damaged root has no bases, because it cannot be loaded. If this process may not read a root, it
+    logs that, and uses the bases that `note_bases` recorded.
 
     Args:
         directory: the storage, opened at the directory.
@@ -283,9 +284,9 @@ def find_bases(
 
 
 def note_bases(location: Location, bases: Sequence[Base]) -> None:
-    """Note in the same directory which others a checkpoint needs, for deletions that cannot read it.
+    """Record which checkpoints in the same directory a checkpoint needs, for deletions that cannot read its root.
 
-    A refusal by the storage is ignored.
+    Errors of the storage are ignored.
     """
     for name in {base.path.partition("/")[0] for base in bases} - {".."}:
         with suppress(StorageError):
@@ -293,7 +294,7 @@ def note_bases(location: Location, bases: Sequence[Base]) -> None:
 
 
 def forget_bases(location: Location) -> None:
-    """Remove the notes of a checkpoint that is deleted. If the storage refuses it, they stay."""
+    """Remove the records of `note_bases` for a deleted checkpoint. Errors of the storage are ignored."""
     with suppress(StorageError):
         location.parent.delete(list(location.parent.list(f"{_NOTES}/{location.name}/")))
 

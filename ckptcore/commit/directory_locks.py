@@ -32,8 +32,13 @@ from ckptcore.protocols import AtomicDirectories, DirectoryLock, StorageBackend
 logger = logger_named("ckptcore.commit")
 
 _LOCK_ATTEMPTS: Final = 4
+"""Attempts to lock the directory of an owner that has a record. Another process may have the lock for a moment."""
+
 _LOCK_SECONDS: Final = 0.05
+"""Pause between two attempts."""
+
 _RECORD_ATTEMPTS: Final = 200
+"""Maximum number of attempts, about 10 seconds, while the owner has not written its record."""
 
 
 class DirectoryLocks(Locks):
@@ -42,7 +47,7 @@ class DirectoryLocks(Locks):
     A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
     a process has created a directory and cannot lock it, it creates another one.
 
-    Another host may see the directory through a file system without locks, and so have leases: they count too.
+    Another host may mount the file system without locks, and use leases instead. This class respects such leases.
     """
 
     @property
@@ -100,7 +105,8 @@ class DirectoryLocks(Locks):
         if lock is None:
             by = f"{described_owner(read_owner(self._store))} owns it and is alive, because its lock exists"
             raise self._in_use(by, READ_MEANWHILE)
-        # The lock comes first: it excludes other hosts with locks while this one looks for leases of hosts without.
+        # The lock comes first: it excludes other hosts with locks while this one looks for leases of hosts without
+        # locks.
         owner = LockedOwner(self._store, self._display, lock, self._lock_owner)
         with ExitStack() as taking:
             taking.callback(owner.release)
@@ -142,8 +148,8 @@ class DirectoryLocks(Locks):
 class LockedOwner:
     """This process as the owner of a directory of steps, by a lock and a record. Thread-safe.
 
-    The lock is one of a directory, not of a path: after its file system was mounted again, the path may lead to another
-    directory, which another process can lock. So each check looks at both.
+    The kernel locks a directory, not a path. After the file system was mounted again, the path may lead to another
+    directory, which another process can lock. So each check looks at the locked directory and at the path.
     """
 
     def __init__(
@@ -164,7 +170,7 @@ class LockedOwner:
         self._lock_again = lock_again
         self._holder = new_holder()
         self._before = self._record = b""
-        self._is_written = False  # True once no other process has a lease after it was written
+        self._is_written = False  # True once the record is written, and no other process had a lease then
         self._changing = threading.Lock()
 
     def begin(self, number: int) -> None:
@@ -199,7 +205,8 @@ class LockedOwner:
                 raise self._lost(f"its record {OWNER_RECORD} was removed or replaced", decode_holder(record))
             self._store.put(OWNER_RECORD, self._record)
         if not self._is_written:
-            # A host that cannot see the lock writes its lease first, and looks for the record then.
+            # A host that cannot see the lock writes its lease, and then looks for this record. So at least one of the
+            # two processes sees the other.
             lease = read_lease(self._store, OWNER_LEASE)
             if lease is not None and not lease.is_released:
                 self._mark_released()

@@ -34,6 +34,7 @@ _ATTEMPTS: Final = 5
 """Attempts to write an object while another object has its key."""
 
 _COMPARE_BYTES: Final = 8 << 20
+"""Maximum size of a read that compares a stored object with the written one. Limits the memory."""
 
 
 def save_lost(location: Location) -> SaveLostError:
@@ -226,7 +227,7 @@ class _FencedWriter:
                     return
                 if not isinstance(error, ConditionFailedError):
                     try:
-                        self._store.expect_claim()  # without it, another save removed the pieces
+                        self._store.expect_claim()  # if it is lost, another save removed the pieces
                     except StorageError:
                         raise error from None  # it is unknown whether the claim is lost
                     except SaveLostError as lost:

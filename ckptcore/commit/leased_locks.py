@@ -42,8 +42,8 @@ class LeasedLocks(Locks):
     def _is_locked(self, key: str) -> bool:
         if key.endswith(".json"):
             return super()._is_locked(key)
-        # A locked directory, of a process on a host with locks: it may be alive, and renews nothing. A deletion is
-        # short, but a reader may need its step for long.
+        # A directory that a process on a host with kernel locks has locked. It renews nothing, so it may be alive. A
+        # deletion is short, so its lock expires here. A reader may need its step for long, so its pin does not.
         is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
         return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
 
@@ -103,8 +103,8 @@ class LeasedLocks(Locks):
     def unannounced_directory(self, name: str) -> Lock | None:
         """Return a lock to delete a hidden directory on a disk too full for a lease. None if another process locked it.
 
-        Nothing else can make room. A process that takes a lease at the same time fails too, or loses its files and
-        notices at its commit.
+        Only a deletion can make room. If another process takes a lease at the same time, it also finds the disk full,
+        or it loses its files and notices that at its commit.
         """
         if self._locked("saving", save_of_hidden(name)):
             return None
@@ -132,7 +132,7 @@ class LeasedLocks(Locks):
         return keys
 
     def may_expire(self, name: str) -> bool:
-        """See `Locks`. A pin of this process does not expire, nor one of a host with locks."""
+        """See `Locks`. Pins of this process, and of hosts with kernel locks, do not expire."""
         for key, step in self._keys("pins").items():
             if step == name and not key.endswith(".json"):
                 return False
@@ -162,9 +162,10 @@ class LeasedLocks(Locks):
                 lock = self._lock(lease, number)
                 try:
                     if has_directories(type(self._store)):
-                        with suppress(StorageFullError):  # `is_absent` recognises a directory of a file system by it
+                        with suppress(StorageFullError):  # `is_absent` looks for this directory
                             make_directory(self._store, OWNER)
-                    self._expect_unlocked("error")  # again: an owner with a lock looks for leases after it wrote that
+                    # Again, because an owner with a kernel lock writes its record before it looks for leases.
+                    self._expect_unlocked("error")
                 except BaseException:
                     lock.close()
                     raise
@@ -186,10 +187,10 @@ class LeasedLocks(Locks):
                 "cannot see",
                 ". If that process has failed, pass if_in_use='take over', or open the directory on that host",
             )
-        # It renews nothing, so it may be alive: then it notices before its next commit.
+        # It renews nothing, so it may be alive. If it is, it notices the takeover before its next commit.
         logger.warning("%s is taken over from %s, which may be alive", self._display, holder.describe())
         self._store.put(OWNER_RECORD, replace(holder, released=True).encode())
-        self._clock.sleep(self._lease_seconds / 2)  # for what it does after its last check
+        self._clock.sleep(self._lease_seconds / 2)  # it may complete an operation that follows its last check
 
     def _locked_owner(self) -> SeenOwner | None:
         holder = read_owner(self._store)

@@ -1,10 +1,10 @@
 """Leases: objects that their holders renew, so that other processes see that the holders are alive.
 
 A holder that calls `Lease.check` before each operation does not use a lease after another process took it over. A
-process takes over a lease after it has seen the lease unchanged for more than a lease time, so the last renewal began
-longer ago than that. `Lease.check` reads the object to check that this process still has the lease. If the last renewal
-began more than half a lease time ago, it renews the lease instead. So the holder has at least half a lease time for its
-next operation. Every put is conditional on the last known tag, so one of two concurrent puts fails.
+process takes over a lease only after it has seen the lease unchanged for more than a lease time. So the last renewal
+began more than a lease time ago. `Lease.check` reads the object to check that this process still has the lease. If the
+last renewal began more than half a lease time ago, it renews the lease instead. So the holder has at least half a lease
+time for its next operation. Every put is conditional on the last known tag, so one of two concurrent puts fails.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _repeat(
 
 
 def _fails(work: Callable[[], None], level: int) -> bool:
-    """Do the work of a lease. Log an error, and return True if there was one."""
+    """Renew or release a lease. If that fails, log the error and return True."""
     try:
         work()
     except Exception as error:  # noqa: BLE001  # the thread continues: one failure does not lose a lease
@@ -183,7 +183,7 @@ class Holder:
     earlier: tuple[EarlierOwner, ...] = ()
 
     def after(self, before: Holder | None) -> Holder:
-        """Return this record with the last owner of the directory among the earlier ones."""
+        """Return this record with `before`, the last owner of the directory, added to the earlier owners."""
         if before is None:
             return self
         last = EarlierOwner(before.number, before.since[:_MAX_TIME_CHARACTERS], before.released)
@@ -322,7 +322,7 @@ def read_lease(store: StorageBackend, key: str) -> SeenLease | None:
 
 
 def absent_directory(display: str) -> StorageError:
-    """Return the error for a directory that this process owns, and that is not there now."""
+    """Return the error for an owned directory that does not exist now, for example because it is not mounted."""
     return StorageError(
         f"{display} is not there: its file system is not mounted now, or the directory was removed. Nothing was "
         "written. The next save continues if it is back: mount it again, or open another directory"
@@ -338,8 +338,9 @@ def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
 def _put_lease(store: StorageBackend, key: str, holder: Holder, condition: PutCondition) -> SeenLease | None:
     """Put the record of a lease. Return None if the condition is not met.
 
-    The condition also fails if the storage repeats a put that has succeeded. Then the object has this record: no two
-    puts write equal records, except when a lease is broken and released at the same time.
+    The condition also fails if the storage client repeats a put that has succeeded. So after a failure the object is
+    read: if it has this record, the put has succeeded. No two puts write equal records, except when a lease is broken
+    and released at the same time.
 
     Raises:
         StorageError: the storage failed. The record may have been written.
@@ -359,8 +360,8 @@ _EXPIRY_FACTOR: Final = 1.25
 """A lease has expired once it was seen unchanged for this multiple of its lease time."""
 
 _MAX_OBSERVED_FACTOR: Final = 0.5
-"""Maximum multiple of the lease time that one observation adds. If this process was suspended, the holder may have been
-suspended, too."""
+"""Maximum multiple of the lease time that one observation adds. A longer pause does not count in full: this process may
+have been suspended, and the holder, too."""
 
 
 class LeaseObserver:
@@ -380,7 +381,7 @@ class LeaseObserver:
         self._lock = threading.Lock()
 
     def is_expired(self, seen: SeenLease) -> bool:
-        """Record one observation of a lease. Return True if it was seen unchanged for so long that it has expired."""
+        """Record one observation of a lease. Return True if it has expired: it was seen unchanged for long enough."""
         lease_seconds = seen.seconds(self._lease_seconds)
         now = self._clock.now()
         with self._lock:
@@ -397,7 +398,8 @@ class LeaseObserver:
 
 
 _ATTEMPTS: Final = 3
-"""Maximum attempts of a renewal or release. The condition fails after an earlier renewal whose response was lost."""
+"""Maximum attempts of a renewal or release. An attempt fails if the known tag is outdated, because the response to an
+earlier renewal was lost."""
 
 
 class Lease:
@@ -419,11 +421,11 @@ class Lease:
             store: the storage, opened at the directory of steps.
             seen: the object; its holder is this process.
             subject: what is locked, in words, for errors.
-            at_close: how the lease is released. "mark": put the object as released, for a key that other processes use
-                too, because a delayed deletion could remove their lease. "delete": for a unique key.
+            at_close: how the lease is released. "mark": put the object again, marked as released. For a key that other
+                processes also use, because a delayed deletion could remove their lease. "delete": for a unique key.
             began: the time, by `clock`, when the put began.
             clock: the clock.
-            is_absent: returns True if the directory of the object is not there now. Called if the object is missing.
+            is_absent: returns True if the directory of the object does not exist now. Called if the object is missing.
         """
         assert seen.holder is not None and seen.holder.lease_seconds is not None
         self.subject: Final = subject
@@ -485,7 +487,7 @@ class Lease:
                 self._state = "released"
 
     def _renew(self) -> None:
-        # Counted even if it fails: its put may arrive later, and must not be taken for the put of the next attempt.
+        # Counted even if it fails: its put may arrive later, and must not be mistaken for the put of the next attempt.
         self._renewals += 1
         self._began = self._replace(replace(self._holder, renewals=self._renewals)) or self._began
 
@@ -511,7 +513,7 @@ class Lease:
         """Read the object: check that this process still has the lease, and remember the tag.
 
         Raises:
-            StorageError: the directory is not there now. This process may still have the lease.
+            StorageError: the directory does not exist now. This process may still have the lease.
         """
         seen = read_lease(self._store, self._key)
         if seen is None and self._is_absent():

@@ -33,20 +33,20 @@ _BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
 """A URL after `pathlib.Path`, which removes a slash. As a path it would begin with a directory named ``scheme:``."""
 
 _ARCHIVE: Final = re.compile(r"!(?=/|$)")
-"""The end of the name of an archive, before what is named in it."""
+"""The ``!`` that ends the name of an archive. The name of a file in the archive may follow."""
 
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*|\{[^}/]*\})")
-"""A variable that no shell and no configuration replaced."""
+"""A variable that should have been replaced by a shell or a configuration."""
 
 
 class Storages(NamedTuple):
-    """The options by which a Context opens storages.
+    """The options with which a Context opens storages.
 
     Attributes:
         plugins: find the storage of a URL scheme.
         config: options of storages, by scheme.
         is_durable: True if written data must survive a loss of power.
-        support: what storages were found to support.
+        support: remembers what each storage supports.
     """
 
     plugins: Plugins
@@ -62,7 +62,7 @@ class Storages(NamedTuple):
         Raises:
             UnknownPluginError: no plugin supports the scheme.
         """
-        for mark in reversed([*_ARCHIVE.finditer(address)]):  # an archive may be in another one
+        for mark in reversed([*_ARCHIVE.finditer(address)]):  # the innermost first: an archive may be in another one
             if (archive := self.archive(scheme, address[: mark.start()], to_write)) is not None:
                 _, _, name = address[: mark.end()].rpartition("/")
                 return subdirectory(archive, f"{name}{address[mark.end() :]}")
@@ -76,7 +76,7 @@ class Storages(NamedTuple):
         return storage
 
     def archive(self, scheme: str, address: str, to_write: bool) -> StorageBackend | None:
-        """Open a zip or tar at an address as a storage, in which keys begin with ``NAME!/``; None if there is no file.
+        """Open a zip or tar file as a storage whose keys begin with ``NAME!/``. Return None if there is no file.
 
         Raises:
             InvalidLocationError: `to_write` is True.
@@ -91,13 +91,13 @@ class Storages(NamedTuple):
         except ObjectNotFoundError:
             return None
         if f"{name}!/" in storage.list_names():
-            return None  # a directory whose name ends like that
+            return None  # a directory whose name ends in "!"
         display = redacted_location(address)
         if to_write:
             raise InvalidLocationError(f"{display} is an archive, which is only read: save to a directory")
         from ckptcore.distributions import import_name  # only archives need it
 
-        # A plugin of this project: it is called with these arguments.
+        # `Any`, because the function is in a plugin of this project that may not be installed.
         open_archive: Any = import_name("open_archive", purpose=f"a location in the archive {display}")
         archive: StorageBackend = open_archive(storage, name, display)
         return archive
@@ -179,7 +179,7 @@ class Location:
         name: the name of the checkpoint in the parent directory, without ``/``.
         identity: the normalized location. Spellings of one location have equal identities, if this can be recognised.
         of_host: True for a directory on a local disk of one host of a job. It may contain copies for that host.
-        support: what its storage was found to support.
+        support: remembers what its storage supports.
     """
 
     display: str
@@ -245,7 +245,7 @@ def commit_method(directory: StorageBackend, support: StorageSupport | None = No
 
     Args:
         directory: a storage, opened at the directory.
-        support: what storages were found to support; None: try again.
+        support: remembers what each storage supports; None: nothing is known yet.
     """
     if has_directories(type(directory)):
         return RenameMethod(directory, StorageSupport() if support is None else support)
@@ -325,7 +325,7 @@ def open_directory(directory: LocationLike, storages: Storages, *, to_write: boo
 
 
 def shown_location(location: AnyLocation) -> str:
-    """Return a location as users see it: without secrets or a slash at the end, with the home directory for ``~``."""
+    """Return a location as users see it: without secrets and final slash, and with the home directory for ``~``."""
     if isinstance(location, IndirectLocation):
         return str(location)
     text = redacted_location(os.path.expanduser(str(location)))
@@ -336,8 +336,8 @@ def expanded_location(location: LocationLike) -> str:
     """Return a path or URL as text, with the home directory in place of ``~`` at the beginning of a path.
 
     Raises:
-        InvalidLocationError: it has a variable that nothing replaced. A local directory that has such a name can be
-            used if it exists. In a URL, ``$name`` in lower case is no variable.
+        InvalidLocationError: it contains a variable, such as ``$HOME``. A local directory with such a name can be used
+            if it exists. In a URL, ``$name`` in lower case does not count as a variable.
     """
     text = os.fspath(location)
     if text.startswith("~"):
@@ -424,11 +424,11 @@ _WRITERS: Final[Mapping[str, str]] = {
     ".gguf": "gguf.GGUFWriter",
     ".onnx": "torch.onnx.export",
 }
-"""Functions that write files of these names."""
+"""Functions of other libraries that write files, by the suffix of the file name."""
 
 
 def file_suffix(location: AnyLocation) -> str:
-    """Return the suffix of a location that other libraries take for a file; empty for the name of a directory.
+    """Return the suffix of a location if other libraries use it for files; empty for the name of a directory.
 
     A location that ends in ``/`` is a directory, whatever its name.
     """
@@ -437,9 +437,9 @@ def file_suffix(location: AnyLocation) -> str:
     try:
         text = os.fspath(location)
     except TypeError:
-        return ""  # refused where it is resolved
+        return ""  # `resolve_location` refuses it
     suffix = os.path.splitext(text)[1].lower() if isinstance(text, str) else ""
-    # A location in an archive is refused as such.
+    # A location in an archive is refused with another error.
     return suffix if suffix in _WRITERS and "!/" not in text else ""
 
 
@@ -449,7 +449,7 @@ def is_safetensors_file(location: AnyLocation) -> bool:
 
 
 def expect_directory_name(location: AnyLocation) -> None:
-    """Refuse the name of a file for a directory that is written.
+    """Refuse to write a directory with the name of a file, such as ``model.pt``.
 
     Raises:
         InvalidLocationError
@@ -460,7 +460,7 @@ def expect_directory_name(location: AnyLocation) -> None:
 
 
 def refuse_file_name(location: AnyLocation, reason: str) -> InvalidLocationError:
-    """Return the error for a location with the name of a file, with the ways on."""
+    """Return the error for a location with the name of a file. It says what to do instead."""
     shown, suffix = shown_location(location), file_suffix(location)
     return InvalidLocationError(
         f"cannot save to {shown}: {reason}. Save to a directory, such as {shown[: -len(suffix)]!r}, or write the file "

@@ -9,10 +9,10 @@ A reader pins a step, then looks for announced deletions. A deleter announces a 
     3. check that the step exists             3. delete the step
     4. read; remove the pin                   4. withdraw the announcement
 
-No step is deleted while a reader reads it. Proof: suppose one is. Then (2) of the deletion did not see the pin, so it
-ran before (1) of the pin, and so did (1) of the deletion. So (2) of the pin ran after the announcement, saw it, and
-waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing. The
-proof requires only that reads and listings show every completed write.
+No step is deleted while a reader reads it. Proof: suppose that a step is. Then (2) of the deletion did not see the pin,
+so it ran before (1) of the pin, and so did (1) of the deletion. So (2) of the pin ran after the announcement, saw it,
+and waited for its end, which is (4) of the deletion. Then (3) of the pin found no step, and the reader read nothing.
+The proof requires only that reads and listings show every completed write.
 
 No process waits forever: a deleter never waits while its deletion is announced, and a reader waits only for an
 announced deletion, which ends.
@@ -64,10 +64,10 @@ from ckptcore.protocols import StorageBackend
 logger = logger_named("ckptcore.commit")
 
 Purpose: TypeAlias = Literal["pins", "deleting", "saving"]
-"""Why a name is locked. Also the name of the directory of these locks.
+"""The purpose of a lock. Also the name of the directory of locks with this purpose.
 
-A reader has pinned a step, the deletion of a step is announced, or a save writes a hidden directory on a file system
-without locks.
+"pins": a reader has pinned a step. "deleting": the deletion of a step is announced. "saving": a save writes a hidden
+directory on a file system without locks.
 """
 
 IfInUse: TypeAlias = Literal["error", "take over"]
@@ -133,9 +133,9 @@ class Lock:
             logger.warning("%s: the storage works again, and saves go on", self._subject)
 
     def check_without_room(self) -> None:
-        """Check the lock before something that needs no room, such as a deletion.
+        """Check the lock before an operation that needs no disk space, such as a deletion.
 
-        Like `check`, but a full disk may have no room for the lock.
+        Like `check`, but without `StorageFullError`: a full disk may have no room for the lock itself.
 
         Raises:
             SaveLostError, StorageError: see `check`.
@@ -205,13 +205,14 @@ _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
 READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
 
 _LOOKS_PER_LEASE: Final = 8
+"""Observations of a lease in each lease time, while this process waits for its expiry."""
 
 
 class Locks(ABC):
     """The locks in one directory of steps: its owner, pins of steps, announced deletions. Thread-safe.
 
-    Use one object as long as the directory is in use: on storage without locks it observes the leases of other
-    processes, and so finds expired ones. A new object considers every lease valid.
+    Use the same object as long as the directory is in use. On storage without locks, it finds expired leases by
+    observing the leases of other processes. A new object considers every lease valid.
     """
 
     def __init__(
@@ -241,11 +242,12 @@ class Locks(ABC):
         with locks, the directory of a failed job is free at once.
 
         A full disk may have no room for the lock. Then the first `check` that finds room takes it, unless another
-        process owned the directory meanwhile. Until then nothing can be saved, and what is deleted makes room.
+        process owned the directory meanwhile. Until then this process cannot save, but it can delete steps to make
+        room.
 
         Args:
-            if_in_use: "take over" waits about one lease time for a renewal. Without effect on a file system with locks.
-            at_least: the number of the result is at least this, and higher than the numbers of all owners before.
+            if_in_use: "take over" waits about one lease time for a renewal of a lease. No effect on kernel locks.
+            at_least: minimum number of the result. The number is also higher than those of all earlier owners.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -281,7 +283,7 @@ class Locks(ABC):
                         taken.append(self._own(if_in_use, at_least))
                     except DirectoryInUseError as error:
                         raise SaveLostError(f"another process owns it since this disk was full: {error}") from error
-                    if taken[0].number != number:
+                    if taken[0].number != number:  # another owner has written a higher number meanwhile
                         taken[0].close()
             if taken[0].number != number:
                 raise SaveLostError(
@@ -366,7 +368,7 @@ class Locks(ABC):
 
     @abstractmethod
     def _take(self, purpose: Purpose, name: str) -> Lock:
-        """Lock a step, visible to other processes when this returns. Several locks of one step may exist."""
+        """Lock a step. Other processes see the lock once this returns. Several locks of one step may exist."""
 
     def _is_locked(self, key: str) -> bool:
         """Return True if a lock exists. Remove it if its process has failed."""
@@ -381,7 +383,7 @@ class Locks(ABC):
     def _break(self, seen: SeenLease) -> bool:
         try:
             return break_lease(self._store, seen)
-        except StorageFullError:  # no room for the mark: its holder notices the deletion as well
+        except StorageFullError:  # no room for the mark: the holder also notices if the lease is deleted
             now = read_lease(self._store, seen.key)
             return now is not None and now.tag == seen.tag
 
@@ -394,7 +396,7 @@ class Locks(ABC):
         """
 
     def _keys(self, purpose: Purpose) -> Mapping[str, str]:
-        """List the locks of steps. Return the name of the step, by key of the lock."""
+        """Return the locks of steps: the key of each lock with the name of its step."""
         directory = f"{INTERNAL_DIRECTORY}/{purpose}"
         matches: list[re.Match[str]] = [
             matched for entry in self._store.list_names(directory) if (matched := _ENTRY.fullmatch(entry))
@@ -476,7 +478,7 @@ class Locks(ABC):
     def unannounced_deletion(self, name: str) -> Lock:
         """Return a lock for a deletion that cannot be announced, because the disk is full. `check` looks for pins.
 
-        Otherwise nothing could be deleted to make room. A full disk has no room for a new pin either.
+        Without this, no step could be deleted to make room. A full disk has no room for a new pin either.
         """
 
         def check() -> None:
@@ -506,7 +508,7 @@ def read_owner(store: StorageBackend) -> Holder | None:
 
 
 def read_record(store: StorageBackend) -> bytes:
-    """Return the bytes of that record; empty if there is none."""
+    """Return the bytes of the record of the last owner of a locked directory; empty if there is none."""
     try:
         return store.get(OWNER_RECORD, 0, _RECORD_BYTES)
     except ObjectNotFoundError:
@@ -514,8 +516,8 @@ def read_record(store: StorageBackend) -> bytes:
 
 
 def is_absent(store: StorageBackend) -> bool:
-    """Return True if an owned directory is not there now, because its file system is not mounted.
+    """Return True if an owned directory does not exist now, because its file system is not mounted.
 
-    The owner creates a directory in it, which only a person would remove.
+    Looks for the directory `OWNER` in it, which the owner has created. ckptcore never removes that directory.
     """
     return has_directories(type(store)) and "owner/" not in store.list_names(INTERNAL_DIRECTORY)

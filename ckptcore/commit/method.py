@@ -1,8 +1,8 @@
-"""CommitMethod: how checkpoints in a directory are begun, committed, removed and locked; what its storage supports.
+"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of what storages support.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
 puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses one. `StorageSupport`
-remembers what was tried of each storage.
+remembers what each storage supports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CommitMethod(ABC):
         """Refuse a location that no commit can reach, such as a mount point. Changes nothing.
 
         Returns:
-            What limits a checkpoint there.
+            The limits of a checkpoint there.
 
         Raises:
             InvalidLocationError
@@ -84,7 +84,7 @@ class CommitMethod(ABC):
 
     @abstractmethod
     def begin_file(self, location: Location, claim: Claim, *, replaces: bool) -> FileTransaction:
-        """Begin to write one file, which is no checkpoint of ckptcore. The caller has checked the location.
+        """Begin to write one file, which is not a checkpoint of ckptcore. The caller has checked the location.
 
         Args:
             location: the location of the file.
@@ -205,7 +205,7 @@ def find_partial(location: Location) -> PartialSave | None:
 
 
 _MAX_REMEMBERED: Final = 1024
-"""Most directories whose support is remembered. Beyond this, some are tried twice."""
+"""Maximum number of remembered directories. If there are more, some are tested again."""
 
 T = TypeVar("T")
 
@@ -214,7 +214,7 @@ _Place: TypeAlias = tuple[str, bytes]
 
 
 class StorageSupport:
-    """Remember what storages were found to support. One object for each Context. Thread-safe.
+    """A record of what each storage supports. One object for each Context. Thread-safe.
 
     Attributes:
         without: what a save does on a storage without conditional puts: see `IOOptions.without_conditions`.
@@ -224,7 +224,7 @@ class StorageSupport:
     """
 
     def __init__(self, without: WithoutConditions = "refuse", clock: Clock | None = None) -> None:
-        """Try nothing yet. `clock` is the clock of leases; None: the system's."""
+        """Create an empty record. `clock` is the clock of leases; None: the system's."""
         self.without: Final = without
         self._clock = clock
         self.conditional_puts: dict[str, bool] = {}
@@ -241,7 +241,7 @@ class StorageSupport:
         self._lock = threading.Lock()
 
     def features(self, directory: StorageBackend, own: str, mount: bytes) -> DirectoryFeatures:
-        """Return what the file system of a directory was found to do. It is tried once, and said once.
+        """Return what the file system of a directory supports. Tested once; features that it lacks are logged once.
 
         Args:
             directory: a storage with `AtomicDirectories`, opened at a directory of checkpoints.
@@ -266,7 +266,7 @@ class StorageSupport:
         return features
 
     def say_once(self, directory: StorageBackend, weaker: str) -> None:
-        """Log one warning about what is weaker in a directory, with its address."""
+        """Log a warning about a weakness of a storage, once for each directory. It begins with the address."""
         text = f"{_url(directory)}: {weaker}"
         with self._lock:
             if text in self._said:
@@ -290,7 +290,7 @@ class StorageSupport:
             with self._lock:
                 if key in self._leases:
                     return self._leases[key]
-            has_locks = directories.has_locks()  # without the lock: a mount may not answer
+            has_locks = directories.has_locks()  # outside of the lock, because a mount may not answer
         except StorageError:
             return None  # the operation that needs a lock fails with the reason
         with self._lock:
@@ -314,7 +314,7 @@ class StorageSupport:
 
 
 def _remember(known: dict[_Place, T], place: _Place, value: T) -> T:
-    """Remember what was found in a directory that has an address. Return it."""
+    """Remember the result of a test of a directory, if the directory has an address. Return the result."""
     if len(known) >= _MAX_REMEMBERED:
         known.clear()
     if place[0]:

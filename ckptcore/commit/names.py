@@ -1,4 +1,4 @@
-"""Names in a directory of checkpoints: those of ckptcore, and those that a file system refuses.
+"""Names in a directory of checkpoints: the hidden names of ckptcore, and names that a file system refuses or merges.
 
 File systems treat some different names as equal, limit their length, and do not rename mount points.
 """
@@ -41,13 +41,13 @@ def is_save_of(name: str, hidden: str) -> bool:
 
 
 def saved_to(hidden: str) -> str | None:
-    """Return the name of the checkpoint that a hidden directory belongs to; None for the name of something else."""
+    """Return the name of the checkpoint that a hidden directory belongs to; None for other names."""
     matched = _HIDDEN.fullmatch(hidden)
     return None if matched is None else matched[1]
 
 
 def replaced_by(hidden: str) -> str | None:
-    """Return the name of the checkpoint whose old directory this is, if a save replaces it by two renames."""
+    """Return the name of the checkpoint that a save with two renames has set aside here; None for other names."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched[1] if matched is not None and matched[2] == "replaced" else None
 
@@ -58,9 +58,9 @@ def name_of_save(name: str, save_id: str) -> str:
 
 
 def save_of_hidden(hidden: str) -> str:
-    """Return the save id in the name of a hidden directory; of a partial or replaced one, the whole name.
+    """Return the save id in the name of a hidden directory. Return the whole name if it has no save id.
 
-    The name of a lease has it, because the whole name may leave no room there.
+    The name of a lease contains the result. With the whole name, it might be too long for the file system.
     """
     matched = _HIDDEN.fullmatch(hidden)
     return hidden if matched is None or matched[2] in ("partial", "replaced") else matched[2]
@@ -72,7 +72,7 @@ def name_of_partial(name: str) -> str:
 
 
 def name_of_replaced(name: str) -> str:
-    """Return the name of a checkpoint that a save replaces by two renames, between these."""
+    """Return the hidden name that a checkpoint has between the two renames of a save that replaces it."""
     return f".{name}.replaced.ckptcore"
 
 
@@ -83,7 +83,7 @@ ALL_FORMS: Final[frozenset[NameForm]] = frozenset(("case", "accents", "trailing 
 def folded(name: str, merges: Collection[NameForm]) -> str:
     """Return a text that is equal for two names if the file system may treat them as equal.
 
-    File systems differ in rare characters, so a file system may tell two names with equal texts apart.
+    File systems differ in rare characters, so a file system may still distinguish two names with equal texts.
     """
     if "accents" in merges:
         name = _normalized("NFKD", name)
@@ -105,7 +105,7 @@ def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[
     if not merges:
         return
     known: dict[str, str] = {}
-    folds: dict[str, str] = {"": ""}
+    folds: dict[str, str] = {"": ""}  # by path, because keys share directories
     for key in keys:
         path = fold = ""
         for name in key.split("/"):
@@ -118,11 +118,11 @@ def merged_names(keys: Iterable[str], merges: Collection[NameForm]) -> Iterator[
 
 
 def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
-    """Return the first name on the paths of keys that has more bytes than the file system allows; None without one."""
+    """Return the first name in the paths of keys that is too long for the file system; None if there is none."""
     if name_bytes is None:
         return None
     for key in keys:
-        if len(key) * 4 > name_bytes:  # most are so short that nothing needs to be counted
+        if len(key) * 4 > name_bytes:  # fast path: a character has at most 4 bytes in UTF-8
             for name in key.split("/"):
                 if len(name.encode("utf-8", "surrogateescape")) > name_bytes:
                     return name
@@ -130,7 +130,7 @@ def too_long(keys: Iterable[str], name_bytes: int | None) -> str | None:
 
 
 def names_merged(display: str, first: str, second: str, end: str) -> NameCollisionError:
-    """Return the error for two names that the file system treats as equal. Look-alikes are shown by code points."""
+    """Return the error for two names that the file system treats as equal. It shows similar names with escapes."""
     look_alike = _normalized("NFC", first) == _normalized("NFC", second)
     names = " and ".join(map(ascii if look_alike else repr, (first, second)))
     return NameCollisionError(
@@ -140,7 +140,10 @@ def names_merged(display: str, first: str, second: str, end: str) -> NameCollisi
 
 
 def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisionError:
-    """Return the error for a key that exists already in a new directory, with the other name of it if there is one."""
+    """Return the error for a key that already exists in a new directory.
+
+    If the file system may treat one of `others` as equal to the key, the error shows both.
+    """
     fold = folded(key, ALL_FORMS)
     for other in others:
         if other != key and folded(other, ALL_FORMS) == fold:
@@ -152,7 +155,7 @@ def existing_name(display: str, key: str, others: Iterable[str]) -> NameCollisio
 
 
 _ANY_SAVE: Final = "0" * 16
-"""As long as every save id."""
+"""A text with the length of a save id."""
 
 
 def expect_place(location: Location, limits: PlaceLimits) -> None:
@@ -194,9 +197,9 @@ def naming_place(location: Location) -> Iterator[None]:
 
 
 def refuse_other_spelling(location: Location, action: str) -> None:
-    """Refuse an existing checkpoint with another name, which the file system finds by the name of the location.
+    """Refuse a location if the file system finds a checkpoint with another name there, such as ``Run`` for ``run``.
 
-    Unicode forms (NFC, NFD) do not count as other names, because some file systems store another form than was given.
+    Unicode forms (NFC, NFD) of one name do not count as other names, because some file systems change the form.
 
     Args:
         location: the location of a checkpoint that exists.
@@ -239,13 +242,13 @@ def expect_distinct(
 
     Args:
         location: the location of the checkpoint.
-        name_bytes: the most bytes of a name.
-        features: what the file system was found to do.
-        is_one: asks the file system itself about two keys, because each compares rare characters in its own way.
+        name_bytes: maximum length of a name in bytes; None if it is unknown.
+        features: what the file system supports.
+        is_one: tests on the file system itself if two keys are one name: file systems differ in rare characters.
         keys: returns the keys.
     """
     if not features.merges and (name_bytes is None or name_bytes >= 255):
-        return  # layouts write no longer names
+        return  # no layout writes names of more than 255 bytes
     written = list(keys())
     if (name := too_long(written, name_bytes)) is not None:
         raise InvalidLocationError(

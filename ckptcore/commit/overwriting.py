@@ -1,18 +1,18 @@
 """Overwriting a checkpoint where no exchange of directories is possible, or where other files stay in its directory.
 
-Two renames replace a checkpoint where directories cannot be exchanged (``overwrite="non-atomic"``): the old checkpoint
-is set aside, and the new one is renamed into its place. While the old checkpoint is set aside it has a name of its own,
-from which another process restores it if this one is killed. What has that name is only changed by a process that has
-locked it.
+If directories cannot be exchanged, two renames replace a checkpoint (``overwrite="non-atomic"``). The first one sets
+the old checkpoint aside under a hidden name. The second one renames the new checkpoint into its place. If this process
+is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process changes a
+directory with such a name only after it has locked it.
 
-In a directory with other files, objects move into the directory of the checkpoint that they replace. The directory
-stays, so that other processes can write into it at any time. Objects have names that no other file has. Nothing refers
-to them until the root is replaced by one rename, which is the commit. Then the index is replaced, by which other
-software finds the objects, and the objects of the old checkpoint are deleted.
+In a directory with other files, the objects of the new checkpoint move into the directory of the old one. The directory
+stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing refers to the
+objects until one rename replaces the root, which is the commit. Then the save replaces the index, by which other
+software finds the objects, and deletes the objects of the old checkpoint.
 
 Before it moves anything, a save writes a journal into its hidden directory. If the process is killed, another process
 that finds the hidden directory unlocked completes the commit, or removes the objects of a save that is not committed.
-The journal has a stamp of each file, so that no file is deleted that was written since.
+The journal has a stamp of each file, so that a file that was written later is not deleted.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 logger = logger_named("ckptcore.commit")
 
 _REPLACES: Final = "checkpoint.replaces"
-"""Empty file of a new checkpoint that waits for the deletion of the old one, which could not be renamed."""
+"""Key of an empty object in a new checkpoint that waits until the old one, which cannot be renamed, is deleted."""
 
 
 class AsideCheckpoint:
-    """The checkpoint that a save has set aside, or will set aside."""
+    """The old checkpoint that a save sets aside under a hidden name."""
 
     def __init__(self, directory: StorageBackend, method: RenameMethod, name: str) -> None:
-        """Change nothing.
+        """Remember the names. Changes nothing.
 
         Args:
             directory: the storage, opened at the parent directory.
@@ -74,8 +74,8 @@ class AsideCheckpoint:
     def replace(self, store: StorageBackend, hidden: str) -> str | None:
         """Replace the checkpoint by a new one. Return the hidden directory to delete, if any.
 
-        This process locks an empty directory at the name aside, which a rename can replace, and the old checkpoint: its
-        lock follows it.
+        This process locks an empty directory with the hidden name, because a rename can replace an empty directory. It
+        also locks the old checkpoint. A rename keeps this lock.
 
         Args:
             store: the storage of the new checkpoint.
@@ -91,11 +91,12 @@ class AsideCheckpoint:
             if lock is None:
                 raise ConditionFailedError(f"cannot replace {name}: another process is replacing it")
             stack.enter_context(lock.lock)
-            if self._set_aside.list_names():  # of a killed save; the checkpoint that is there now is newer
+            if self._set_aside.list_names():  # set aside by a killed save: older than the checkpoint in place
                 self._method.discard(name, aside)
                 raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
             stack.enter_context(self._lock_of_kernel())
-            if not self._in_place.list_names():  # then another save can replace the locked directory
+            # If it was deleted, the lock has created an empty directory, which another save can replace.
+            if not self._in_place.list_names():
                 raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
             lock.check()
             try:
@@ -122,7 +123,8 @@ class AsideCheckpoint:
     def _replace_by_deletion(self, store: StorageBackend, hidden: str) -> None:
         """Replace a directory that cannot be renamed, such as one of a lower layer of overlayfs.
 
-        The new checkpoint gets the name from which it is restored before the old one is deleted.
+        First the new checkpoint gets the hidden name, from which it is restored if this process is killed. Then the old
+        one is deleted.
         """
         store.put(_REPLACES, b"")
         try:
@@ -139,7 +141,7 @@ class AsideCheckpoint:
         self._directories.rename(self._aside, self._name)
 
     def _lock_of_kernel(self) -> AbstractContextManager[object]:
-        """Lock the old checkpoint. A file system without locks has the lease of the name aside instead."""
+        """Lock the old checkpoint. Without kernel locks, the lease of the hidden name is enough."""
         try:
             locked = self._directories.lock_directory(self._name)
         except AtomicityError:
@@ -151,19 +153,20 @@ class AsideCheckpoint:
         return locked
 
     def discard(self) -> None:
-        """Delete what a killed save has set aside: it is older than what is deleted now, and must not come back."""
+        """Delete the checkpoint that a killed save has set aside. It is outdated, so it must not be restored later."""
         lock = self._method.lock_hidden(self._aside)
         if lock is not None:  # otherwise the process that has locked it removes it
             with lock.lock:
                 self._method.discard(self._name, self._aside)
 
     def restore(self) -> bool:
-        """Rename the old checkpoint back, or a new one into the place of a deleted one.
+        """Rename the old checkpoint back. Or complete a replacement by deletion, if a killed save had begun one.
 
-        The caller has locked the name aside.
+        The caller has locked the hidden name.
 
         Returns:
-            True if what is set aside must stay; False if it can be deleted, because a newer checkpoint is in its place.
+            False if the directory with the hidden name can be deleted, because it is empty or a newer checkpoint is in
+            its place; otherwise True.
         """
         names = self._set_aside.list_names()
         if not names or self._method.is_committed(self._name):
@@ -186,7 +189,8 @@ class _Journal(NamedTuple):
     """The record of a commit.
 
     Attributes:
-        hidden: the name of the hidden directory, which has a random number. A file of an old checkpoint cannot have it.
+        hidden: the name of the hidden directory, which contains the random save id. An old checkpoint cannot contain a
+            journal with this name.
         root: a digest of the new root.
         index_key: the index that other software reads; empty if there is none.
         index_stamp: the stamp of the old index; None if there was none.
@@ -206,7 +210,7 @@ class PlacedObjects:
     """The objects of a save in a hidden directory, and the directory of the checkpoint that they replace."""
 
     def __init__(self, parent: StorageBackend, directories: AtomicDirectories, name: str, hidden: str) -> None:
-        """Change nothing.
+        """Remember the names. Changes nothing.
 
         Args:
             parent: the storage, opened at the parent directory.
@@ -227,7 +231,7 @@ class PlacedObjects:
         Args:
             root: the new root.
             index: the key of the index of the layout; empty if it has none.
-            save_id: the save id, which is part of names of their own.
+            save_id: the save id, which is part of the names of the new objects.
             display: the location, for errors.
             foreign: the files of a checkpoint of other software, which the commit replaces.
 
@@ -236,8 +240,8 @@ class PlacedObjects:
             SaveLostError: another save replaced the root, or the directory was removed. Nothing was committed.
             StorageError: nothing was committed.
         """
-        # Only the save whose root has this stamp can still replace the index, so it is completed before the index is
-        # stamped. Otherwise its index could come later, and stay with the names of objects that this save deletes.
+        # The save that wrote the current root may not have replaced the index yet. It is completed before the index is
+        # stamped. Otherwise its index could arrive later, and would name objects that this save deletes.
         before = self._stamps(self._name, [ROOT_KEY])
         self._complete_others()
         before.update(self._stamps(self._name, [index] if index else []))
@@ -245,9 +249,10 @@ class PlacedObjects:
         existing = sorted(self._stamps(self._name, keys))
         if existing:
             raise fixed_names(display, existing)
+        # Keys of the new objects, by the usual keys without the save id.
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
         owned = _own_files(self._old)
-        # Also those of other software: what only its owner could read stays private.
+        # Also for files of other software, so that a private file stays private.
         for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
         removed = (owned | replaced.keys() | {*foreign}) - {ROOT_KEY, index}
@@ -274,9 +279,9 @@ class PlacedObjects:
             ) from error
 
     def complete(self) -> None:
-        """Complete the commit of this process, which has replaced the root.
+        """Complete the commit of this process after it has replaced the root.
 
-        Another save may have completed it, and may have replaced the root again.
+        Does nothing if another save has completed the commit. That save may have replaced the root again.
 
         Raises:
             StorageError
@@ -288,7 +293,7 @@ class PlacedObjects:
     def settle(self) -> None:
         """Complete the commit if the root is in its place. Otherwise remove the objects that were moved.
 
-        The process of the save may still run, if it has lost its lock. Then it can no longer commit.
+        If the process of the save has lost its lock, it may still run. After this call it can no longer commit.
 
         Raises:
             StorageError
@@ -296,7 +301,7 @@ class PlacedObjects:
         journal = self._journal()
         if journal is None:
             return
-        # Either the commit has moved the root away before, or it fails.
+        # A commit that has not moved its root yet will fail.
         self._new.delete([ROOT_KEY])
         if self._is_committed(journal):
             self._complete(journal)
@@ -313,7 +318,8 @@ class PlacedObjects:
             journal = other._journal()
             if journal is not None and other._is_committed(journal):
                 other._complete(journal)
-                # Before the root is replaced again, because the commit would look like one that never happened.
+                # Delete the journal before the root is replaced again. After that, this commit would look as if it had
+                # not happened, and its objects would be removed.
                 other._new.delete([_JOURNAL])
 
     def _journal(self) -> _Journal | None:
@@ -328,7 +334,7 @@ class PlacedObjects:
         return root is not None and _digest(root) == journal.root
 
     def _complete(self, journal: _Journal) -> None:
-        """Replace the index, unless other software has, and delete the old objects, if no index names them."""
+        """Replace the index, and delete the old objects. Does neither if other software has changed the index."""
         if journal.index_key:
             try:
                 self._directories.replace(
@@ -347,7 +353,7 @@ class PlacedObjects:
         self._delete(journal.removed)
 
     def _delete(self, stamps: Mapping[str, str]) -> None:
-        """Delete the files that are unchanged, and that the root does not name."""
+        """Delete the files that still have these stamps, except files that the root names."""
         owned = _own_files(self._old)
         unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
         if unowned:
@@ -376,7 +382,7 @@ def _digest(data: bytes) -> str:
 
 
 def _own_files(store: StorageBackend) -> set[str]:
-    """Return the files of the checkpoint in a directory: only the root itself, if that cannot be read."""
+    """Return the files of the checkpoint in a directory; only the root if it cannot be read."""
     try:
         root = read_root(store)
     except (CorruptCheckpointError, UnsupportedVersionError):

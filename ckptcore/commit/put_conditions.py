@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 def try_conditional_puts(location: Location, root: bytes, tag: str) -> str:
     """Try conditional puts on the storage of a location, once for each service and Context. Return the tag of the root.
 
-    Makes two puts whose conditions are not met: of the current root, if absent; and of an object that does not exist,
-    if it has a tag. A storage that supports conditional puts refuses both. If it accepts the second one, it may check
-    the tags of existing objects only. So the current root is also put on the condition of a wrong tag.
+    Makes two puts whose conditions are not met. The first one puts the current root, on the condition that no root
+    exists. The second one puts a missing object, on the condition that it has a certain tag. A storage that supports
+    conditional puts refuses both. If it accepts the second one, it may check the tags of existing objects only. Then
+    the current root is also put, on the condition that it has a wrong tag.
 
     Args:
         location: the location.
@@ -117,7 +118,7 @@ def _is_refused(store: StorageBackend, key: str, data: bytes, condition: PutCond
         return True
     except StoragePermissionError:
         if isinstance(condition, IfTag):
-            return True  # a service answers this for an object that does not exist if the caller may not list objects
+            return True  # without the permission to list objects, services deny access to an object that is missing
         raise
     return False
 

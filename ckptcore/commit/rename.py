@@ -1,8 +1,8 @@
 """Commits by rename: write into a hidden sibling directory, and rename it or exchange it with the old checkpoint.
 
 The process locks the hidden directory. The kernel releases the lock when the process ends, so the directories of killed
-saves can be recognised and removed. On a file system without locks the process has a lease instead, which others see
-expire.
+saves can be recognised and removed. On a file system without locks, the process takes a lease instead, and other
+processes can see when it expires.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _TWO_RENAMES: Final = (
 )
 
 _PROBE: Final = ".probe"
-"""Name of a directory in which a save tries what the file system can do."""
+"""Name of the directory in which a save tests what the file system supports."""
 
 _PUBLISH_TRIES: Final = 100
 """Maximum number of attempts to commit while other processes delete the old checkpoint."""
@@ -83,9 +83,9 @@ class _HiddenLock(NamedTuple):
     """The lock of a hidden directory.
 
     Attributes:
-        lock: releases the lock when it is left.
-        check: raises `SaveLostError` if another process has taken the directory. Does nothing for a lock of the kernel,
-            which releases it only with the process.
+        lock: context manager that releases the lock on exit.
+        check: raises `SaveLostError` if another process has taken the directory. Does nothing for a kernel lock,
+            because the kernel releases it only when the process ends.
     """
 
     lock: AbstractContextManager[object]
@@ -96,7 +96,7 @@ class RenameTransaction:
     """A transaction in a hidden sibling directory that this process has locked. See `Transaction`.
 
     Attributes:
-        ended: True if it has committed, left or aborted.
+        ended: True after a commit, `leave` or `abort`.
         check: see `_HiddenLock`.
     """
 
@@ -142,7 +142,7 @@ class RenameTransaction:
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
     def expect_exchange(self) -> None:
-        """Check that the commit can exchange the old checkpoint, before anything is written.
+        """Check, before anything is written, that the commit can exchange the old checkpoint for the new one.
 
         Raises:
             AtomicityError
@@ -150,7 +150,7 @@ class RenameTransaction:
         if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        make_directory(self._location.parent, inside)  # because a rename onto an empty directory would succeed
+        make_directory(self._location.parent, inside)  # not empty: `can_move` needs a rename that fails
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
                 raise no_exchange(self._location)
@@ -163,7 +163,7 @@ class RenameTransaction:
         expect_distinct(self._location, self._limits.name_bytes, features, self._is_one, keys)
 
     def _is_one(self, first: str, second: str) -> bool:
-        """Return True if the file system takes two keys for one."""
+        """Return True if the file system treats two keys as the same name."""
         inside = subdirectory(self._own, _PROBE)
         inside.put(first, b"")
         try:
@@ -185,15 +185,15 @@ class RenameTransaction:
             self.store.put(key, data)
         if root is not None:
             self._own.put(ROOT_KEY, root)
-        # A rename is not ordered after the entries of the directory: without this, a power loss could leave an empty
-        # checkpoint.
+        # A file system may store a rename before the entries of the renamed directory. Without this sync, a power loss
+        # could leave an empty checkpoint.
         self._directories.sync_directory(self._hidden)
         try:
             replaced = self._publish(root)
         except (CheckpointExistsError, SaveLostError, AtomicityError):
             raise
         except BaseException as error:
-            # The hidden directory may be the old checkpoint now, so it is not deleted.
+            # If the exchange succeeded, the hidden directory contains the old checkpoint, so it is not deleted here.
             if _has_other_root(self._location, root):
                 raise
             self.leave()
@@ -209,7 +209,7 @@ class RenameTransaction:
             if replaced is not None:
                 self._directories.delete_directory(replaced)
         except (OSError, CheckpointError) as error:
-            # The new checkpoint is committed. The next save tries again.
+            # Only a warning, because the new checkpoint is committed. The next save tries the cleanup again.
             self.leave()
             logger.warning(
                 "%s is saved, but %s: %s. The next save there tries again",
@@ -221,19 +221,22 @@ class RenameTransaction:
             )
 
     def _publish(self, root: bytes | None) -> str | None:
-        """Rename the hidden directory, or exchange it with the old checkpoint, or move the objects into its directory.
+        """Rename the hidden directory, exchange it with the old checkpoint, or move its objects there.
 
         The rename fails if an old checkpoint exists, and the exchange fails if it does not. Both are tried again if
         another process deletes the old checkpoint between them.
 
         Returns:
-            The hidden directory to delete: of the old checkpoint after the exchange; None if there is none.
+            The name of the hidden directory to delete, which after an exchange contains the old checkpoint. None if
+            no directory has to be deleted.
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            self.check()  # another process may have removed files of the hidden directory after a lost lease
+            # After this process lost its lease, another one may have removed files from the hidden directory.
+            self.check()
             try:
-                # Files that move into the directory get their attributes then. Until then, others must not read them.
+                # With other files, `PlacedObjects.commit` sets the attributes of each file. Until then, other users
+                # must not be able to read the new files.
                 if self._overwrite != "keep-other-files" or not self._location.store.list_names():
                     self._directories.keep_attributes(name, self._hidden)
                 self._directories.rename(self._hidden, name)
@@ -291,13 +294,13 @@ class RenameTransaction:
             )
         foreign: Collection[str] = ()
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
-            foreign = owns(list(self._location.store.list()))  # its owner would still load the old values
+            foreign = owns(list(self._location.store.list()))  # that software would still load the old values
         index = new.index if isinstance(new, Root) else ""
         self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
     @property
     def objects(self) -> PlacedObjects:
-        """The objects, to move them into the directory of the old checkpoint."""
+        """The objects of this save, to be moved into the directory of the old checkpoint."""
         return self._method.placed_objects(self._location.name, self._hidden)
 
     def abort(self) -> None:
@@ -316,11 +319,11 @@ class RenameTransaction:
             try:
                 self._held.close()
             except StorageError as error:
-                # It may be committed, so this is no error of the save. The lock ends with this process.
+                # Only a warning, because the save may have committed. The lock ends with this process.
                 logger.warning("the directory of the save to %s cannot be unlocked: %s", self._location.display, error)
 
     def leave_if_empty(self) -> None:
-        """Release the claim. Remove the directory if it was created only to lock it."""
+        """Release the lock. Remove the directory if it is empty, because it was created only to be locked."""
         try:
             if not self.store.list_names():
                 self._directories.delete_directory(self._hidden)
@@ -329,7 +332,7 @@ class RenameTransaction:
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
-    """Return True if a location certainly has another root (if `root` is None: if it has no files)."""
+    """Return True if a location certainly has a root other than `root`; if `root` is None, if it has no files."""
     try:
         if root is None:
             return not location.store.list_names()
@@ -349,7 +352,7 @@ class RenameMethod(CommitMethod):
 
         Args:
             directory: the storage, opened at the directory.
-            support: what storages were found to support.
+            support: remembers what each storage supports.
         """
         self._directory = directory
         self._support = support
@@ -389,6 +392,7 @@ class RenameMethod(CommitMethod):
         )
         try:
             if resume:
+                # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
             # The new files must not be readable by users who may not read the old ones.
             self.directories.hide_from_others(location.name, hidden)
@@ -437,11 +441,11 @@ class RenameMethod(CommitMethod):
         return lock
 
     def features(self, hidden: str, limits: PlaceLimits) -> DirectoryFeatures:
-        """Return what the file system can do. `hidden` is a directory that this process has locked."""
+        """Return what the file system supports. `hidden` is a directory that this process has locked."""
         return self._support.features(self._directory, hidden, limits.mount)
 
     def lock_hidden(self, name: str, *, waits: bool = False) -> _HiddenLock | None:
-        """Lock a hidden directory; None if another process has locked it. Create it if it does not exist.
+        """Lock a hidden directory, and create it if needed. Return None if another process has locked it.
 
         Args:
             name: the name of the directory.
@@ -460,7 +464,7 @@ class RenameMethod(CommitMethod):
                     return None
                 with ExitStack() as stack:
                     stack.enter_context(locked)
-                    # A host to which this file system shows no locks may have a lease of the same directory.
+                    # A host that mounts this file system without locks may have a lease of the same directory.
                     entries = self._directory.list_names(f"{INTERNAL_DIRECTORY}/saving")
                     if any(entry.startswith(f"{save_of_hidden(name)}.") for entry in entries):
                         return self._with_lease(name, stack.pop_all(), waits=waits)
@@ -469,16 +473,16 @@ class RenameMethod(CommitMethod):
         if leased is None:
             return None
         try:
-            make_directory(self._directory, name)  # after the lease, so that no sweep finds it without one
+            make_directory(self._directory, name)  # after the lease: a sweep deletes a directory without one
         except BaseException:
             leased.close()
             raise
         return _HiddenLock(leased, leased.check)
 
     def _with_lease(self, name: str, locked: ExitStack, *, waits: bool) -> _HiddenLock | None:
-        """Return the lock of a hidden directory of which a host that may not see locks has, or had, a lease.
+        """Add a lease to the kernel lock of a hidden directory, for hosts that may not see the lock.
 
-        None if the lease is valid.
+        Such a host has, or had, a lease of the directory. Returns None if its lease is still valid.
         """
         from ckptcore.commit.leased_locks import LeasedLocks  # plain saves do not need it
 
@@ -556,10 +560,10 @@ class RenameMethod(CommitMethod):
         return True
 
     def discard(self, name: str, directory: str) -> None:
-        """Rename a directory to a name from which nothing is restored or committed, and delete it.
+        """Rename a directory to a new hidden name, and delete it. No process restores or commits this name.
 
-        The next save deletes what is left. A directory of a lower layer of overlayfs cannot be renamed. Its root is
-        deleted first: if the process is killed, the rest is no checkpoint.
+        If the process is killed, the next save deletes the rest. A directory in a lower layer of overlayfs cannot be
+        renamed (``EXDEV``). Then the root is deleted first, so that a partly deleted directory is not a checkpoint.
 
         Args:
             name: the name of the checkpoint.
@@ -610,7 +614,7 @@ class RenameMethod(CommitMethod):
         return bool(locked)
 
     def announce_deletion(self, location: Location, locks: Locks, pin: str) -> Lock | None:
-        """See `CommitMethod`. Claims the location by an empty hidden directory, like a save."""
+        """See `CommitMethod`. Claims the location with an empty hidden directory, as a save does."""
         from ckptcore.commit.locks import Lock  # plain saves and loads do not need it
 
         held = None
@@ -649,16 +653,16 @@ class RenameMethod(CommitMethod):
                 continue
             if name == partial:
                 if self.read_table(location) is None:
-                    self._sweep(partial)  # it is empty: the first session was killed
-                if self.read_table(location) is not None:  # also if a session has begun meanwhile
+                    self._sweep(partial)  # without a table: the first session was killed
+                if self.read_table(location) is not None:  # read again, because a session may have begun meanwhile
                     raise partial_exists(location)
             elif is_save_of(location.name, name):
                 self._sweep(name)
 
     def _sweep(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return whether no process is known to have.
+        """Delete a hidden directory, unless a process has locked it. Return False if one has.
 
-        The directory of another user stays if this one may not change it.
+        If this user may not change a directory of another user, it stays, and the result is True.
         """
         try:
             return self._delete_unlocked(name)
@@ -669,10 +673,10 @@ class RenameMethod(CommitMethod):
             return True
 
     def _delete_unlocked(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return whether no process has.
+        """Delete a hidden directory, unless a process has locked it. Return False if one has.
 
-        An old checkpoint that a killed process was replacing is renamed back instead, if there is nothing in its place.
-        It is only deleted once there is another checkpoint.
+        An old checkpoint that a killed process was replacing is renamed back instead, if its original name is free. It
+        is deleted only if another checkpoint has been committed under that name.
         """
         try:
             held = self.lock_hidden(name)
@@ -696,9 +700,9 @@ class RenameMethod(CommitMethod):
             else:
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
-            # Its process may only have lost its lease, or its lock with a mount: it must not commit a part of the
-            # directory. And a part of an old checkpoint must not be restored.
-            with suppress(ObjectNotFoundError):  # its process committed at the last moment
+            # The save may still run: its lease expired, or its lock was lost with a mount. `discard` renames the
+            # directory first, so that the save cannot commit it, and no process can restore it, when it is incomplete.
+            with suppress(ObjectNotFoundError):  # the save has committed, and so renamed the directory
                 self.discard(checkpoint, name)
         return True
 

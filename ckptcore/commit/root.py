@@ -16,7 +16,7 @@ from ckptcore.model.metadata import ArrayRecord, ObjectRecord, TreeMetadata, che
 from ckptcore.model.tree import JSON, LEAF, Node, Skeleton, TreePath
 
 NO_LEAVES: Final = TreeMetadata(Node("dict", (), ()), ())
-"""The tree of files that an object wrote."""
+"""The tree of a checkpoint of files that an object wrote itself. It has no leaves."""
 
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
@@ -55,8 +55,8 @@ class Session(NamedTuple):
     Attributes:
         first: the first rank of its processes within the whole partial save. It identifies the session.
         size: the number of its processes.
-        created: when it was complete, ISO 8601 in UTC.
-        arrays: the number of arrays that it wrote parts of.
+        created: when it was completed, ISO 8601 in UTC.
+        arrays: the number of arrays. The session wrote at least a part of each.
         nbytes: the size of its objects in bytes.
         key: the key of the object that describes its receipts.
         key_bytes: the size of that object in bytes.
@@ -162,7 +162,8 @@ class References:
         bases: the checkpoints that store the arrays.
         leaf: the numbers of the arrays, ascending; for tied arrays, the first.
         base: for each array, the number of its base.
-        stored: for each array, its number in the tree of the base. The base stores it: references are not chained.
+        stored: for each array, its number in the tree of the base. The base itself stores the array: references are not
+            chained.
     """
 
     bases: tuple[Base, ...] = ()
@@ -186,6 +187,7 @@ class References:
 
 
 MAPPINGS: Final = ("dict", "OrderedDict")
+"""Kinds of containers that keep their kind when they lose children. Others become dicts."""
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
@@ -268,15 +270,16 @@ MAX_ORDER: Final = 1 << 62
 
 
 class SaveOrder(NamedTuple):
-    """The order of saves of one checkpoint: of two copies of a step, the one with the higher order counts.
+    """The order of saves of one checkpoint. If two copies of a step exist, the one with the higher order is valid.
 
-    Times do not decide it, because the clocks of two machines differ. Every save has a higher order than what it
-    replaces, and a save of a run also than every step that the run was set back from.
+    Times are not compared, because the clocks of two machines differ. A save has a higher order than the checkpoint
+    that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
 
     Attributes:
         owner: the number of the owner of the directory: each owner has a higher one than all owners before it. 0 for
             the first one, and for a checkpoint that was not saved as a step.
-        save: raised by each save of this owner that replaces a checkpoint, or comes before an existing step.
+        save: a count. Raised by each save of this owner that replaces a checkpoint, or whose step precedes an existing
+            step.
     """
 
     owner: int = 0
@@ -327,10 +330,12 @@ class Root(CommittedRoot):
         state: JSON that the layout owns; for files, see `ckptcore.builtin.stateful.state_of_files`.
         tree: the tree; `NO_LEAVES` for files.
         objects: every object but the root and its parts, by key.
-        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with its save.
+        role: see `Role`. A ``member`` has the save id of its composite. An ``export`` is replaced and deleted together
+            with the checkpoint that contains it.
         references: the arrays of the tree that are stored in other checkpoints.
-        index: the key of the index that other software reads, if objects have names of their own; else empty. It is not
-            one of `objects`, because it is replaced after the root. See `ckptcore.protocols.Layout.with_own_names`.
+        index: the key of the index that other software reads, if the names of objects contain the save id; else empty.
+            It is not one of `objects`, because it is replaced after the root. See
+            `ckptcore.protocols.Layout.with_own_names`.
     """
 
     layout: str
@@ -358,7 +363,7 @@ class Member(NamedTuple):
         return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
 
     def directories(self, name: str) -> str:
-        """Return the directories of all processes as text. A hostile root may state any number of processes."""
+        """Return the first and the last directory as text. A hostile root may state a huge number of processes."""
         first, last = self.directory(name, 0), self.directory(name, (self.processes or 1) - 1)
         return first if first == last else f"{first} to {last}"
 
@@ -371,8 +376,8 @@ class CompositeRoot(CommittedRoot):
         members: the checkpointables by name, including those that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
             None if they are unknown.
-        default: the checkpointable that a load of one tree uses, in a copy of a checkpoint of other software that has
-            one; None if it has to be named.
+        default: the checkpointable that is loaded if a load names none. Only a copy of a checkpoint of other software
+            may have one. None: a load must name a checkpointable.
     """
 
     members: Mapping[str, Member]
@@ -380,7 +385,7 @@ class CompositeRoot(CommittedRoot):
     default: str | None = None
 
     def has_directory(self, entry: str) -> bool:
-        """Return True if an entry of a listing is a directory, and one process saved a checkpointable there."""
+        """Return True if an entry of a listing is the directory of a checkpointable, or of one process' part of it."""
         directory = entry.removesuffix("/")
         name, rank = split_rank(directory) or (directory, 0)
         member = self.members.get(name)
@@ -397,7 +402,7 @@ AnyRoot: TypeAlias = Root | CompositeRoot | Claim | PartialSave
 
 
 class RootSummary(NamedTuple):
-    """The fields of a root that need no table besides the sizes of objects.
+    """The small fields of a root, and the sizes of its objects.
 
     Attributes:
         committed: True for a checkpoint, False for a claim or a session table.
@@ -463,5 +468,5 @@ def split_rank(directory: str) -> tuple[str, int] | None:
 
 @functools.cache
 def this_writer() -> Mapping[str, str]:
-    """Return the software that writes roots: versions by name of the distribution."""
+    """Return the software that writes roots: the name and version of each distribution."""
     return {"ckptcore": version_of("ckptcore")}

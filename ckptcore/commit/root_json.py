@@ -79,7 +79,7 @@ _MAX_PROCESSES: Final = 1 << 24
 _NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
-"""A function of a key and a size, which reads at most so many bytes of the object."""
+"""A function that takes a key and a size, and returns at most that many bytes of the object."""
 
 
 class RootHead(NamedTuple):
@@ -212,7 +212,8 @@ def _encode_root(document: Mapping[str, JSON]) -> bytes:
 
 
 def _dump(document: JSON) -> bytes:
-    # JSON escapes allow any text in ASCII. NaN is not valid JSON. The state of a layout may have columns, not lists.
+    # JSON escapes can express any text in ASCII. NaN is not valid JSON. The state of a layout may have integer columns
+    # in place of lists, which `default` converts.
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
 
 
@@ -303,7 +304,7 @@ def _sizes(rows: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, int]]:
 
 
 def with_order(data: bytes, order: SaveOrder) -> bytes:
-    """Return the bytes of a committed root with another order, and otherwise the same.
+    """Return the bytes of a committed root in which only the order is changed.
 
     Raises:
         CorruptCheckpointError, UnsupportedVersionError: as for `decode_root`.
@@ -406,7 +407,7 @@ def _parse(data: bytes, key: str) -> Any:
 def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
     if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
         raise _damaged(f"invalid size {size!r} of {key}", key)
-    data = read_part(key, size + 1)
+    data = read_part(key, size + 1)  # one byte more, to notice an object that is too long
     if len(data) != size:
         actual = f"{len(data)} bytes" if len(data) < size else "more bytes"
         raise CorruptCheckpointError(
@@ -457,7 +458,7 @@ def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
 
 
 def _decode_notes(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a root that no load needs. Those of another form than expected are left out."""
+    """Return the fields of a root that no load needs. Invalid values are left out or replaced by defaults."""
     metrics = {}
     for name, value in _table(document, "metrics").items():
         if type(value) in (int, float) and abs(value) <= sys.float_info.max:

@@ -1,6 +1,7 @@
 """Commits of one file, without a root: it is written under a hidden name, and renamed to its location.
 
-In an object store it is one object, which appears as a whole. Nothing that exists is replaced without ``overwrite``.
+In an object store the file is one object, which becomes visible as a whole. An existing file is replaced only with
+``overwrite``.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 class FileTransaction:
     """The right to write one file.
 
-    An object of an object store appears as a whole with its last piece, so its commit does nothing.
+    In an object store, an object becomes visible as a whole once its writer finishes, so `commit` does nothing.
 
     Attributes:
         store: the storage to write to, under any key.
     """
 
     def __init__(self, store: StorageBackend) -> None:
-        """Write nothing."""
+        """Wrap a storage. Writes nothing."""
         self.store: Final = store
 
     def commit(self, key: str) -> None:
         """Move the file of a key to the location."""
 
     def abort(self) -> None:
-        """Remove what was written. A writer removes the pieces of an object that is not complete."""
+        """Remove the written file. In an object store, the writer itself removes the pieces of an incomplete object."""
 
 
 def file_exists(location: Location, *, meanwhile: bool = False) -> CheckpointExistsError:
@@ -97,7 +98,7 @@ class OneObject(Subdirectory):
     """A storage in which every key is the same object."""
 
     def __init__(self, location: Location, *, replaces: bool) -> None:
-        """Write nothing. `replaces` is True if it may replace another object."""
+        """Wrap the storage of a location. `replaces` is True if the object may replace another one."""
         super().__init__(location.parent, "")
         self._location = location
         self._replaces = replaces

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
-"""Returns which of all keys in a directory belong to the checkpoint of other software there."""
+"""A function that takes all keys in a directory, and returns those of a checkpoint of other software."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
@@ -36,10 +36,10 @@ Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-f
 OVERWRITES: Final = (True, False, "best-effort", "non-atomic", "keep-other-files", "with-other-files")
 
 FindForeign: TypeAlias = "Callable[[Location], OwnKeys | None]"
-"""Returns which files belong to the checkpoint at a location that other software wrote; None if there is none."""
+"""A function that looks for a checkpoint of other software. Returns a function that recognises its files, or None."""
 
 ExistingTarget: TypeAlias = Literal["nothing", "claim", "checkpoint"]
-"""The content of a location: nothing, the claim of a save, or a checkpoint or other files that are replaced."""
+"""The content of a location. "checkpoint" also includes other files that a save replaces."""
 
 _MAX_MEMBERS: Final = 1000
 """Maximum number of subdirectories whose roots are read. Composites have few members."""
@@ -50,10 +50,10 @@ _DELETE_FIRST: Final = "delete the directory first with ckptcore.delete({!r}, ot
 
 
 def deletion_mark(save_id: str, directory: str) -> str:
-    """Return the key of the empty object in a composite that says that a directory of it was deleted on purpose.
+    """Return the key of the empty object that marks a directory of a composite as deleted on purpose.
 
-    A directory that is missing without it was lost, or never downloaded. The key has the save id, so that the mark of
-    an old checkpoint says nothing about its successor.
+    A missing directory without a mark was lost, or never downloaded. The key contains the save id, so that the mark of
+    an old checkpoint does not apply to its successor.
     """
     return f"checkpoint.{save_id}.deleted.{directory}"
 
@@ -168,7 +168,7 @@ def find_existing(
         return "nothing"
     elif (
         overwrite == "keep-other-files"
-        # A composite that lost its root has files of its layout, too: those by which other software finds it.
+        # A composite that lost its root may match here: it also has files by which other software finds it.
         or (owns := find_foreign(location)) is not None
         or has_members(location.store, names)
     ):
@@ -255,7 +255,7 @@ def has_members(store: StorageBackend, names: Sequence[str]) -> bool:
 
 
 class LocationVersion(NamedTuple):
-    """Identifies the content of a location at one time. Changes if a checkpoint is committed, replaced or deleted.
+    """The version of the content of a location. Changes if a checkpoint is committed, replaced or deleted.
 
     Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
 
@@ -279,7 +279,7 @@ class LocationVersion(NamedTuple):
         return self.nbytes is not None
 
     def digested(self) -> LocationVersion:
-        """Return the version with a digest of the composite's root, which may be large, and has many members."""
+        """Return the version with a digest in place of the composite's root, which may be large."""
         if not isinstance(self.composite_root, bytes):
             return self
         import hashlib  # only members of composites need it
@@ -334,7 +334,7 @@ def read_version(location: Location, composite_root: bytes | str | None = None) 
     try:
         root = root_version(location.store)
     except StoragePermissionError:
-        # Without the permission to list, Amazon S3 answers so also for a missing object, and a file has no root.
+        # Without the permission to list, Amazon S3 also denies access to a missing object. A file has no root.
         with contextlib.suppress(StorageError):
             return LocationVersion(None, nbytes=location.parent.size(location.name))
         raise
@@ -357,7 +357,8 @@ def read_version(location: Location, composite_root: bytes | str | None = None) 
 def root_version(store: StorageBackend) -> bytes | str | None:
     """Return the bytes of the root; None without a root; the reason as a str if it cannot be read.
 
-    If a directory is exchanged while its root is opened, the root looks like a link out of the directory.
+    If a directory is exchanged while its root is opened, the root looks like a link out of the directory. The storage
+    refuses such a link with `InvalidLocationError`.
     """
     try:
         return root_bytes(store)
@@ -414,6 +415,7 @@ class ParsedRoots(Generic[T]):
         return kept
 
     def _find(self, data: bytes) -> tuple[Root, T] | None:
+        # Needs no lock: the tuple is replaced as a whole, never changed.
         return next(((root, kept) for known, root, kept in self._known if known == data), None)
 
 

@@ -39,7 +39,7 @@ class Subdirectory(StorageBackend):
 
     @property
     def address(self) -> StorageAddress | None:
-        """The address of the directory. Names are escaped, because they may contain URL escapes."""
+        """The address of the directory. Names are escaped, because a name may look like a URL escape (``%41``)."""
         address = self._parent.address
         quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
         return address and StorageAddress(address.url + quoted, address.options)
@@ -181,7 +181,7 @@ class AtomicSubdirectories(Subdirectory):
 
 
 class NewDirectory(AtomicSubdirectories):
-    """A new directory, as a storage: no object replaces another one, under whichever name it is found."""
+    """A new directory, as a storage. No object replaces another one, even if the file system merges their names."""
 
     def __init__(self, parent: StorageBackend, name: str, display: str) -> None:
         """Open a directory that a save writes. `display` is its location, for errors."""
@@ -189,7 +189,7 @@ class NewDirectory(AtomicSubdirectories):
         self._display = display
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """See `StorageBackend`. Replaces nothing without a condition."""
+        """See `StorageBackend`. A put without a condition does not replace an existing object."""
         try:
             return super().put(key, data, condition=condition or IF_ABSENT)
         except ConditionFailedError as error:
@@ -198,7 +198,7 @@ class NewDirectory(AtomicSubdirectories):
             raise self._exists(key) from error
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """See `StorageBackend`. Replaces nothing."""
+        """See `StorageBackend`. Does not replace an existing object."""
         try:
             return super().open_new(key, size)
         except ConditionFailedError as error:
@@ -224,7 +224,10 @@ def has_directories(storage_type: type[StorageBackend]) -> bool:
 
 
 def make_directory(parent: StorageBackend, name: str) -> None:
-    """Create a directory. `AtomicDirectories` creates one only to lock it, also where there are no locks."""
+    """Create a directory by locking it, because `AtomicDirectories` has no other way.
+
+    If the file system has no locks, the lock fails after the directory was created.
+    """
     with suppress(AtomicityError):
         lock = cast(AtomicDirectories, parent).lock_directory(name)
         if lock is not None:

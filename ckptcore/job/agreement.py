@@ -1,4 +1,4 @@
-"""Agreement: stages of an operation after which every process knows whether all have succeeded, and keys for them."""
+"""Agreement: stages of an operation, after which every process knows if all succeeded, and keys of exchanges."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _REASON: Final = 4000
 
 
 class ExchangeCounts:
-    """Counts the operations that this process began, by job and name. Thread-safe.
+    """The counts of operations that this process began, by job and name. Thread-safe.
 
-    Counts belong to a job and not to a Context: two Contexts that save to one location would otherwise use the same
-    keys, and could receive a message of a failed exchange. Each name has its own count, so that a rank that missed one
-    operation after an error still has the same counts as the others for all other names.
+    Counts belong to a job and not to a Context. Otherwise two Contexts that save to one location would use the same
+    keys, and one could receive a message of a failed exchange of the other. Each name has its own count. If a rank
+    misses an operation after an error, its counts of all other names still equal those of the other ranks.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
@@ -72,7 +72,7 @@ class ExchangeCounts:
                 # The callback does not take the lock: garbage collection may run while this thread has it.
                 weakref.finalize(coordinator, self._of_coordinators.pop, number, None).atexit = False
             except TypeError:
-                self._kept.append(coordinator)  # slots without `__weakref__`: its id stays its own
+                self._kept.append(coordinator)  # slots without `__weakref__`: kept, so that its id is not reused
         return self._of_coordinators[number]
 
 
@@ -124,8 +124,8 @@ class Agreement:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
-            call: the operation, for a line in the log if other ranks are late; None: that of the recording.
-            block_ranks: see `Gathering`; None: as many as usual.
+            call: the operation, for the log if other ranks are late; None: that of the recording, or the key.
+            block_ranks: see `Gathering`; None: `BLOCK_RANKS`.
         """
         self._coordinator = coordinator
         if coordinator.size > 1:

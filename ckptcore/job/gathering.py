@@ -2,7 +2,7 @@
 
 In a small job every rank sends its data to the leader. A larger job is divided into blocks of ranks, and the first rank
 of a block sends the data of its block. The leader then receives one message for each block, and the work of all other
-ranks does not grow with the job. One line in the log names ranks for which an operation waits long.
+ranks does not grow with the job. If an operation waits long for some ranks, one line in the log names them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class LateRanks:
     """Logs which ranks an exchange of an operation waits for, once per operation. Thread-safe.
 
     Attributes:
-        first_seconds: the wait before the line if no answer of another rank was received in this operation. Often a
-            rank never calls: only rank 0 saves, or one skips a step.
-        later_seconds: the same in later exchanges, where a rank may write for minutes, or have failed.
+        first_seconds: the wait before the line is logged, if this operation has received no answer of another rank yet.
+            It is short, because a rank often does not make the call at all: only rank 0 saves, or one skips a step.
+        later_seconds: the same in later exchanges. It is longer, because a rank may write for minutes.
     """
 
     first_seconds: ClassVar[float] = 10.0
@@ -54,7 +54,7 @@ class LateRanks:
         self._rank = rank
         self._size = size
         self._has_answer = False
-        self._logged = threading.Lock()  # acquired by the line, and never released
+        self._logged = threading.Lock()  # acquired when the line is logged, and never released
 
     @contextmanager
     def watch(self, coordinator: Coordinator, key: str, *, ranks: Sequence[int], answers: bool) -> Iterator[None]:
@@ -63,8 +63,8 @@ class LateRanks:
         Args:
             coordinator: exchanges the messages.
             key: the key of the exchange.
-            ranks: the rank in the job of each rank of the coordinator for which it may wait.
-            answers: True if the exchange ends with the messages that this rank waits for in the operation.
+            ranks: the ranks in the job, by rank of the coordinator.
+            answers: True if this rank has an answer of the other ranks once the exchange has ended.
         """
         if self._logged.locked():
             yield
@@ -72,7 +72,7 @@ class LateRanks:
         seconds = self.later_seconds if self._has_answer else self.first_seconds
         timer = threading.Timer(seconds, self._log, [seconds, lambda: _awaited(coordinator, key, ranks)])
         timer.daemon = True
-        with suppress(RuntimeError):  # the program is ending, or the system has no more threads: then without the line
+        with suppress(RuntimeError):  # the program ends, or the system has no more threads: nothing is logged
             timer.start()
         try:
             yield
@@ -98,7 +98,7 @@ class LateRanks:
         text = f"{self._call}: rank {self._rank} has waited {seconds:g} s for {missing}. {hint}"
         logger.warning("%s", text)
         if logger.isEnabledFor(logging.WARNING) and not _is_shown(logger):
-            print(f"ckptcore: {text}", file=sys.stderr)  # a job that seems to hang would otherwise say nothing
+            print(f"ckptcore: {text}", file=sys.stderr)  # without it, a job that seems to hang prints nothing
 
 
 def _is_shown(logger: logging.Logger) -> bool:
@@ -133,7 +133,7 @@ class Gathering:
 
         Args:
             coordinator: connects the processes.
-            late: logs the ranks for which an exchange waits long; None: one without the name of an operation.
+            late: logs the ranks for which an exchange waits long; None: log them without the name of an operation.
             block_ranks: the number of ranks of a block; equal in every process.
         """
         self._coordinator = coordinator
@@ -179,7 +179,7 @@ class Gathering:
         if self.rank != block[0]:
             return None
         relays = range(0, self.size, self._block_ranks)
-        batch = b"" if self.rank == 0 else _pack(of_block or (), missing)
+        batch = b"" if self.rank == 0 else _pack(of_block or (), missing)  # the leader has the data of its own block
         try:
             # Other relays may start one deadline later than this rank, and wait up to one deadline for their blocks.
             batches = self._gather_on(
@@ -203,7 +203,7 @@ class Gathering:
         return self._broadcast_on(self._coordinator, key, payload)
 
     def receive(self, key: str) -> bytes:
-        """Return the payload of the leader on another rank, which the leader sends without a gather before."""
+        """Return a payload that the leader broadcasts without a gather before. Not called on the leader."""
         with self._late.watch(self._coordinator, key, ranks=[0], answers=True):
             return self._coordinator.broadcast(key, None)
 
@@ -235,7 +235,7 @@ class Gathering:
         """Broadcast from the leader to the ranks of a coordinator. The receivers wait for several deadlines.
 
         The leader may start up to a deadline later than this rank, and reports missing ranks after its own deadline. In
-        a job with blocks, the leader waits for its own block, and twice as long for the first ranks of the others.
+        a job with blocks, the leader waits one deadline for its own block, and two for the first ranks of other blocks.
         """
         if payload is not None:
             return coordinator.broadcast(key, payload)

@@ -1,8 +1,8 @@
 """Receipts as messages to the leader. Numbers are encoded as columns, and decoded as arrays.
 
-A message is one line of JSON, followed by the columns that it lists. A column has the narrowest dtype that fits either
-its numbers or their differences, less the smallest of them. Messages are not stored: all processes must have the same
-version of this package.
+A message is one line of JSON, followed by the columns that it lists. A column stores either its numbers or the
+differences between neighbours. The smallest value is subtracted from all of them, and they have the narrowest dtype
+that fits. Messages are not stored: all processes must have the same version of this package.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _read_columns(described: Sequence[Any], data: memoryview) -> list[HostArray]
     for kind, width, count, least, first in described:
         narrow: HostArray = np.frombuffer(data, _WIDTHS[width], count, position)
         position += width * count
-        if kind == "numbers" and not least and width < 8:
+        if kind == "numbers" and not least and width < 8:  # no copy; 8 bytes are unsigned, and must become int64
             columns.append(narrow)
             continue
         numbers = narrow.astype(np.int64) + np.int64(least)

@@ -23,7 +23,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import StorageBackend
 
 _TIMEOUT_SECONDS: Final = 10.0
-"""Time limit to find the object of the leader: network file systems cache missing names for seconds."""
+"""Time limit to find the object of the leader. Network file systems may cache for seconds that it does not exist."""
 
 _PROBES: Final = f"{INTERNAL_DIRECTORY}/probe-"
 
