@@ -155,7 +155,7 @@ _EXAMPLES: Final = (None, False, 0, 0.0, "")
 
 
 def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
-    """Return the rule for a save. There are no columns if the Context has its own handlers of plain values or containers."""
+    """Return the rule for a save. It has no columns if the Context has handlers of plain values or their containers."""
     first, *others = [plugins.dispatch(example).leaf for example in _EXAMPLES]
     containers = [plugins.dispatch(kind()).container for kind in COLUMN_KINDS]
     is_builtin = all(isinstance(container, BUILTIN_CONTAINERS) for container in containers)
