@@ -164,7 +164,7 @@ _IN_SETS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic
 
 
 class _Collection(CheckpointableHandler):
-    """A collection that is stored as a list. A load replaces all of its elements by the stored ones."""
+    """A collection that is stored as a list. A load replaces all of its elements with the stored ones."""
 
     priority = Priority.EXACT
     is_object = False

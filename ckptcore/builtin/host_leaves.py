@@ -72,7 +72,7 @@ class HostArrayHandler(LeafHandler):
         record = self.describe(leaf)
         if isinstance(leaf, AbstractArray | np.generic):
             return leaf
-        assert isinstance(record, ArrayRecord)  # all NumPy leaves have one
+        assert isinstance(record, ArrayRecord)  # `describe` returns no other records
         return AbstractArray(record.spec.shape, record.spec.numpy_dtype)
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -368,7 +368,7 @@ def _encode_value(leaf: Any) -> JSON:
     if isinstance(leaf, str):
         return text_to_json(leaf)
     if isinstance(leaf, int):
-        # Readers in other languages keep 53 bits of a JSON number, and Python refuses very long decimal ones.
+        # Readers in other languages keep 53 bits of a JSON number, and Python refuses very long decimal numbers.
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
     if isinstance(leaf, float):
         return float_to_json(leaf)

@@ -302,7 +302,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(directory)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Make existing files and their directories durable. Other code wrote these files."""
+        """Make existing files and their directories durable, after other code wrote the files."""
         paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():

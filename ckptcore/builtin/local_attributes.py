@@ -107,7 +107,7 @@ class Attributes(NamedTuple):
 def _opened(path: str) -> Iterator[tuple[int | str, os.stat_result | None]]:
     """Open a file or directory to change its attributes.
 
-    The path itself is not safe to use, because another process may replace it by a link at any time.
+    The path itself is not safe to use, because another process may replace it with a link at any time.
 
     Yields:
         The argument for calls of `os` in place of the path, and the status; None for a link or a missing file.
@@ -196,7 +196,7 @@ def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[s
 
 
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
-    """Give a directory and everything in it the attributes of the files and directories of the same name in an old one.
+    """Give a directory and everything in it the attributes of an old directory and of the same names in it.
 
     A file or directory without a counterpart gives no more access than the most private one in the old directory.
 
@@ -210,7 +210,8 @@ def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     if attributes is None:
         return
     denied = functools.cache(functools.partial(_denied, old))
-    for directory, names, files in os.walk(new, topdown=False):  # first the content, while it is still accessible
+    # Bottom-up, because the new attributes of a directory may end the access to its content.
+    for directory, names, files in os.walk(new, topdown=False):
         counterpart = old + directory[len(new) :]
         for name in (*files, *names):
             path = f"{directory}/{name}"
@@ -245,7 +246,7 @@ def hide_from_others(old: str, new: str) -> None:
 
 
 def _denied(directory: str, group: int) -> int:
-    """Return the permissions to deny: all those of the group, or of all users, that cannot read all of a directory."""
+    """Return the permissions that a group and other users must not get, because they cannot read all of a directory."""
     denied = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):

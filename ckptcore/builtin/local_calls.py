@@ -196,7 +196,7 @@ def c_function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int
 
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
-"""Error numbers of missing files. One of them means that a parent of the path is not a directory."""
+"""Error numbers of missing files: the name does not exist (ENOENT), or a parent is not a directory (ENOTDIR)."""
 
 _STALE_RETRIES: Final = 3
 """Maximum number of retries of a call that fails with ESTALE. The next call usually finds the new file at the path."""
@@ -264,7 +264,7 @@ class SystemCall(NamedTuple):
 
 @contextmanager
 def ignoring(numbers: Collection[int]) -> Iterator[None]:
-    """Ignore system errors with these numbers in a ``with`` block. The error ends the block.
+    """Ignore system errors with these numbers in a ``with`` block. Such an error still ends the block.
 
     Raises:
         OSError: an error with another number.
@@ -624,7 +624,7 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
         if function(os.fsencode(first), os.fsencode(second)) == 0:
             return
         number = ctypes.get_errno()
-    # EINVAL is also the error of a move of a directory into itself, and EPERM that of a directory that forbids changes.
+    # EINVAL can also mean that a directory would be moved into itself, and EPERM that a directory forbids changes.
     # EXDEV means a directory in a lower layer of overlayfs.
     if number in _MISSING_CALL or number == errno.EXDEV:
         raise AtomicityError(

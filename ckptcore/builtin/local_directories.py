@@ -133,7 +133,7 @@ def _mount_points() -> dict[str, str]:
 
 
 def find_mount_point(directory: str) -> str | None:
-    """Return the mount point of a directory. For a missing directory, return the known one above it, or None."""
+    """Return the mount point of a directory. For a missing directory, return a known mount point above it, or None."""
     known = _mount_points()
     if directory in known:
         return known[directory]
@@ -402,6 +402,7 @@ class LocalDirectories:
         # report a missing parent where they do not support new directories, so the attempts are limited.
         for _ in range(_CREATE_ATTEMPTS):
             if self.exists(directory):
+                # While a file system is not mounted, its mount point is still a directory.
                 if directory == self.root and self._mount_point not in (None, "/"):
                     self._expect_mounted()
                 return
@@ -436,7 +437,7 @@ class LocalDirectories:
         except OSError as error:
             raise self._not_a_directory(error, directory) from error
         close_descriptor(descriptor, directory)
-        if self._mount_point is None:
+        if self._mount_point is None:  # the root did not exist when the storage was opened
             self._mount_point = find_mount_point(self.root)
         return True
 

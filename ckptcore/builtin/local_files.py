@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
-_MAX_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
+_MAX_BYTES: Final = 1 << 30  # for one system call; Linux limits it to 2 GiB
 
 
 class LocalFile:
@@ -138,7 +138,7 @@ class LocalFile:
             self.read_into(begin, run)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with contiguous bytes, from an offset.
+        """Fill several buffers, one after the other, with the bytes from an offset.
 
         Raises:
             CorruptCheckpointError: the file ends too early.
@@ -303,7 +303,7 @@ _TICK_NANOSECONDS: Final = 2_000_000_000
 
 
 class StampedFile:
-    """A local file for many small reads through the page cache. Thread-safe. It is closed with the last reference."""
+    """A local file for many small reads through the page cache. Thread-safe. Closed with the last reference."""
 
     __slots__ = ("_descriptor", "_file", "_settled")
 

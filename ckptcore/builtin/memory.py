@@ -219,7 +219,7 @@ class _MemoryReader:
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
 
     def stamp(self) -> str:
-        """Return a constant, because an object never changes. A put replaces it by another object."""
+        """Return a constant, because an object never changes. A put stores another object under the key."""
         return self._key
 
     def size(self) -> int:
@@ -277,6 +277,7 @@ class _MemoryWriter:
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
+        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last one.
         if self._written != size:
             raise StorageError(f"cannot complete {self.key!r}: expected {size} bytes, found {self._written} written")
         self._store.finish(self, whole.data, self._condition)

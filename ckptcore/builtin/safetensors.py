@@ -491,7 +491,7 @@ def _nbytes(plan: WritePlan, part: _Slice) -> int:
 
 
 def _slices(plan: WritePlan, number: int) -> list[_Slice]:
-    """Return slices for the boxes of an item that are not empty. If the boxes together form a box, it is one slice."""
+    """Return slices for the boxes of an item that are not empty: a single slice if together they form a box."""
     item = plan.items[number]
     filled = [position for position, box in enumerate(item.boxes) if box.size]
     if not filled:

@@ -171,9 +171,9 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    The checkpointables are the listed directories that have weights. In a pipeline that is not modular, and in which at
-    least one directory has weights, the other models are checkpointables too if their directory is missing, is empty,
-    or has a config.
+    The checkpointables are the listed directories that have weights. If at least one directory has weights and the
+    pipeline is not modular, each other model is a checkpointable too if its directory is missing, is empty, or has a
+    config.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.
@@ -310,7 +310,7 @@ def _read_stem(store: ReadStore, stem: str, indexes: _Names, files: Sequence[str
     whole = f"{stem}{_FILE}"
     if stem in indexes:
         key = indexes[stem]
-        # transformers does not delete the index when it replaces several files by one.
+        # transformers does not delete the index when it replaces several files with one.
         if whole not in files or not set(files).isdisjoint(_read_weight_map(store, key).values()):
             return _read_index(store, key, [name for name in files if _stem_of_file(name) == stem])
     if whole in files:
@@ -429,7 +429,8 @@ def _missing(index: str, name: str, key: str, files: Mapping[str, _File | Checkp
 def _has_header(store: ReadStore, key: str) -> bool:
     """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
 
-    Files that start with letters, such as those of torch.save, do not: as a number, the letters exceed any limit.
+    Files that start with letters, such as those of torch.save, are excluded: their first 8 bytes are a number that is
+    greater than any limit.
     """
     file_bytes = store.size(key)
     begin = store.get(key, 0, min(file_bytes, 9))

@@ -173,7 +173,7 @@ class ShardedArrayHandler(LeafHandler):
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def shards_of(self, leaf: ShardedArray, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """Return the boxes of the array, even if they have no elements. These are always the boxes of one process."""
+        """Return the boxes of the array, even if they have no elements. An array has the boxes of one process only."""
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def host_bytes(self, leaf: ShardedArray, boxes: Sequence[Box]) -> HostBytes:

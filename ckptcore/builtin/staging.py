@@ -129,7 +129,7 @@ def _sweep(above: str) -> None:
                 continue
             lock = try_to_lock(path)
         except OSError:
-            continue  # removed meanwhile, or not a staging directory
+            continue  # another process removed it, or it is not a staging directory
         if lock is not None:
             with lock:
                 shutil.rmtree(path, ignore_errors=True)

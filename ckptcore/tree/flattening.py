@@ -531,9 +531,9 @@ def _leaves_below(flat: Flat, above: Collection[TreePath]) -> frozenset[int]:
 def own_values(
     skeleton: Skeleton, numbers: Sequence[int | None], rank: int, size: int
 ) -> tuple[Skeleton, Sequence[int | None]]:
-    """Replace each stored dict of per-process values by the value of this process, for loads without an abstract tree.
+    """Replace each stored dict of per-process values with the value of this process.
 
-    A dict that was saved by another number of processes stays a dict by rank.
+    Loads without an abstract tree use it. A dict that was saved by another number of processes stays a dict by rank.
 
     Args:
         skeleton: the stored structure.

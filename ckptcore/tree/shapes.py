@@ -214,7 +214,7 @@ def outer_parts(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[P
 
     Args:
         shape: the shape of the value.
-        path, start: the path of the value in a larger one, and the position of its first leaf there.
+        path, start: the path of the value in a larger value, and the position of its first leaf there.
     """
     if not isinstance(shape, ObjectNode | Container):
         return
@@ -264,7 +264,7 @@ def restore(
     Args:
         shape: the shape of the value.
         leaves: the new leaves.
-        filled: for each leaf, True if it was filled in place, so that it stays.
+        filled: for each leaf, True if it stays, because it was filled in place or is not loaded.
         paths: the paths of the leaves, for errors.
         untouched: the paths of objects that stay as they are.
 
@@ -284,7 +284,7 @@ def restore(
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """Return the first leaf that must be replaced but that no container above it can replace; None without such a leaf.
+    """Return the first leaf that must be replaced but that no container above it can replace; None if there is none.
 
     Args:
         shape: the shape of the value.
@@ -410,7 +410,7 @@ def _restore(
             _skip(shape, position)
             return _KEPT
         numbers = list(itertools.islice(position, shape.leaves))
-        if all(filled[number] for number in numbers):  # nothing of it is stored
+        if all(filled[number] for number in numbers):  # no leaf of the value is loaded
             return _KEPT
         return unflatten(shape, [leaves[number] for number in numbers])
     if isinstance(shape, NewContainer):

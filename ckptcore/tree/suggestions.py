@@ -30,7 +30,7 @@ class NameSuggestions:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Search these names."""
+        """Create a search in these names."""
         self._names = names
         self._requests = 0
         self._names_by_group: dict[str, list[int]] | None = None
