@@ -196,7 +196,7 @@ def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[s
 
 
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
-    """Give a directory and everything in it the attributes of an old directory and of the same names in it.
+    """Copy the attributes of an old directory and its content to a new directory and its content, by name.
 
     A file or directory without a counterpart gives no more access than the most private one in the old directory.
 
