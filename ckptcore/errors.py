@@ -12,14 +12,14 @@
     │   └── ChecksumError                                   a checksum does not match
     ├── UnsupportedVersionError        (ValueError)         a newer version of ckptcore wrote the checkpoint
     ├── CompositeCheckpointError       (ValueError)         it has several checkpointables, and one tree is required
-    ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists how
-    │   └── PartialLoadError                                some objects were not loaded, and all others were
+    ├── TreeMismatchError              (ValueError)         the abstract and the stored tree differ; lists differences
+    │   └── PartialLoadError                                some objects were not loaded; all others were
     ├── TransformError                 (ValueError)         a transform failed, or does not fit the stored tree
     ├── UnknownPathError               (KeyError)           an open checkpoint has no such path
     ├── InsufficientMemoryError        (MemoryError)        there is not enough memory for an array; says how much
     ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
     ├── UnsupportedLeafError           (TypeError)          no handler or layout can store this leaf
-    ├── UnsupportedKeyError            (TypeError)          a container key is no int, str or tuple of them
+    ├── UnsupportedKeyError            (TypeError)          a container key has a type that cannot be stored
     ├── NameCollisionError             (ValueError)         two leaves would get the same name in the layout
     ├── InvalidLocationError           (ValueError)         not a valid path or URL
     ├── PluginError                    (RuntimeError)       a plugin violated its protocol
@@ -122,10 +122,10 @@ T = TypeVar("T")
 
 
 def converts_errors(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
-    """Decorate a generator like `contextlib.contextmanager`, for generators that raise another error than their body.
+    """Decorate a generator like `contextlib.contextmanager`. For generators that replace the error of the body.
 
-    From Python 3.12 on, the traceback of the body's error leads to `contextmanager`, which refers to that error. This
-    cycle would keep the arrays of all frames in memory until the next garbage collection.
+    From Python 3.12 on, the traceback of the body's error includes a frame of `contextmanager`, and this frame refers
+    to the error. Such a cycle would keep the arrays of all frames in memory until the next garbage collection.
     """
     manager = contextmanager(function)
 
@@ -170,9 +170,9 @@ class CheckpointError(Exception):
         return redacted(super().__repr__())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with all attributes, also if the class is created with more arguments than its message."""
+        """Pickle with all attributes. Also supports classes whose constructor takes more than the message."""
         state = dict(self.__dict__)
-        if isinstance(self, OSError):  # these are not in the dict
+        if isinstance(self, OSError):  # it stores these attributes outside of __dict__
             own = {name: getattr(self, name) for name in ("errno", "strerror", "filename", "filename2")}
             state |= {name: value for name, value in own.items() if value is not None}
         return _restored, (type(self), self.args), state
@@ -180,9 +180,10 @@ class CheckpointError(Exception):
     @classmethod
     @contextmanager
     def offering(cls, *options: str) -> Iterator[None]:
-        """Name only these options in errors that leave this block. The result also decorates functions.
+        """Name only these options in errors that leave this block. The result can also decorate a function.
 
-        A function that calls ckptcore with its own choice of options cannot pass on what an error proposes.
+        Errors propose options of ckptcore. If a function chooses these options itself, its caller cannot pass them, so
+        the error must propose something else.
 
         Args:
             options: names of the options that the caller of the block can pass, such as ``"overwrite"``, and
@@ -232,7 +233,8 @@ _REMEDIES: Final = (
     ),
     ("step_names", r"pass step_names=", "open the directory with ckptcore.Checkpointer and the step names "),
 )
-"""Options of functions of ckptcore that errors name, the texts, and what a caller can do who cannot pass the option."""
+"""The proposals in error messages. Each has the option, a pattern of the text that proposes it, and the replacement
+text for a caller that cannot pass the option."""
 
 
 def _restored(error_type: type[CheckpointError], arguments: tuple[object, ...]) -> CheckpointError:
@@ -296,7 +298,7 @@ class UnsupportedVersionError(CheckpointError, ValueError):
 
 
 class CompositeCheckpointError(CheckpointError, ValueError):
-    """A checkpoint has several checkpointables and one tree is required, or it is one tree and several are required.
+    """A checkpoint has several checkpointables, but the call requires one tree; or the other way round.
 
     Attributes:
         names: the names of the checkpointables; empty for one tree.
@@ -346,8 +348,8 @@ class UnknownPathError(CheckpointError, KeyError):
 class InsufficientMemoryError(CheckpointError, MemoryError):
     """There is not enough memory for the elements of an array.
 
-    The array may be too large for this machine. In a checkpoint of other software, its shape may also be damaged: few
-    bytes can state any shape.
+    The array may be too large for this machine. In a checkpoint of other software, the stored shape may also be
+    damaged: a small file can state a huge shape.
     """
 
     def __new__(cls, *arguments: object) -> Self:
@@ -423,7 +425,7 @@ class StoragePermissionError(StorageError, PermissionError):
 
 
 class ObjectUnavailableError(StorageError):
-    """An object exists, and cannot be read now: it is in an archive, or its key is disabled."""
+    """An object exists but cannot be read now: it is in an archive, or its encryption key is disabled."""
 
 
 class StorageThrottledError(StorageError):
@@ -455,14 +457,14 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
-    """An earlier asynchronous save failed, and no caller retrieved its error, which is the cause."""
+    """An earlier asynchronous save failed, and no caller retrieved its error. That error is the cause of this one."""
 
 
 class UploadError(CheckpointError, RuntimeError):
     """Committed steps of the near tier are not in the far tier.
 
     Attributes:
-        steps: these steps.
+        steps: the numbers of the missing steps.
     """
 
     def __init__(self, message: str, steps: Sequence[int] = ()) -> None:
@@ -479,7 +481,7 @@ class CheckpointReferredError(CheckpointError, RuntimeError):
 
 
 class StepPinnedError(CheckpointError, RuntimeError):
-    """A reader has pinned the step to delete, or it is being saved. Nothing was deleted."""
+    """A reader has pinned the step to delete, or the step is still being saved. Nothing was deleted."""
 
 
 class TargetUndefinedError(CheckpointError, RuntimeError):
@@ -498,7 +500,7 @@ class CoordinationTimeoutError(CheckpointError, TimeoutError):
     """Some ranks missed the deadline of an exchange.
 
     Attributes:
-        missing: these ranks.
+        missing: the ranks that missed the deadline.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:

@@ -1,7 +1,7 @@
 """Plain safetensors files: one file without a ``checkpoint.json``, equal to a file of the safetensors library.
 
 `ckptcore.save` writes directories, and `ckptcore.open` and `ckptcore.load` also read plain files. This module is for
-software that writes a plain file from bytes, or needs the positions of tensors. It knows no arrays.
+software that writes a plain file from bytes, or needs the positions of tensors. It handles bytes, not arrays.
 `open_regular_file` also opens other files of a checkpoint.
 """
 
@@ -60,7 +60,7 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
     Args:
         path: the file. Its directory exists. A symbolic link is replaced, not followed. The new file keeps owner,
             group, mode, ACL and extended attributes of the existing one.
-        pieces: the content, one after the other. It must not change during the call.
+        pieces: the parts of the content, in order. They must not change during the call.
         context: with ``durability="full"``, the default, the file survives a loss of power.
 
     Raises:
@@ -92,7 +92,7 @@ def replace_file(path: str | os.PathLike[str], pieces: Sequence[Buffer], *, cont
 
 
 def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
-    """Write pieces, and start writeback early: the disk writes while more is copied."""
+    """Write pieces. Start writeback early, so that the disk is busy while the next pieces are copied."""
     offset = 0
     for group in _groups(pieces):
         size = sum(map(len, group))
@@ -107,7 +107,7 @@ def _write(descriptor: int, pieces: Sequence[Buffer], *, durable: bool) -> None:
 
 
 def _groups(pieces: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
-    """Group pieces for system calls: small ones together, large ones cut."""
+    """Group pieces for `os.writev`: put small pieces into one group, and cut large pieces."""
     group: list[Buffer] = []
     room = _WRITE_BYTES
     for piece in pieces:

@@ -36,8 +36,8 @@ __all__ = ["BuiltinPlugin", "SingleProcess"]
 class SingleProcess:
     """The coordinator of a job with one process.
 
-    With ``JobOptions(coordinator=SingleProcess())``, a process of a larger job saves and loads alone: the others need
-    not call anything.
+    With ``JobOptions(coordinator=SingleProcess())``, a process of a larger job saves and loads alone. The other
+    processes do not have to take part.
     """
 
     @property
@@ -72,7 +72,7 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
         """NumPy arrays and scalars, sharded NumPy arrays, Python scalars, text, bytes, None, and values with a form."""
-        if "ckptcore.builtin.sharded_arrays" in sys.modules:  # there are no sharded arrays before its import
+        if "ckptcore.builtin.sharded_arrays" in sys.modules:  # no sharded array exists before this import
             from ckptcore.builtin.sharded_arrays import HANDLER, ShardedArray
 
             if issubclass(leaf_type, ShardedArray):

@@ -54,7 +54,7 @@ class _Dict(ContainerHandler):
 
 
 def _is_json(held: object) -> bool:
-    """Return True if a value is the same after a trip through JSON."""
+    """Return True if a value does not change when it is encoded to JSON and decoded."""
     if isinstance(held, dict):
         return all(type(key) is str for key in held) and all(map(_is_json, held.values()))
     if type(held) is list:
@@ -127,7 +127,7 @@ class _Dataclass(ContainerHandler):
         return result
 
     def replaceable(self, target: Any) -> Collection[int]:
-        setter: object = type(target).__setattr__  # frozen classes refuse
+        setter: object = type(target).__setattr__  # frozen classes override it to raise an error
         return range(len(_field_names(target)) if setter is object.__setattr__ else 0)
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
@@ -164,7 +164,7 @@ _IN_SETS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic
 
 
 class _Collection(CheckpointableHandler):
-    """A collection that is stored as a list, and loads with the elements that the checkpoint has."""
+    """A collection that is stored as a list. A load replaces all of its elements with the stored ones."""
 
     priority = Priority.EXACT
     is_object = False
@@ -172,7 +172,7 @@ class _Collection(CheckpointableHandler):
     def unflatten(self, like: Any, state: Any) -> object:
         """Return a collection with the attributes of `like` and the loaded elements."""
         result = copy.copy(like)
-        getattr(result, "__dict__", {}).update(getattr(like, "__dict__", {}))  # which `copy` of a deque leaves out
+        getattr(result, "__dict__", {}).update(getattr(like, "__dict__", {}))  # `copy.copy` of a deque omits these
         self.restore(result, state)
         return result
 
@@ -185,10 +185,10 @@ class _Deque(_Collection):
         return list(value)
 
     def flatten_to_load(self, value: deque[Any], stored: object) -> object:
-        """Return the stored elements, with the types of the own ones.
+        """Return the stored elements, with the types of the deque's own elements.
 
         Raises:
-            TreeMismatchError: no list is stored, or one that is longer than ``maxlen``.
+            TreeMismatchError: the stored value is not a list, or is longer than ``maxlen``.
         """
         elements = _expect_list(value, stored)
         if value.maxlen is not None and len(elements) > value.maxlen:
@@ -203,13 +203,13 @@ class _Deque(_Collection):
 
 
 class _Set(_Collection):
-    """`set` and subclasses, of numbers, text, bytes and None, and tuples of these."""
+    """`set` and subclasses. The elements are numbers, text, bytes, None, or tuples of them."""
 
     def flatten(self, value: set[Any]) -> object:
         """Return the elements as a sorted list, which is equal on all processes.
 
         Raises:
-            UnsupportedLeafError: an element is of another type.
+            UnsupportedLeafError: an element has another type.
         """
         for element in value:
             _expect_plain(element)

@@ -1,8 +1,8 @@
 """Leaves in host memory: NumPy arrays and scalars, Python scalars, text, bytes, None, `io.BytesIO` and `bytearray`.
 
-Further values are stored as a short text or number: paths, times, enum members, ranges and the like. Without a template
-they load in a plain form: text, a number, or a list. With a value of their type they load as that type. The type comes
-from the caller, never from the checkpoint.
+Some other values are stored as a short text, a number or a list: paths, times, enum members, ranges and the like. A
+load without an abstract tree returns this plain form. If the abstract tree has a value of their type, they load as that
+type. The type comes from the caller, never from the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 _INLINE_BYTES: Final = 1 << 14
-"""Largest str or bytes that is stored in the root, in bytes. A longer one is stored as an array of uint8."""
+"""Largest str or bytes that is stored in the root, in bytes. A larger value is stored as an array of uint8."""
 
 _SCALAR: Final = "numpy.scalar"
 
 _MAX_SCALAR_BYTES: Final = 1 << 12
-"""Longest text scalar whose abstract leaf is a scalar, in bytes. A checkpoint may state any length. A longer scalar is
-requested as an array without axes, which allocates no elements before the read."""
+"""Longest scalar whose abstract leaf is a scalar, in bytes. The limit is needed because a checkpoint may state any
+length for text. The abstract leaf of a longer scalar is an array without axes, which needs no memory before the read.
+"""
 
 
 class HostArrayHandler(LeafHandler):
@@ -55,7 +56,7 @@ class HostArrayHandler(LeafHandler):
     priority = Priority.EXACT
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return shape and dtype. A scalar has the kind ``numpy.scalar``. A note says that the byte order changes."""
+        """Return shape and dtype. A scalar has the kind ``numpy.scalar``. A note records a changed byte order."""
         dtype: np.dtype[Any] = leaf.dtype
         if isinstance(leaf, np.ndarray) and type(leaf) is not np.ndarray:
             _refuse_subclass(type(leaf))
@@ -71,7 +72,7 @@ class HostArrayHandler(LeafHandler):
         record = self.describe(leaf)
         if isinstance(leaf, AbstractArray | np.generic):
             return leaf
-        assert isinstance(record, ArrayRecord)  # all NumPy leaves have one
+        assert isinstance(record, ArrayRecord)  # `describe` returns no other records
         return AbstractArray(record.spec.shape, record.spec.numpy_dtype)
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -91,7 +92,7 @@ class HostArrayHandler(LeafHandler):
         return (Shard(Box.whole(leaf.shape), rank, size),)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return zero for views, also for an `AbstractArray`, which represents an array in host memory."""
+        """Return zero for views, because the array is in host memory. An `AbstractArray` represents such an array."""
         return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
@@ -148,9 +149,9 @@ class HostArrayHandler(LeafHandler):
 
 
 class HostValueHandler(LeafHandler):
-    """bool, int, float, complex, str, bytes and None: values in the root. Long str and bytes are arrays of uint8.
+    """bool, int, float, complex, str, bytes and None. They are stored in the root; long str and bytes as uint8 arrays.
 
-    Also columns, which are lists, tuples and dicts of such values: see `ckptcore.model.columns`.
+    Also handles columns, which are lists, tuples and dicts of such values: see `ckptcore.model.columns`.
     """
 
     priority = Priority.EXACT
@@ -193,7 +194,7 @@ class HostValueHandler(LeafHandler):
         return [Ready(array[box.slices]) for box in boxes]
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]]:
-        """Sample text of any length: encoding it is not a transfer from a device."""
+        """Sample text of any length, because encoding it needs no transfer from a device."""
         (view,) = self.view_on_host(leaf, [box])
         return [Ready(part) for part in sampled(view.result())]
 
@@ -215,7 +216,12 @@ class BufferHandler(HostValueHandler):
     """
 
     def __init__(self, content: Callable[[Any], bytes], make: Callable[[bytes], object]) -> None:
-        """Handle a type by the functions that return the bytes of a buffer, and a buffer with some bytes."""
+        """Handle a type of buffers.
+
+        Args:
+            content: returns the bytes of a buffer.
+            make: returns a new buffer with these bytes.
+        """
         self._content = content
         self._make = make
 
@@ -232,7 +238,7 @@ class BufferHandler(HostValueHandler):
         return super().shards(self._content(leaf), rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the size of a copy, which a `io.BytesIO` makes only if it is written to while it is read."""
+        """Return the size of the copy of a `bytearray`; zero for `io.BytesIO`, which copies only when it is changed."""
         copied = len(leaf) if isinstance(leaf, bytearray) else 0
         return HostBytes(copied, copied)
 
@@ -254,10 +260,11 @@ VALUE_KINDS: Final[dict[type, str]] = {
     str: "str",
     bytes: "bytes",
 }
-"""The kind of record of each type that a checkpoint stores itself. Values of other kinds have the JSON of a handler."""
+"""The kind of record of each type that this module encodes itself. For values of other kinds, a handler makes the JSON.
+"""
 
 PLAIN_ARRAY_KINDS: Final = (PLAIN_ARRAY, _SCALAR)
-"""The kinds of arrays without a meaning beyond their elements: these can be adjusted, or become numbers."""
+"""The kinds of arrays that have no meaning beyond their elements, so that a load can adjust or convert them."""
 
 PLAIN_KINDS: Final = frozenset((*VALUE_KINDS.values(), *COLUMN_KINDS.values()))
 """The kinds of the records of plain values, and of long containers of them."""
@@ -361,7 +368,7 @@ def _encode_value(leaf: Any) -> JSON:
     if isinstance(leaf, str):
         return text_to_json(leaf)
     if isinstance(leaf, int):
-        # Readers in other languages keep 53 bits of a JSON number, and Python refuses very long decimal ones.
+        # Readers in other languages keep 53 bits of a JSON number, and Python refuses very long decimal numbers.
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
     if isinstance(leaf, float):
         return float_to_json(leaf)
@@ -376,7 +383,7 @@ _JSON_TYPES: Final[Mapping[str, type]] = {"str": str, "int": int, "float": float
 def _decode_value(record: ValueRecord) -> object:
     value = record.value
     if type(value) is _JSON_TYPES.get(record.kind):
-        return value  # by far the most values
+        return value  # fast path for most values
     if (error := unreadable_error(record)) is not None:
         raise type(error)(
             f"it cannot be loaded, because {error}. To load other leaves, request PLACEHOLDER for it"
@@ -415,8 +422,8 @@ class ValueForm(NamedTuple):
 
     Attributes:
         kind: its name in records.
-        encode: returns a value as JSON, which is also what a load without a template returns.
-        decode: returns the value of a type for such JSON. It may be hostile: raises ValueError, TypeError or KeyError.
+        encode: returns a value as JSON. A load without an abstract tree returns this JSON.
+        decode: returns a value of a type from such JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
     """
 
     kind: str
@@ -438,7 +445,7 @@ class ValueFormHandler(HostValueHandler):
         """Return a value of the type of `abstract`.
 
         Raises:
-            TreeMismatchError: the stored value is none of that type.
+            TreeMismatchError: the stored value cannot be converted to that type.
         """
         kind = type(abstract)
         if not isinstance(stored, ValueRecord):
@@ -464,7 +471,7 @@ def form_handler(leaf_type: type) -> LeafHandler | None:
 
 
 def _of_text(kind: str) -> ValueForm:
-    """Return the form of a type whose text its constructor reads."""
+    """Return the form of a type whose constructor accepts the text that `str` returns for its values."""
     return ValueForm(kind, str, lambda leaf_type, text: leaf_type(_text(text)))
 
 
@@ -590,4 +597,4 @@ _EXACT: Final[Mapping[str, ValueForm]] = {
         for kind in ("Address", "Interface", "Network")
     },
 }
-"""Forms of types whose subclasses may have more content, such as times with nanoseconds."""
+"""Forms of exact types, by name. Subclasses are excluded, because they may have more content, such as nanoseconds."""

@@ -109,14 +109,14 @@ class LocalStorage(StorageBackend):
     """
 
     def __init__(self, directory: str, options: StorageOptions) -> None:
-        """Use a directory, which may not exist, by its absolute path.
+        """Use a directory, given by its absolute path. The directory may not exist yet.
 
-        ``options.config`` may have ``direct_io``. False reads everything through the page cache, so that processes of
-        one machine that load the same checkpoint share it. By default, data that is not in the cache is read with
-        direct I/O.
+        ``options.config`` may have ``direct_io``. By default, data that is not in the page cache is read with direct
+        I/O. False reads everything through the page cache, so that processes of one machine that load the same
+        checkpoint share the cached data.
 
         Raises:
-            ValueError: an unknown option, or a value that is not a bool.
+            ValueError: an option is unknown, or its value is not a bool.
         """
         config = dict(options.config)
         direct = config.pop("direct_io", True)
@@ -191,14 +191,14 @@ class LocalStorage(StorageBackend):
     # --- write
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one, whose attributes it keeps; return its new tag."""
+        """Write an object atomically, and return its new tag. Replaces an existing object, and keeps its attributes."""
         path = self._new_path(key)
         directory = os.path.dirname(path)
         temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         if isinstance(condition, IfTag):
             with SystemCall("read the status of", path):
                 if _stamp_of(path) is None:
-                    _check_tag(None, condition.tag, path)  # creates no directories for an object that is gone
+                    _check_tag(None, condition.tag, path)  # raises an error before directories are created
         try:
             with SystemCall("write", path, len(data)):
                 descriptor = self._create(temporary, read_attributes(path))
@@ -225,9 +225,9 @@ class LocalStorage(StorageBackend):
         return _tag(data)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start a file that is written in pieces. Unlinks an existing file first: its readers keep its content.
+        """Start a file that is written in pieces. Unlinks an existing file first, so that its readers keep its content.
 
-        The new file keeps the attributes of the existing one.
+        The new file keeps the attributes of the existing file.
         """
         path = self._new_path(key)
         self._directories.check_parent(path)
@@ -238,10 +238,11 @@ class LocalStorage(StorageBackend):
         return self._open_writer(path, size, replaced)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start a file that is written in pieces, and that does not exist yet.
+        """Start a new file that is written in pieces.
 
         Raises:
-            ConditionFailedError: it exists, perhaps because the file system takes another name for this one.
+            ConditionFailedError: the file exists, perhaps because the file system does not distinguish its name from
+                another name.
         """
         path = self._new_path(key)
         self._directories.check_parent(path)
@@ -284,7 +285,7 @@ class LocalStorage(StorageBackend):
         self._delete(dict.fromkeys(keys))
 
     def _delete(self, stamps: Mapping[str, str | None]) -> None:
-        """Delete files that have these stamps; None: any."""
+        """Delete each file that still has the given stamp. None: delete the file whatever its stamp is."""
         directories: set[str] = set()
         for path, stamp in [(self._checked_path(key), stamp) for key, stamp in stamps.items()]:
             try:
@@ -301,7 +302,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(directory)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Make existing files, which other code wrote, and their directories durable."""
+        """Make existing files and their directories durable, after other code wrote the files."""
         paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():
@@ -403,7 +404,7 @@ class LocalStorage(StorageBackend):
             self._sync_both(*paths)
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
-        """Move files of a directory into another one, replacing none. See `AtomicDirectories`."""
+        """Move files of a directory into another one, without replacing any file. See `AtomicDirectories`."""
         above = self._checked_path(destination)
         _expect_directory(above)
         directories = {above: None}
@@ -420,10 +421,10 @@ class LocalStorage(StorageBackend):
                     self._directories.make_durable(directory)
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
-        """Rename a file, and replace another one with a known stamp. See `AtomicDirectories`."""
+        """Rename a file. It replaces the destination only if that still has the stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
         with SystemCall(f"rename to {new} the file", old):
-            os.lstat(old)  # the error of a missing file
+            os.lstat(old)  # raises an error if the source is missing
             replaced = read_attributes(new)
             if replaced is not None and replaced.give(old) and self._durable:
                 _sync_attributes(old)
@@ -438,7 +439,7 @@ class LocalStorage(StorageBackend):
             self._sync_both(new, old)
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """Return the inode, size and time of change of each file. See `AtomicDirectories`."""
+        """Return the inode, size and modification time of each file. See `AtomicDirectories`."""
         stamps = {}
         for key in keys:
             path = self._checked_path(key)
@@ -452,7 +453,7 @@ class LocalStorage(StorageBackend):
         self._delete(stamps)
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, for writing. See `AtomicDirectories`."""
+        """Give a new directory the attributes of an old one, while a save writes into it. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
         with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             hide_from_others(*paths)
@@ -471,7 +472,7 @@ class LocalStorage(StorageBackend):
             self._directories.make_durable(directory)
 
     def sync_directory(self, key: str) -> None:
-        """Make the name of a directory durable, and all names in it and in its subdirectories.
+        """Make the name of a directory durable, and also all names in it and in its subdirectories.
 
         Does not sync the contents of files.
         """
@@ -486,7 +487,7 @@ class LocalStorage(StorageBackend):
         self._directories.make_durable(path)
 
     def delete_directory(self, key: str) -> None:
-        """Delete a directory and its contents; a missing directory is no error. Does not follow links."""
+        """Delete a directory and its contents. Ignores a missing directory. Does not follow links."""
         path = self._checked_path(key)
         try:
             if os.path.islink(path):
@@ -499,7 +500,7 @@ class LocalStorage(StorageBackend):
             with SystemCall("delete the directory", path):
                 if error.errno not in ABSENT and not (error.errno == errno.EACCES and let_owner_delete(path)):
                     raise
-            # Another process deleted an entry at the same time, or the owner may delete everything now.
+            # Try again: another process deleted an entry at the same time, or the missing permissions are now set.
             if os.path.lexists(path):
                 self.delete_directory(key)
             return
@@ -508,7 +509,7 @@ class LocalStorage(StorageBackend):
 
 
 def _sync_attributes(path: str) -> None:
-    with suppress(PermissionError):  # this process may not read what it wrote; there is no other way to sync it
+    with suppress(PermissionError):  # a file that this process may not read cannot be opened to sync it
         _sync(path, OPEN_TO_READ | os.O_NOFOLLOW)
 
 
@@ -525,7 +526,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _stamp_of(path: str) -> str | None:
-    """Return the inode, size and time of change of a file, or of the link itself; None if there is none."""
+    """Return the inode, size and modification time of a file, or of a link itself; None if the path does not exist."""
     with ignoring(ABSENT):
         status = os.lstat(path)
         return f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}"
@@ -546,7 +547,7 @@ def _place_new(temporary: str, path: str, key: str) -> None:
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-                # Readers see an empty object for a moment.
+                # Without hard links, an empty file reserves the name. Readers see this empty object for a moment.
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
                 os.rename(temporary, path)
             else:
@@ -559,7 +560,7 @@ def _link(source: str, path: str) -> None:
     try:
         os.link(source, path)
     except FileExistsError:
-        # NFS: if the reply is lost, the request is sent again, and finds the link that it made.
+        # NFS: if the reply is lost, the client repeats the request, which then finds the link that it made itself.
         if not os.path.samestat(os.lstat(source), os.lstat(path)):
             raise
 
@@ -682,7 +683,7 @@ class LocalWriter:
         with self._lock:
             self._expect_open()
             self._wait_for_writes()
-            self._expect_open()
+            self._expect_open()  # another thread may have closed the file during the wait
             if self._size is not None and self._written != self._size:
                 raise StorageError(
                     f"cannot complete {self._path}: expected {self._size} bytes to be written, found {self._written}"

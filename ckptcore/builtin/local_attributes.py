@@ -30,7 +30,7 @@ class Attributes(NamedTuple):
 
     Attributes:
         status: owner, group and mode.
-        extended: the extended attributes, ACL included. None: one that cannot be read.
+        extended: the extended attributes, including ACLs, by name. None for an attribute that cannot be read.
     """
 
     status: os.stat_result
@@ -39,7 +39,8 @@ class Attributes(NamedTuple):
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
         """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
 
-        An attribute that this process cannot set, such as a group that it is not a member of, never widens the access.
+        If this process cannot set an attribute, such as a group that it is not a member of, the other permissions are
+        reduced, so that no user gets more access.
 
         Args:
             path: the file or directory.
@@ -70,7 +71,7 @@ class Attributes(NamedTuple):
 
     def _give_owner(self, target: int | str, current: os.stat_result) -> bool:
         group = self.status.st_gid
-        for owner in (self.status.st_uid, -1):  # only root may give files away
+        for owner in (self.status.st_uid, -1):  # -1 sets only the group, because only root can change the owner
             if owner in (current.st_uid, -1) and current.st_gid == group:
                 return False
             with ignoring(_REFUSED):
@@ -87,7 +88,7 @@ class Attributes(NamedTuple):
                 with ignoring(_REFUSED):
                     os.setxattr(target, name, value)
                     changed = True
-        for name in _ACCESS_CONTROL:  # inherited from the parent directory
+        for name in _ACCESS_CONTROL:  # remove ACLs that the new file inherited from its parent directory
             if name in current and name not in wanted:
                 with ignoring(_REFUSED):
                     os.removexattr(target, name)
@@ -95,7 +96,7 @@ class Attributes(NamedTuple):
         return changed
 
     def _has_its_acl(self, target: int | str) -> bool:
-        """Return True if a file has the ACL of these attributes, or if these have none."""
+        """Return True if a file has the ACL of these attributes, or if they have no ACL."""
         if _ACL not in self.extended:
             return True
         acl = _read_extended(target).get(_ACL)
@@ -104,10 +105,12 @@ class Attributes(NamedTuple):
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[int | str, os.stat_result | None]]:
-    """Open a file or directory to change its attributes: another process may put a link in its place at any time.
+    """Open a file or directory to change its attributes.
+
+    The path itself is not safe to use, because another process may replace it with a link at any time.
 
     Yields:
-        What to pass to the calls of `os` instead of the path; and its status, None for a link or a missing file.
+        The argument for calls of `os` in place of the path, and the status; None for a link or a missing file.
     """
     by_name = _has_descriptor_paths()
     # Without O_PATH, a file that this process may not read cannot be opened.
@@ -132,7 +135,7 @@ def _has_descriptor_paths() -> bool:
 
 
 def _set_mode(target: int | str, mode: int) -> bool:
-    """Set the permissions of an open file, unless the file system has fixed ones. Return True if they were changed."""
+    """Set the permissions of an open file, if the file system can change them. Return True if they were changed."""
     if stat.S_IMODE(os.stat(target).st_mode) != mode:
         with ignoring(_REFUSED):
             os.chmod(target, mode)
@@ -159,7 +162,7 @@ def read_attributes(path: str) -> Attributes | None:
 def create_file(path: str, replaced: Attributes | None) -> int:
     """Create a file with the attributes of the file that it replaces, and return its descriptor.
 
-    `replaced` may be the attributes of something else, such as a link: these are not kept.
+    If `replaced` has the attributes of something else than a regular file, such as a link, they are not kept.
 
     Raises:
         OSError
@@ -167,7 +170,7 @@ def create_file(path: str, replaced: Attributes | None) -> int:
     if replaced is not None and not stat.S_ISREG(replaced.status.st_mode):
         replaced = None
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    # Private until it has the attributes: whoever may not read the old file must not open the new one.
+    # The file is private until it has the attributes: a user who may not read the old file must not open the new file.
     descriptor = os.open(path, flags, 0o666 if replaced is None else 0o600)
     try:
         if replaced is not None:
@@ -193,9 +196,9 @@ def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[s
 
 
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
-    """Give a directory, and everything in it, the attributes of what has the same name in an old directory.
+    """Copy the attributes of an old directory and its content to a new directory and its content, by name.
 
-    What has no counterpart there gives no more access than the most private file or directory in the old one.
+    A file or directory without a counterpart gives no more access than the most private one in the old directory.
 
     Yields:
         The paths that were changed.
@@ -207,7 +210,8 @@ def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     if attributes is None:
         return
     denied = functools.cache(functools.partial(_denied, old))
-    for directory, names, files in os.walk(new, topdown=False):  # the permissions of a directory last
+    # Bottom-up, because the new attributes of a directory may end the access to its content.
+    for directory, names, files in os.walk(new, topdown=False):
         counterpart = old + directory[len(new) :]
         for name in (*files, *names):
             path = f"{directory}/{name}"
@@ -227,10 +231,10 @@ def _deny(path: str, denied: Callable[[int], int]) -> bool:
 
 
 def hide_from_others(old: str, new: str) -> None:
-    """Give a directory the attributes of an old one, to write in it.
+    """Give a new directory the attributes of an old one, with exceptions that last until the commit.
 
-    Until the commit, other users may not write in it, and have no access if they cannot read everything in the old one.
-    The owner may write in it, even if the old directory can only be read.
+    Other users may not write in the new directory. They have no access at all if they cannot read everything in the old
+    directory. The owner may always write in the new directory.
 
     Raises:
         OSError
@@ -242,7 +246,7 @@ def hide_from_others(old: str, new: str) -> None:
 
 
 def _denied(directory: str, group: int) -> int:
-    """Return the permissions of a group and of all users, if these cannot read everything in a directory."""
+    """Return the permissions that a group and other users must not get, because they cannot read all of a directory."""
     denied = 0
     for path, names, files in os.walk(directory):
         for name in (*names, *files):
@@ -258,13 +262,13 @@ def _denied(directory: str, group: int) -> int:
 
 
 def let_owner_delete(directory: str) -> bool:
-    """Permit the owner of directories to delete what is in them. Return True if that changed one of them.
+    """Permit the owner of a directory to delete everything in it. Return True if any permissions were changed.
 
     Raises:
         OSError
     """
     changed = _let_owner_write(directory)
-    for path, names, _ in os.walk(directory):  # lists a directory after it was given the permission
+    for path, names, _ in os.walk(directory):  # changes each directory before it lists it
         for name in names:
             changed |= _let_owner_write(f"{path}/{name}")
     return changed

@@ -36,28 +36,29 @@ This makes the writes faster, and reports a full disk early.
 """
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
-_OPENAT2: Final = 437  # asm-generic/unistd.h; system calls added since then have one number on all machines
+_OPENAT2: Final = 437  # asm-generic/unistd.h; later system calls have the same number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
 AT_FDCWD: Final = -100  # linux/fcntl.h
-_RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, like struct open_how: flags, mode and resolve, 64 bits each
-_OPEN_HOW: Final = struct.Struct("=QQQ")
+_RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h
+_OPEN_HOW: Final = struct.Struct("=QQQ")  # linux/openat2.h, struct open_how: flags, mode and resolve, 64 bits each
 _MISSING_CALL: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
 """Error numbers of calls that a kernel, file system or sandbox does not have. Sandboxes answer EPERM."""
 
 _UNSUPPORTED: Final = _MISSING_CALL | {errno.ENODEV, errno.EACCES, errno.ENOTTY, errno.ESPIPE, errno.EINTR}
-"""Error numbers of missing calls that only make writes faster: errors of the data are reported again by a write."""
+"""Error numbers to ignore for calls that only make writes faster. A write reports errors of the data again."""
 
 NO_LINKS: Final = _MISSING_CALL | {errno.EMLINK, errno.EACCES, errno.EXDEV, errno.EROFS}
-"""Error numbers of `link` on file systems without hard links. EROFS is what fusepy answers by default."""
+"""Error numbers of `link` on file systems without hard links. fusepy returns EROFS by default."""
 
 NO_LOCKS: Final = _MISSING_CALL | {errno.ENOLCK, errno.EBADF}
-"""Error numbers of `flock` without support: ENOLCK of NFS without a lock service, EBADF of NFS for directories."""
+"""Error numbers of `flock` on file systems without locks. NFS returns ENOLCK if it has no lock service, and EBADF for
+directories."""
 
 
 def allocate(descriptor: int, nbytes: int) -> None:
     """Set the size of an open file and allocate its blocks before it is written, if its file system supports it.
 
-    `os.posix_fallocate` is no replacement: on file systems without allocation it writes into every page.
+    This does not use `os.posix_fallocate`, which writes into every page if the file system cannot allocate blocks.
 
     Raises:
         OSError: there is no space.
@@ -98,7 +99,7 @@ def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def expect_encodable(path: str) -> str:
-    """Return a path, if the encoding of names in this process has all of its characters.
+    """Return a path unchanged. Refuse characters that the file name encoding of this process does not have.
 
     Raises:
         InvalidLocationError
@@ -122,7 +123,7 @@ def real_path(path: str) -> str:
     """
     expect_encodable(path)
     absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
-    # `link/..` is not the directory of the link, and two leading slashes have a meaning on some systems.
+    # `link/..` is the parent of the link's target, and two leading slashes have a special meaning on some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):
         descriptor = open_without_links(absolute, os.O_PATH | os.O_CLOEXEC)
         if descriptor is not None:
@@ -133,7 +134,7 @@ def real_path(path: str) -> str:
 
 @functools.cache
 def _opener(flags: int) -> Callable[[str], int | None] | None:
-    """Return a function that opens files without links with these flags; None if the system cannot."""
+    """Return the function behind `open_without_links` for these flags; None if the system does not support it."""
     if sys.platform != "linux" or os.uname().machine not in _OPENAT2_MACHINES:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
@@ -146,12 +147,12 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
     def open_file(path: str) -> int | None:
         encoded = os.fsencode(path)
         if b"\0" in encoded:
-            return None  # C would end the path there
+            return None  # the C library would end the path at this byte
         sys.audit("open", path, None, flags)
         descriptor: int = call(_OPENAT2, AT_FDCWD, encoded, how, _OPEN_HOW.size)
         return descriptor if descriptor >= 0 else None
 
-    root = open_file("/")  # an old kernel does not have the call, and a sandbox may forbid it
+    root = open_file("/")  # a test: an old kernel does not have the call, and a sandbox may forbid it
     if root is None:
         return None
     os.close(root)
@@ -159,7 +160,7 @@ def _opener(flags: int) -> Callable[[str], int | None] | None:
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Start to write a range of an open file from the page cache to the disk, without waiting, if that is supported.
+    """Start to write a range of an open file from the page cache to the disk, if supported. Does not wait.
 
     Raises:
         OSError: an earlier write failed.
@@ -187,7 +188,7 @@ def call_if_supported(name: str, argument_types: tuple[type, ...], *arguments: o
 
 @functools.cache
 def c_function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int] | None:
-    """Return a function of the C library that Linux has; None without it."""
+    """Return a function of the C library of Linux; None on other systems, or if the library lacks it."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
     if function is not None:
         function.argtypes = argument_types
@@ -195,10 +196,10 @@ def c_function(name: str, argument_types: tuple[type, ...]) -> Callable[..., int
 
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
-"""Error numbers of missing files, including a file in the place of a directory."""
+"""Error numbers of missing files: the name does not exist (ENOENT), or a parent is not a directory (ENOTDIR)."""
 
 _STALE_RETRIES: Final = 3
-"""Repetitions of a call that fails with ESTALE. The next call by the same path usually finds the new file."""
+"""Maximum number of retries of a call that fails with ESTALE. The next call usually finds the new file at the path."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -243,9 +244,10 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
 
 
 class SystemCall(NamedTuple):
-    """A ``with`` block of system calls. Raises `local_error` for their errors. Errors of ckptcore pass.
+    """A ``with`` block that converts errors of system calls with `local_error`. Errors of ckptcore pass unchanged.
 
-    Reads and writes of bytes, which are frequent, catch their errors themselves. See `local_error` for the attributes.
+    Reads and writes of bytes are too frequent for such a block, and catch their errors themselves. See `local_error`
+    for the attributes.
     """
 
     doing: str
@@ -262,7 +264,7 @@ class SystemCall(NamedTuple):
 
 @contextmanager
 def ignoring(numbers: Collection[int]) -> Iterator[None]:
-    """Leave a ``with`` block silently at errors of the system with these numbers.
+    """Ignore system errors with these numbers in a ``with`` block. Such an error still ends the block.
 
     Raises:
         OSError: an error with another number.
@@ -305,14 +307,14 @@ class _Closable(Protocol):
     """An object with open files."""
 
     def forget(self) -> None:
-        """Close the files of the parent in a forked child. May not take locks: a thread may have held them."""
+        """Close the files of the parent in a forked child. Must not take locks: a thread may have held them."""
         ...
 
 
 def close_in_children(closable: _Closable) -> None:
     """Call `forget` of an object in every forked child, for as long as the object exists.
 
-    Otherwise workers of a data loader would keep locks, and the space of deleted files, for their lives.
+    Otherwise workers of a data loader would keep locks and the disk space of deleted files until they end.
     """
     _CLOSABLE.add(closable)
 
@@ -322,7 +324,7 @@ _CLOSABLE: Final[weakref.WeakSet[_Closable]] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for closable in list(_CLOSABLE):
-        with suppress(OSError):  # the descriptor is closed nevertheless, and the others must be closed, too
+        with suppress(OSError):  # the descriptor is closed despite the error; continue with the other objects
             closable.forget()
 
 
@@ -331,12 +333,13 @@ if hasattr(os, "register_at_fork"):
 
 
 _OPEN_FILES: Final = (32, 64)
-"""Least and most files that all storages of a process keep open for further reads. Each has up to three descriptors."""
+"""Smallest and largest limit for the files that all storages of a process keep open for further reads. Each file has up
+to three descriptors."""
 
 
 @functools.cache
 def _most_open_files() -> int:
-    """Return the limit for this process: an eighth of its descriptors. Some systems allow 256."""
+    """Return the limit for this process: an eighth of its descriptors. Some systems allow only 256 descriptors."""
     import resource  # only a process that reads files needs it
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -360,7 +363,7 @@ class _RecentFiles:
         close_in_children(self)
 
     def forget(self) -> None:
-        """Start without files, as a forked child must."""
+        """Start without files. A forked child must do this too."""
         self._lock = threading.Lock()
         self._owners: dict[tuple[int, str], weakref.ref[_OpenFiles]] = {}
 
@@ -419,7 +422,7 @@ def sync_directory(descriptor: int) -> None:
     Raises:
         OSError
     """
-    # Some network and FUSE file systems refuse this for directories, whose names then need no sync.
+    # Some network and FUSE file systems refuse to sync directories. Their names need no sync.
     with ignoring((errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)):
         os.fsync(descriptor)
 
@@ -621,8 +624,8 @@ def _rename(function: _RenameCall | None, first: str, second: str, what: str) ->
         if function(os.fsencode(first), os.fsencode(second)) == 0:
             return
         number = ctypes.get_errno()
-    # EINVAL also means a directory moved into itself, and EPERM a directory that forbids it. EXDEV means a directory of
-    # a lower layer of overlayfs.
+    # EINVAL can also mean that a directory would be moved into itself, and EPERM that a directory forbids changes.
+    # EXDEV means a directory in a lower layer of overlayfs.
     if number in _MISSING_CALL or number == errno.EXDEV:
         raise AtomicityError(
             f"cannot {what} atomically: the file system or operating system of {first} and {second} does not support "

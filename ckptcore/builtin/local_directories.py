@@ -37,8 +37,8 @@ from ckptcore.errors import AtomicityError, StorageError
 from ckptcore.protocols import DirectoryFeatures, NameForm, PlaceLimits
 
 _AT_SYMLINK_NOFOLLOW: Final = 0x100  # linux/fcntl.h
-_STATX_BYTES: Final = 256  # linux/stat.h, like the names and the slice: the size of struct statx
-_STATX_MNT_ID: Final = 0x1000  # since Linux 5.8; the number of another mount later
+_STATX_BYTES: Final = 256  # the size of struct statx in linux/stat.h, which also has the names and the slice
+_STATX_MNT_ID: Final = 0x1000  # since Linux 5.8; a later mount may get the same number
 _STATX_MNT_ID_UNIQUE: Final = 0x4000  # since Linux 6.8
 _STATX_MOUNT: Final = slice(0x90, 0x98)
 _STATFS_BYTES: Final = 256  # at least the size of struct statfs, 120 bytes
@@ -66,26 +66,27 @@ _LOCK_OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "lustre": ("flock", "localflock"),
     "ocfs2": ("", "localflocks"),
 }
-"""By type of a file system whose locks all hosts see: the mount options that this needs and that prevent it, or ""."""
+"""Types of file systems whose locks all hosts can see. The first value is the mount option that is required for this,
+the second is the mount option that prevents it. An empty string means none."""
 
 _FORMS: Final[tuple[tuple[NameForm, str, str], ...]] = (
     ("case", "probe-A", "probe-a"),
     ("accents", "probe-\N{LATIN SMALL LETTER E WITH ACUTE}", "probe-e\N{COMBINING ACUTE ACCENT}"),
     ("trailing dots", "probe-b", "probe-b."),
 )
-"""Pairs of names that some file systems take for one."""
+"""Pairs of names that some file systems do not distinguish."""
 
 _MAX_KNOWN_MOUNTS: Final = 4096
-"""Most directories whose mount points are remembered."""
+"""Maximum number of directories whose mount points are remembered."""
 
 
 def mount_of(path: str, *, follow_links: bool = True) -> bytes | None:
-    """Return bytes that identify the mount at a path. Since Linux 6.8, a later mount at the same place has others.
+    """Return bytes that identify the mount at a path. Since Linux 6.8, a later mount at the same path has other bytes.
 
-    On systems other than Linux they identify the device only.
+    On systems other than Linux they identify only the device.
 
     Returns:
-        None if there is nothing at the path.
+        The bytes; None if the path does not exist.
 
     Raises:
         OSError
@@ -125,17 +126,18 @@ def _mount_of_opened(path: str, follow_links: bool) -> bytes | None:
 def _mount_points() -> dict[str, str]:
     """Return the mount points of the directories that this process has used, by directory.
 
-    A later save must not create a directory below a mount point whose file system is gone.
+    They are remembered because a later save must not create a directory below a mount point whose file system is no
+    longer mounted.
     """
     return {}
 
 
 def find_mount_point(directory: str) -> str | None:
-    """Return the mount point of a directory, which may be gone. None if the directory was never there."""
+    """Return the mount point of a directory. For a missing directory, return a known mount point above it, or None."""
     known = _mount_points()
     if directory in known:
         return known[directory]
-    with suppress(OSError):  # it cannot be opened
+    with suppress(OSError):  # the directory cannot be opened
         if (mount := mount_of(directory)) is not None:
             point = directory
             while (above := os.path.dirname(point)) != point and mount_of(above) == mount:
@@ -158,7 +160,7 @@ def is_mounted(point: str) -> bool:
 
 
 def limits_of(path: str) -> PlaceLimits:
-    """Return what limits a checkpoint at a path, which need not exist.
+    """Return the limits for a checkpoint at a path. The path need not exist.
 
     Raises:
         OSError
@@ -168,7 +170,7 @@ def limits_of(path: str) -> PlaceLimits:
         above = os.path.dirname(above)
     name_bytes = os.pathconf(above, "PC_NAME_MAX")
     is_mount_point = False
-    with ignoring((errno.ENAMETOOLONG,)):  # nothing can have this name
+    with ignoring((errno.ENAMETOOLONG,)):  # no mount point can have this name
         is_mount_point = mount_of(path, follow_links=False) not in (None, mount)
     return PlaceLimits(name_bytes if name_bytes > 0 else None, is_mount_point, mount or b"")
 
@@ -177,7 +179,7 @@ def is_local_file_system(descriptor: int) -> bool:
     """Return True if an open file is on a file system of this machine, so that no server can remove its pages.
 
     Returns:
-        False also if unknown.
+        False if the type of the file system is unknown.
     """
     return _file_system_type(descriptor) in _LOCAL_FILE_SYSTEMS
 
@@ -200,15 +202,15 @@ def _file_system_type(file: int | str) -> int | None:
 def has_locks_of_all_hosts(descriptor: int) -> bool:
     """Return True if a lock (`flock`) of an open file excludes processes on all hosts that can see the file.
 
-    The system does not report this, so only file systems whose locks are known are trusted. FUSE locks within one host
-    unless its program does more, and so do NFS with ``local_lock`` and BeeGFS by default. NFS without it has
-    no locks of directories.
+    The system does not report this, so only file systems whose locks are known are trusted. Some lock only within one
+    host: FUSE unless its program does more, NFS with ``local_lock``, and BeeGFS by default. NFS without ``local_lock``
+    cannot lock directories.
 
     Raises:
         OSError
     """
     if sys.platform != "linux" or _file_system_type(descriptor) in _LOCAL_FILE_SYSTEMS:
-        return True  # other systems do not tell the type
+        return True  # systems other than Linux do not report the type
     status = os.fstat(descriptor)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     with suppress(FileNotFoundError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
@@ -233,7 +235,7 @@ def locks_reach_all_hosts(kind: str, options: Collection[str]) -> bool:
 
 
 def probe_directory(directory: str) -> DirectoryFeatures:
-    """Try what the file system of a directory can do, with names in it that are removed again. Syncs nothing.
+    """Test the features of the file system of a directory, with temporary entries in it. Syncs nothing.
 
     Raises:
         OSError
@@ -265,7 +267,7 @@ def _exchanges(directory: str) -> bool:
 
 
 def _is_one(directory: str, first: str, second: str) -> bool:
-    # As UTF-8: the locale may lack the letters.
+    # Encode as UTF-8, because the encoding of the locale may lack the letters.
     paths = [os.fsencode(directory) + b"/" + name.encode() for name in (first, second)]
     try:
         os.mkdir(paths[0])
@@ -280,10 +282,10 @@ def _is_one(directory: str, first: str, second: str) -> bool:
 
 
 def can_move(directory: str, onto: str) -> bool:
-    """Return True if a directory can be renamed. Directories of a lower layer of overlayfs cannot.
+    """Return True if a directory can be renamed. Directories in a lower layer of overlayfs cannot be renamed.
 
-    Overlayfs refuses such a rename before it looks at the destination. Any other rename onto a directory that is not
-    empty fails, too, and changes nothing.
+    The test is a rename onto a directory that is not empty, which always fails and changes nothing. For a directory in
+    a lower layer, overlayfs reports another error, because it checks the destination later.
 
     Args:
         directory: the directory.
@@ -339,7 +341,7 @@ def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
-    # Nothing can have a name that is too long.
+    # A directory whose name is too long cannot exist.
     with SystemCall("list", directory), ignoring((*ABSENT, errno.ENAMETOOLONG)):
         return retry_stale(partial(_scan, directory))
     return []
@@ -361,13 +363,13 @@ def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
 
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Most directories that are remembered as durable. Beyond this, some are synced twice.
+# Maximum number of directories that are remembered as durable. Beyond this, some are synced again.
 _MAX_REMEMBERED = 4096
 _CREATE_ATTEMPTS = 1000
 _LEAVES_EMPTY = (
     errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY,
 )  # fmt: skip
-"""Errors of `rmdir` that let a directory stay: it is not empty, or may not be removed."""
+"""Errors of `rmdir` that are ignored, so that the directory stays: it is not empty, or may not be removed."""
 _LOCK_ATTEMPTS = 4
 _LOCK_PAUSE_SECONDS = 0.001
 
@@ -400,6 +402,7 @@ class LocalDirectories:
         # report a missing parent where they do not support new directories, so the attempts are limited.
         for _ in range(_CREATE_ATTEMPTS):
             if self.exists(directory):
+                # While a file system is not mounted, its mount point is still a directory.
                 if directory == self.root and self._mount_point not in (None, "/"):
                     self._expect_mounted()
                 return
@@ -434,7 +437,7 @@ class LocalDirectories:
         except OSError as error:
             raise self._not_a_directory(error, directory) from error
         close_descriptor(descriptor, directory)
-        if self._mount_point is None:
+        if self._mount_point is None:  # the root did not exist when the storage was opened
             self._mount_point = find_mount_point(self.root)
         return True
 
@@ -484,8 +487,8 @@ class LocalDirectories:
         except FileNotFoundError:
             return
         except FileExistsError as error:
-            # Another process created it, or it is not a directory. It may be removed again at any time, so its type is
-            # read once.
+            # Another process created it, or it is not a directory. It may be removed again at any time, so it is no
+            # error if the path does not exist.
             with suppress(FileNotFoundError):
                 if not stat.S_ISDIR(os.lstat(directory).st_mode) and not os.path.isdir(directory):
                     raise self._not_a_directory(error, directory) from error
@@ -585,13 +588,13 @@ def _is_free(descriptor: int) -> bool:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # A save holds the lock, or another thread that tries it here holds it for a moment.
+            # A save holds the lock, or another thread in this function holds it for a moment.
             if attempt + 1 < _LOCK_ATTEMPTS:
                 time.sleep(_LOCK_PAUSE_SECONDS)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            return True  # the saves on this file system have leases
+            return True  # saves on this file system use leases instead of locks
         else:
             return True
     return False
@@ -602,16 +605,17 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 class FileLock:
-    """A lock of an open file or directory between processes; `close` or leaving the ``with`` block releases it.
+    """A lock of a file or directory against other processes; `close` or leaving the ``with`` block releases it.
 
-    The kernel releases it when the process ends. A forked child closes its copy of the file: a lock exists as long as
-    any process has the file open, so workers of a data loader would keep it after their trainer was killed.
+    The kernel releases it when the process ends. A lock exists as long as any process has the file open. So a forked
+    child closes its copy of the file. Otherwise workers of a data loader would keep the lock after their trainer was
+    killed.
     """
 
     __slots__ = ("__weakref__", "_descriptors", "_follows_links", "_locked", "_path")
 
     def __init__(self, path: str) -> None:
-        """Lock nothing yet. `path` is the path of the file or directory."""
+        """Create the object without a lock. `path` is the path of the file or directory."""
         self._descriptors: list[int] = []
         self._follows_links = True
         self._locked: os.stat_result | None = None
@@ -633,10 +637,10 @@ class FileLock:
 
         Raises:
             BlockingIOError: it is locked, and `wait` is False.
-            FileNotFoundError: another file has the path.
+            FileNotFoundError: the path no longer leads to the open file.
             OSError: its number is in `NO_LOCKS` if the file system has no locks.
         """
-        # NFS refuses exclusive locks of directories, because these cannot be open for writing: see `NO_LOCKS`.
+        # NFS refuses exclusive locks of directories, because a directory cannot be opened for writing: see `NO_LOCKS`.
         fcntl.flock(self._descriptors[0], fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self._locked = os.fstat(self._descriptors[0])
         # Another process may have renamed or removed the file between the open and the lock.
@@ -644,7 +648,7 @@ class FileLock:
             raise FileNotFoundError(errno.ENOENT, "it was replaced", self._path)
 
     def is_in_place(self) -> bool:
-        """See `DirectoryLock`. The open file keeps the numbers of its device and inode from being used again.
+        """See `DirectoryLock`. While the file is open, no other file can get its device and inode numbers.
 
         Raises:
             StorageError
@@ -656,14 +660,15 @@ class FileLock:
         return False
 
     def close(self) -> None:
-        """Release the lock. Closing again is no error.
+        """Release the lock. Closing again does nothing.
 
         Raises:
             StorageError
         """
         for descriptor in self._taken():
             try:
-                # A child process that was forked meanwhile may still have the file open. Without one, closing unlocks.
+                # A child process that was forked meanwhile may still have the file open, so that closing would not
+                # unlock it.
                 with suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             finally:
@@ -679,7 +684,7 @@ class FileLock:
             close_descriptor(descriptor, self._path)
 
     def _taken(self) -> list[int]:
-        """Take the descriptor out. Only one of several threads gets it, because `list.pop` is atomic."""
+        """Remove and return the descriptor. Only one of several threads gets it, because `list.pop` is atomic."""
         try:
             return [self._descriptors.pop()]
         except IndexError:
@@ -696,10 +701,10 @@ class FileLock:
 
 
 def try_to_lock(directory: str) -> FileLock | None:
-    """Lock an existing directory; None if it is locked, by this process or another.
+    """Lock an existing directory. Return None if this process or another process has locked it already.
 
     Raises:
-        FileNotFoundError: it does not exist, or was replaced.
+        FileNotFoundError: the directory does not exist, or was replaced.
         OSError: its number is in `NO_LOCKS` if the file system has no locks of directories that all hosts see.
     """
     lock = FileLock(directory)
@@ -722,7 +727,7 @@ def can_lock(directory: str) -> bool:
     Locks the nearest existing directory for a moment, and changes nothing.
 
     Raises:
-        OSError: it cannot be opened, or its lock fails for another reason.
+        OSError: the directory cannot be opened, or locking it fails for another reason.
     """
     while True:
         try:
@@ -741,12 +746,12 @@ def can_lock(directory: str) -> bool:
 
 @contextmanager
 def lock_object(path: str) -> Iterator[int | None]:
-    """Lock a file against concurrent replacement. Yields its descriptor, or None without a file.
+    """Lock a file against concurrent replacement. Yields its descriptor, or None if the file does not exist.
 
-    A symbolic link at the path counts as no file, because a put replaces the link.
+    A symbolic link at the path counts as a missing file, because a put replaces the link.
 
-    Waits for other holders of the lock. Then the path names the locked file, unless a process replaces it without the
-    lock. If the file system has no locks of files, the file is not locked.
+    Waits until the lock is free. After that, the path leads to the locked file, unless a process replaces it without
+    the lock. If the file system has no locks of files, the file is not locked.
 
     Raises:
         OSError

@@ -1,8 +1,9 @@
 """Reads of local files: buffered, direct, and of cached open files.
 
-A buffered read of data that is not in the page cache allocates pages, copies the data, and evicts other pages. So
-before a large read, the reader probes a page of its window of the file without waiting. If the page is not in memory,
-it reads with O_DIRECT. Both ways return the same bytes; a wrong guess only costs time.
+A buffered read of data that is not in the page cache allocates pages, copies the data, and evicts other pages. To avoid
+this, a file is divided into windows, and before a large read the reader probes one page of the window without waiting.
+If this page is not in memory, the window is called cold, and the reader uses O_DIRECT. Both ways return the same bytes;
+a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 _IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # Linux and macOS; also for a device without a driver
 _MAX_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
-_MAX_BYTES: Final = 1 << 30  # of one system call, below the limit of Linux, 2 GiB
+_MAX_BYTES: Final = 1 << 30  # for one system call; Linux limits it to 2 GiB
 
 
 class LocalFile:
@@ -137,7 +138,7 @@ class LocalFile:
             self.read_into(begin, run)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with contiguous bytes, from an offset.
+        """Fill several buffers, one after the other, with the bytes from an offset.
 
         Raises:
             CorruptCheckpointError: the file ends too early.
@@ -179,7 +180,7 @@ class LocalFile:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-            self.cold = None  # the server has forgotten its descriptors too
+            self.cold = None  # the file server has forgotten the descriptors for direct I/O too
             return 0
 
     def _fresh(self, read: Callable[[], T]) -> T:
@@ -198,7 +199,7 @@ class LocalFile:
                 status, known = os.fstat(again), self.status
                 if not os.path.samestat(status, known) or status.st_mtime_ns != known.st_mtime_ns:
                     raise
-                os.dup2(again, self._descriptor, inheritable=False)  # other threads keep the number
+                os.dup2(again, self._descriptor, inheritable=False)  # same number, because other threads use it
             finally:
                 os.close(again)
         return read()
@@ -302,7 +303,7 @@ _TICK_NANOSECONDS: Final = 2_000_000_000
 
 
 class StampedFile:
-    """A local file for many small reads through the page cache. Thread-safe. It is closed with the last reference."""
+    """A local file for many small reads through the page cache. Thread-safe. Closed with the last reference."""
 
     __slots__ = ("_descriptor", "_file", "_settled")
 
@@ -329,7 +330,7 @@ class StampedFile:
                 self._file.read_into(offset + count, (buffer[count:],))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return the change time and the size of the file; None if a recent change could hide a further one.
+        """Return the change time and the size of the file; None if a new change could still get the same change time.
 
         Uses the change time of the inode (``ctime``), which programs cannot set, unlike the modification time.
 
@@ -379,6 +380,7 @@ _GUESS_SECONDS: Final = 1.0  # time after which a window is probed again
 _LEAST_BYTES: Final = 256 << 10  # smallest read for which direct I/O without readahead is worth it
 
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EACCES})
+"""Error numbers of a probe or a direct read that the system, the file system or the disk does not support."""
 
 _memory: Final = threading.local()
 """The aligned memory of each thread, freed when the thread ends."""
@@ -437,7 +439,7 @@ class ColdReader:
         return guess[0]
 
     def _probe_window(self, start: int) -> bool:
-        """Return True if a random page of a window is not in memory. An earlier probe may have loaded a fixed one."""
+        """Return True if a random page of a window is not in memory. A fixed page may be there after another probe."""
         pages = max(1, min(_WINDOW_BYTES, self._size - start) // _PAGE_BYTES)
         number = int.from_bytes(os.urandom(4), "little") % pages
         try:
@@ -454,7 +456,7 @@ class ColdReader:
         """Fill buffers with contiguous bytes from an offset, with direct I/O. Return the number of bytes read.
 
         The number is smaller than requested at the end of the file, or if the disk refuses such reads. The caller then
-        reads the rest buffered.
+        reads the rest through the page cache.
 
         Raises:
             OSError
@@ -477,14 +479,14 @@ class ColdReader:
                 break
             _spread(whole[skip : skip + count], pending)
             done += count
-            # A direct read cannot continue within a page: it was a short read.
+            # After a short read the position is within a page, where a direct read cannot continue.
             if (offset + done) % _PAGE_BYTES and done < total:
                 break
             skip = 0
         return done
 
     def _read_in_place(self, offset: int, buffer: memoryview) -> int:
-        """Read directly into a buffer. Return the bytes read; -1 if the disk needs another alignment of its address."""
+        """Read directly into a buffer. Return the bytes read; -1 if the disk needs another alignment of the address."""
         address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
         if address % self._address_bytes:
             return -1
@@ -493,7 +495,7 @@ class ColdReader:
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
-        # The required alignment is found by trial: 4 bytes for NVMe, 512 for others, a page to be safe.
+        # The required alignment is found by trial: first 4 bytes (NVMe), then 512 bytes (other disks), then a page.
         self._address_bytes = _SECTOR_BYTES if address % _SECTOR_BYTES else _PAGE_BYTES
         return -1
 
@@ -518,7 +520,7 @@ def _bounce() -> memoryview:
 
 
 def _spread(source: HostArray, targets: list[HostArray]) -> None:
-    """Copy bytes into arrays, one after the other. Removes filled arrays from the list, and cuts the last one."""
+    """Copy bytes into arrays, in order. Remove filled arrays from the list, and cut off the filled part of the next."""
     while len(source):
         target = targets[0]
         count = min(len(source), len(target))

@@ -61,7 +61,7 @@ class MemoryStorage(StorageBackend):
         return f"MemoryStorage({self._url!r})"
 
     def _below(self, prefix: str) -> str:
-        """Return what the keys of all objects below a directory begin with."""
+        """Return the common prefix of the keys of all objects below a directory."""
         directory = check_directory_key(prefix)
         return self._prefix + (directory + "/" if directory else "")
 
@@ -103,7 +103,7 @@ class MemoryStorage(StorageBackend):
         return _MemoryWriter(self._store, self._prefix + check_key(key), size, None)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
-        """Start an object that replaces nothing: `finish` fails if the key exists by then."""
+        """Start a new object that is written in pieces. `finish` fails if the key exists by then."""
         return _MemoryWriter(self._store, self._prefix + check_key(key), size, IF_ABSENT)
 
     def abort_uploads(self, prefix: str = "") -> int:
@@ -126,7 +126,7 @@ class MemoryStorage(StorageBackend):
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; a missing object is no error."""
+        """Delete objects. Ignores missing objects."""
         whole_keys = [self._prefix + check_key(key) for key in keys]
         with self._store.lock:
             for key in whole_keys:
@@ -148,8 +148,8 @@ class _Store:
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
-        self.lock = threading.RLock()  # `finish` replaces the object while it holds the lock
-        # Weak: an abandoned writer is harmless, and its memory is freed.
+        self.lock = threading.RLock()  # reentrant, because `finish` calls `replace` while it holds the lock
+        # Weak references, so that the memory of an abandoned writer is freed.
         self._writers: weakref.WeakSet[_MemoryWriter] = weakref.WeakSet()
         self._generations = itertools.count(1)
 
@@ -219,11 +219,11 @@ class _MemoryReader:
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
 
     def stamp(self) -> str:
-        """Return a constant: objects in memory are replaced and never changed."""
+        """Return a constant, because an object never changes. A put stores another object under the key."""
         return self._key
 
     def size(self) -> int:
-        """Return its size in bytes."""
+        """Return the size of the object in bytes."""
         return len(self._data)
 
     def memory(self) -> memoryview:
@@ -277,6 +277,7 @@ class _MemoryWriter:
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
+        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last one.
         if self._written != size:
             raise StorageError(f"cannot complete {self.key!r}: expected {size} bytes, found {self._written} written")
         self._store.finish(self, whole.data, self._condition)

@@ -4,13 +4,14 @@ The format (https://github.com/huggingface/safetensors): 8 bytes of little-endia
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
 order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
 which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. A
-process writes a file if it has all elements of all arrays in it. If no process has, all arrays of that file are stored
-in slices instead.
+process writes a file if it has all elements of all arrays in it. If no process has all of them, the arrays of that file
+are stored in slices instead.
 
-Slices are stored like those of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so
-that it loads them (torch 2.13.0, hf_storage.py): ``shard-<process, from 1>-<stem>-<number>-of-<files of the
-process>.safetensors``. Each is a plain safetensors file in which a tensor is a box of the array with that name.
-``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: the start of each box.
+Slices have the form of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that
+torch.distributed.checkpoint can load them (torch 2.13.0, hf_storage.py). The file names are ``shard-<process, from
+1>-<stem>-<number>-of-<files of the process>.safetensors``. Each is a plain safetensors file in which a tensor is a box
+of the array with that name. ``DCP_SHARDING_INFO`` in its metadata is the JSON ``{name: {"saved_offsets": [...]}}``: the
+start of each box.
 
 In a partial save, the file names of a session contain the number of its first process, counted from 1, such as
 ``model-session-00001.safetensors``, because the total number of files is not known while they are written. Readers that
@@ -63,24 +64,24 @@ _STEM: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 class SafetensorsLayout(Layout):
     """One ``model.safetensors``, or several files with an index.
 
-    Dtypes that safetensors lacks (complex128, int4, some float8) are stored as U8 with the bytes of an element as a
-    last axis (no axis for one byte), and datetime64 and timedelta64 as I64. The root of the checkpoint records their
-    dtypes. Tied arrays are stored under the first name; the metadata of the header lists the others, as
-    `safetensors.torch.save_model` does.
+    Dtypes that safetensors lacks (complex128, int4, some float8) are stored as U8. The bytes of an element are then a
+    last axis, which is omitted if an element has one byte. datetime64 and timedelta64 are stored as I64. The root of
+    the checkpoint records the real dtypes. Tied arrays are stored under the first name. The metadata of the header
+    lists the other names, as `safetensors.torch.save_model` does.
 
     Attributes:
         max_file_bytes: maximum size of the elements in a file, in bytes. A larger array has a separate file.
-        stem: the stem of file names, for software that expects another one than ``model``: ``adapter_model`` for PEFT,
-            ``diffusion_pytorch_model`` for diffusers.
+        stem: the stem of file names, for software that does not expect ``model``. PEFT expects ``adapter_model``,
+            diffusers expects ``diffusion_pytorch_model``.
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
             replaces ``"format": "pt"``.
-        standalone: True for files that are handed on without their root, as `ckptcore.copy` with a subtree writes
-            them. Other files say in their metadata that they are part of a checkpoint, and a directory of them that
-            has lost its root is refused.
+        standalone: True for files that are used without their root, such as those that `ckptcore.copy` writes for a
+            subtree. False: the metadata of each file says that it is part of a checkpoint, so that loads can refuse a
+            directory that has lost its root.
 
     Raises:
-        ValueError: the stem is not allowed in file names, or metadata is not a mapping of str to str, or has a
-            reserved name, ``DCP_SHARDING_INFO`` or ``__ckptcore__``.
+        ValueError: the stem is not allowed in file names; the metadata is not a mapping of str to str; or the metadata
+            has a reserved name, ``DCP_SHARDING_INFO`` or ``__ckptcore__``.
     """
 
     capabilities = LayoutCapabilities(sessions=True)
@@ -116,7 +117,7 @@ class SafetensorsLayout(Layout):
         return "safetensors"
 
     def check(self, tree: TreeMetadata, size: int) -> None:
-        """Refuse trees in which names collide.
+        """Refuse trees in which several arrays would get the same name.
 
         Raises:
             NameCollisionError
@@ -146,12 +147,12 @@ class SafetensorsLayout(Layout):
         return file_names(f"{self.stem}.{self._tag}" if self._tag else self.stem, len(self.arrays_by_object(tree)))
 
     def with_own_names(self, tag: str) -> SafetensorsLayout:
-        """Return a layout for files such as ``model.<tag>.safetensors``, which an index lists even if there is one."""
+        """Return a layout with file names such as ``model.<tag>.safetensors``. An index lists even a single file."""
         return replace(self, _tag=tag)
 
     @property
     def index_name(self) -> str | None:
-        """The index, if files have names of their own."""
+        """The name of the index if file names have a tag (see `with_own_names`); otherwise None."""
         return self._index_key if self._tag else None
 
     @property
@@ -159,7 +160,7 @@ class SafetensorsLayout(Layout):
         return f"{self.stem}.safetensors.index.json"
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write the files of which this process has all elements. Write its boxes of other arrays as slices."""
+        """Write each file if this process has all of its elements. Write boxes of the remaining arrays as slices."""
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
@@ -190,7 +191,7 @@ class SafetensorsLayout(Layout):
                 yield keys[number], [BytesSegment(head), *segments]
 
         store.write_many(objects())
-        # What is left belongs to files of which no process has all elements.
+        # The remaining items belong to files for which no process has all elements.
         left = [number for numbers in items.values() for number in numbers]
         if not own and not left and plan.session is None:
             return None
@@ -204,7 +205,7 @@ class SafetensorsLayout(Layout):
     def _metadata_of(self, tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
         """Return the metadata of a file: aliases of its leaves with the names of their arrays, and the user's entries.
 
-        The user's entries replace others, as in `safetensors.torch.save_model`.
+        An entry of the user replaces any other entry of the same name, as in `safetensors.torch.save_model`.
         """
         here = set(leaves)
         metadata: dict[str, JSON] = {
@@ -218,7 +219,7 @@ class SafetensorsLayout(Layout):
     def _write_slices(
         self, snapshot: Snapshot, items: Sequence[int], names: Mapping[int, str], store: WriteStore
     ) -> ChunkColumns:
-        """Write items of a plan, by their numbers, as slices into files of this process."""
+        """Write some items of a plan, given by their numbers, as slices into files of this process."""
         plan = snapshot.plan
         files = _files_of_slices(plan, items, self.max_file_bytes)
         releases = _Releases(snapshot, files)
@@ -231,8 +232,8 @@ class SafetensorsLayout(Layout):
                 begins: dict[str, JSON] = {}
                 for part in slices:
                     item = plan.items[part.item]
-                    # Packed elements stay bytes: torch's reader of slices (hf_storage.py, torch 2.13.0) supports
-                    # neither their dtypes nor shapes in other units than the offsets.
+                    # Packed elements are stored as bytes, because torch's reader of slices (hf_storage.py, torch
+                    # 2.13.0) lacks their dtypes and expects shapes in the same unit as the offsets.
                     record = ArrayRecord(ArraySpec(part.box.shape, item.spec.dtype))
                     added_axes = len(header_entry(record)[1]) - len(part.box.start)
                     tensors.append((names[item.leaf], record))
@@ -258,15 +259,16 @@ class SafetensorsLayout(Layout):
         return columns
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Merge the columns of all processes. Write an index of several files, or of files with names of their own.
+        """Merge the columns of all processes. Write an index if there are several files, or if file names have a tag.
 
-        There is no index if arrays are in slices.
+        If arrays are in slices, no index is written.
 
         Raises:
             CheckpointError: a process wrote different files, because its layout has different options.
         """
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
-        # All of them: a damaged state without files must fail, or the checkpoint would lack its arrays.
+        # If one state is that of a session, all must be: a damaged state without files must fail here, or the
+        # checkpoint would lack its arrays.
         sessions = states if any("files" in state for state in states) else []
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
@@ -282,12 +284,12 @@ class SafetensorsLayout(Layout):
             files, keys = self.arrays_by_object(tree), list(self.file_names(tree))
             _expect_files(keys, files, receipts)
             for key, leaves in zip(keys, files, strict=True):
-                # No process wrote a file with an array that is in slices.
+                # If an array is in slices, no process wrote its file.
                 key_of.update({leaf: key for leaf in leaves if leaf in offsets or not slices})
         keys = list(dict.fromkeys(key_of.values()))
         if not key_of and not slices:
             keys = list(self.file_names(tree))  # one file without arrays
-            if sessions:  # none of them could know that the others have no arrays either
+            if sessions:  # not written yet: a session cannot know that no other session has arrays
                 store.put(keys[0], encode_file(self._metadata_of(tree, {}, ()), ())[0])
         if not slices and keys != file_names(self.stem, 1):
             names = {leaf: name for state in sessions for leaf, name in zip(state["leaf"], state["name"], strict=True)}
@@ -346,7 +348,7 @@ def _names(tree: TreeMetadata) -> dict[int, str]:
 
 
 def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
-    """Return the numbers of the items of each leaf. Several items of an array are in C order.
+    """Return the numbers of the items of each leaf. If an array has several items, they are in C order.
 
     Raises:
         PluginError: several items of one array are not adjacent runs of its elements.
@@ -370,9 +372,10 @@ def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
 
 
 def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Sequence[Sequence[int]]) -> list[int]:
-    """Return the numbers of the files of which this process has all elements.
+    """Return the numbers of the files for which this process has all elements.
 
-    Files without elements belong to the leader; in a session to its first process, if they contain arrays.
+    The leader writes files without elements. In a session, the first process of the session writes such a file if it
+    contains arrays.
     """
     held = {
         leaf: sum([box.size for number in numbers for box in plan.items[number].boxes])
@@ -412,7 +415,7 @@ def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
 def _boxes_with_arrays(snapshot: Snapshot, number: int, positions: Sequence[int]) -> Sequence[tuple[Box, HostArray]]:
     """Return some boxes of an item, by their positions, with their elements."""
     boxes, arrays = snapshot.plan.items[number].boxes, snapshot.take(number)
-    # Called for each array, so without a comprehension, which is a call of its own before Python 3.12.
+    # Called for each array, so avoid a comprehension: before Python 3.12 it costs an additional call.
     return tuple(zip(map(boxes.__getitem__, positions), map(arrays.__getitem__, positions), strict=True))
 
 
@@ -431,12 +434,12 @@ def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts
 
 
 _TOGETHER_BYTES: Final = 256 << 20
-"""Approximate bytes of a group of arrays with several separate boxes. Groups are written one after the other, because
-an array stays in memory until its last box is written."""
+"""Approximate size of a group of arrays that have several separate boxes each, in bytes. Groups are written one after
+the other, because an array stays in memory until its last box is written."""
 
 
 class _Slice(NamedTuple):
-    """A box of an array that is one tensor of a file.
+    """A box of an array, stored as one tensor of a file.
 
     Attributes:
         item: the number of the item.
@@ -488,10 +491,11 @@ def _nbytes(plan: WritePlan, part: _Slice) -> int:
 
 
 def _slices(plan: WritePlan, number: int) -> list[_Slice]:
-    """Return the boxes of an item without empty ones, merged into one if they form a box."""
+    """Return slices for the boxes of an item that are not empty: a single slice if together they form a box."""
     item = plan.items[number]
     filled = [position for position, box in enumerate(item.boxes) if box.size]
     if not filled:
+        # An array without elements is still stored, as one empty tensor.
         return [] if item.spec.size else [_Slice(number, (0,), item.boxes[0])]
     boxes = [item.boxes[position] for position in filled]
     start = tuple(map(min, zip(*[box.start for box in boxes], strict=True)))

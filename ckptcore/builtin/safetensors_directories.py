@@ -1,11 +1,15 @@
 """Safetensors files of other software: single files, files that an index lists, variants, and pipelines.
 
-Names of files, by `transformers.modeling_utils` 5.23 and `diffusers.models.model_loading_utils` 0.42, for the stem
-``model`` and the variant ``fp16``: ``model.safetensors`` and ``model.fp16.safetensors``; in several files
-``model-00001-of-00002.safetensors`` with the index ``model.safetensors.index.json``, and
-``model.fp16-00001-of-00002.safetensors`` with ``model.safetensors.index.fp16.json``. Older versions of diffusers wrote
-``model-00001-of-00002.fp16.safetensors`` with ``model.safetensors.fp16.index.json``. Here a variant is another stem,
-``model.fp16``.
+File names follow `transformers.modeling_utils` 5.23 and `diffusers.models.model_loading_utils` 0.42. Examples for the
+stem ``model`` and the variant ``fp16``:
+
+* one file: ``model.safetensors`` and ``model.fp16.safetensors``
+* several files: ``model-00001-of-00002.safetensors`` with the index ``model.safetensors.index.json``, and
+  ``model.fp16-00001-of-00002.safetensors`` with the index ``model.safetensors.index.fp16.json``
+* several files of older versions of diffusers: ``model-00001-of-00002.fp16.safetensors`` with the index
+  ``model.safetensors.fp16.index.json``
+
+This module treats a variant as a stem of its own, such as ``model.fp16``.
 """
 
 from __future__ import annotations
@@ -46,19 +50,20 @@ _KNOWN_STEMS: Final[Mapping[str, str]] = {
     "diffusion_pytorch_model": "diffusion_pytorch_model",
     _ADAPTER: _ADAPTER,
 }
-"""Names that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of preference, and
-the names of the files that they read instead if there are no safetensors files."""
+"""Stems of the files that transformers, diffusers and PEFT look for (their SAFE(TENSORS)_WEIGHTS_NAME), in order of
+preference. The value is the stem of the files that they read if there are no safetensors files."""
 
 _OTHER_FILE: Final = ".bin"
 _INDEX: Final = re.compile(r"(.+?)\.safetensors(?:\.(.+))?\.index(?:\.(.+))?\.json")
-"""The stem, and the variant as older and newer versions of diffusers place it."""
+"""Name of an index. The groups are the stem, the variant in older versions of diffusers, and the variant in newer ones.
+"""
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)?\.safetensors")
 _SLICES: Final = re.compile(r"shard-\d+-.+-\d+-of-\d+\.safetensors")
-"""Files with slices of arrays. Their headers have `SHARDING`, which files of whole arrays may have as well."""
+"""Name of a file with slices of arrays. Its header has `SHARDING`, but files of whole arrays may have that as well."""
 
 _PIPELINES: Final = ("model_index.json", "modular_model_index.json")
-"""The files of diffusers that list the models of a pipeline: a directory each. A modular one may name other
-repositories."""
+"""The files in which diffusers lists the models of a pipeline. Each model has its own directory. The second file, for
+modular pipelines, may list models of other repositories."""
 
 _CONFIG: Final = "config.json"
 _WITHOUT_WEIGHTS: Final = re.compile("Scheduler|Tokenizer|Processor|Extractor|Guide|Guidance")
@@ -70,7 +75,7 @@ class _Leaf(NamedTuple):
 
     Attributes:
         name: its name.
-        record: its array, or why it cannot be loaded.
+        record: its array, or the reason why it cannot be loaded.
         key: the file.
         offset: the position of its first element in the file, in bytes; -1 for a leaf that cannot be loaded.
     """
@@ -86,8 +91,8 @@ class _File(NamedTuple):
 
     Attributes:
         key: the file.
-        leaves: its tensors by name, in the order of their bytes, then their other names.
-        others: the other names of tensors.
+        leaves: its tensors by name, in the order of their bytes, then the same tensors by their aliases.
+        others: the aliases: further names of stored tensors.
         metadata: the metadata of its header.
     """
 
@@ -106,15 +111,15 @@ class _Content(NamedTuple):
 
 
 _Names: TypeAlias = Mapping[str, str]
-"""File names by their stems."""
+"""File names by stem, or by tensor name."""
 
 
 def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
     """Inspect safetensors files of other software. Return None if the location has none.
 
-    An index decides from which file each tensor comes. A tensor that it lists, and that its file does not have, is a
-    leaf that cannot be loaded. Aliases of `safetensors.torch.save_model` are leaves that share their bytes. The
-    metadata of an adapter has the content of ``adapter_config.json`` as ``adapter_config``.
+    An index decides from which file each tensor comes. If that file lacks the tensor, the tensor is a leaf that cannot
+    be loaded. Aliases of `safetensors.torch.save_model` are leaves that share their bytes. The metadata of an adapter
+    has the content of ``adapter_config.json`` as ``adapter_config``.
 
     Args:
         store: the files of the location.
@@ -122,10 +127,10 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 
     Raises:
         CorruptCheckpointError: an index, or a file that no index lists, is damaged.
-        CheckpointNotFoundError: there are several files, and no index lists which belong together; or a file has slices
-            of arrays.
-        CompositeCheckpointError: it is the directory of a pipeline.
-        CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore, which has lost its root.
+        CheckpointNotFoundError: several files exist, and no index lists which of them belong together; or a file has
+            slices of arrays.
+        CompositeCheckpointError: the location is the directory of a pipeline.
+        CorruptCheckpointError: a file of a directory is part of a checkpoint of ckptcore that has lost its root.
     """
     names = () if entry is not None else store.list_names("")
     if (pipeline := _pipeline_of(store, names)) is not None:
@@ -166,8 +171,9 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    Its checkpointables are the listed directories with weights. If at least one has weights, a model whose directory is
-    missing, or has a config and no weights, is a checkpointable too.
+    The checkpointables are the listed directories that have weights. If at least one directory has weights and the
+    pipeline is not modular, each other model is a checkpointable too if its directory is missing, is empty, or has a
+    config.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.
@@ -198,7 +204,7 @@ def _pipeline_of(store: ReadStore, names: Sequence[str]) -> InspectedComposite |
 
 
 def _is_model(described: Sequence[JSON]) -> bool:
-    """Return True for a library and a class with weights. A part that a pipeline does not use is a list of nulls."""
+    """Return True if a part of a pipeline has weights, by its library and class. Both are null for an unused part."""
     library, name = (*described, None, None)[:2]
     return isinstance(library, str) and isinstance(name, str) and not _WITHOUT_WEIGHTS.search(name)
 
@@ -225,7 +231,7 @@ def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
         try:
             return _with_config(store, content)
         except CorruptCheckpointError:
-            return content  # the user named this file, so other files of its directory may be damaged
+            return content  # the user asked for this file only, so a damaged config does not matter
     if _INDEX.fullmatch(entry.rpartition("/")[2]):
         return _read_index(store, entry)
     return _content(_read_file(store, entry)) if entry.endswith(_FILE) or _has_header(store, entry) else None
@@ -233,7 +239,7 @@ def _find_in_file(store: ReadStore, entry: str) -> _Content | None:
 
 def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | None:
     matches = [match for name in names if (match := _INDEX.fullmatch(name))]
-    matches.sort(key=lambda match: match[2] is None)  # an index as diffusers names it today replaces an older one
+    matches.sort(key=lambda match: match[2] is None)  # older names first, so that current names replace them below
     indexes = {".".join(filter(None, match.groups())): match[0] for match in matches}
     files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
@@ -242,7 +248,7 @@ def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | Non
     if _prefers_other_files(stem, indexes, files, names):
         return None
     if stem is None:
-        for key in files[:1]:  # all files of a lost checkpoint are marked
+        for key in files[:1]:  # one file is enough: all files of a checkpoint have the mark
             refuse_lost_root(key, _read_file(store, key).metadata)
         raise CheckpointNotFoundError(
             "the directory has several safetensors files and no index lists which belong together: "
@@ -253,7 +259,7 @@ def _find_in_directory(store: ReadStore, names: Sequence[str]) -> _Content | Non
 
 
 def _with_config(store: ReadStore, content: _Content) -> _Content:
-    """Add the config of an adapter to its metadata, if there is one."""
+    """Add the config of an adapter to its metadata, if the file exists."""
     try:
         config = read_json_object(store, _ADAPTER_CONFIG)
     except ObjectNotFoundError:
@@ -262,16 +268,16 @@ def _with_config(store: ReadStore, content: _Content) -> _Content:
 
 
 def _stem_of_file(name: str) -> str:
-    """Return the stem and the variant of a file that is whole or one of several."""
+    """Return the stem, including the variant, of a single file or of one of several files."""
     shard = _SHARD.fullmatch(name)
     return name.removesuffix(_FILE) if shard is None else f"{shard[1]}{shard[4] or ''}"
 
 
 def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
-    """Return the stem of the files to load; None if it is ambiguous.
+    """Return the stem of the files to load; None if the choice is ambiguous.
 
-    If a directory has several checkpoints, the main one of a known library is loaded: a model that was trained with an
-    adapter has the files of the adapter too, and a model may have variants.
+    If a directory has several checkpoints, the main one of a known library is loaded. For example, a model that was
+    trained with an adapter also has the files of the adapter, and a model may have variants.
     """
     stems = set(map(_stem_of_file, files))
     for stem in _KNOWN_STEMS:
@@ -284,7 +290,10 @@ def _choose_stem(indexes: _Names, files: Sequence[str]) -> str | None:
 
 
 def _prefers_other_files(stem: str | None, indexes: _Names, files: Sequence[str], names: Sequence[str]) -> bool:
-    """Return True if all files are variants, and a file of another format, which is loaded, has the main weights."""
+    """Return True if all safetensors files are variants, and a file of another format has the main weights.
+
+    That other file is then loaded instead.
+    """
     if stem in _KNOWN_STEMS:
         return False
     stems = [stem] if stem is not None else [*indexes, *map(_stem_of_file, files)]
@@ -301,7 +310,7 @@ def _read_stem(store: ReadStore, stem: str, indexes: _Names, files: Sequence[str
     whole = f"{stem}{_FILE}"
     if stem in indexes:
         key = indexes[stem]
-        # transformers leaves the index when it replaces several files by one
+        # transformers does not delete the index when it replaces several files with one.
         if whole not in files or not set(files).isdisjoint(_read_weight_map(store, key).values()):
             return _read_index(store, key, [name for name in files if _stem_of_file(name) == stem])
     if whole in files:
@@ -354,7 +363,8 @@ def _read_index(store: ReadStore, index: str, others: Sequence[str] = ()) -> _Co
     Args:
         store: the files.
         index: the index.
-        others: files that belong to the index by their names. Those that it does not list have unused tensors.
+        others: files that belong to the index by their names. If the index does not list a file, its tensors are
+            unused.
     """
     weight_map = _read_weight_map(store, index)
     files: dict[str, _File | CheckpointError] = {}
@@ -369,12 +379,12 @@ def _read_index(store: ReadStore, index: str, others: Sequence[str] = ()) -> _Co
     metadata: dict[str, str] = {}
     for file in read:
         metadata.update(file.metadata)
-        # The writer of an index may leave out names that are in the metadata only.
+        # Aliases are only in the metadata of files, so the writer of an index may leave them out.
         leaves.extend([file.leaves[name] for name in file.leaves if name in file.others - names])
         names |= file.others
     for key in others:
         if key not in files:
-            with suppress(CheckpointError):  # it is not loaded
+            with suppress(CheckpointError):  # damage does not matter: this file is not loaded
                 read.append(_read_file(store, key))
     unused = {file.key: unlisted for file in read if (unlisted := _unused(file, weight_map))}
     return _Content(leaves, metadata, unused)
@@ -386,7 +396,7 @@ def _unused(file: _File, weight_map: _Names) -> Sequence[str]:
 
 
 def _leaves_of_index(index: str, weight_map: _Names, files: Mapping[str, _File | CheckpointError]) -> Iterator[_Leaf]:
-    """Yield the leaves that an index lists, by file: first those that the file has, in the order of their bytes."""
+    """Yield the leaves that an index lists, by file. Leaves in the file come first, in the order of their bytes."""
     listed: dict[str, list[str]] = {}
     for name, key in weight_map.items():
         listed.setdefault(key, []).append(name)
@@ -399,7 +409,7 @@ def _leaves_of_index(index: str, weight_map: _Names, files: Mapping[str, _File |
 
 
 def _missing(index: str, name: str, key: str, files: Mapping[str, _File | CheckpointError]) -> CorruptCheckpointError:
-    """Return the error for a tensor that an index lists and that its file does not have."""
+    """Return the error for a tensor that an index lists but that its file does not have."""
     file = files[key]
     if isinstance(file, ObjectNotFoundError):
         return CorruptCheckpointError(
@@ -419,7 +429,8 @@ def _missing(index: str, name: str, key: str, files: Mapping[str, _File | Checkp
 def _has_header(store: ReadStore, key: str) -> bool:
     """Return True if a file starts like a safetensors file: the length of a header that fits into it, then "{".
 
-    Files of torch.save, and others that start with letters, state a length beyond any limit.
+    Files that start with letters, such as those of torch.save, are excluded: their first 8 bytes are a number that is
+    greater than any limit.
     """
     file_bytes = store.size(key)
     begin = store.get(key, 0, min(file_bytes, 9))
@@ -429,8 +440,8 @@ def _has_header(store: ReadStore, key: str) -> bool:
 def _read_file(store: ReadStore, key: str) -> _File:
     """Read the header of a file.
 
-    `safetensors.torch.save_model` stores a tensor that has several names once, and lists the others in the metadata:
-    ``{other name: stored name}``.
+    `safetensors.torch.save_model` stores a tensor with several names only once, under one name. It lists the other
+    names in the metadata: ``{other name: stored name}``.
     """
     header = read_header(partial(store.get, key), store.size(key), key)
     leaves: dict[str, _Leaf] = {}
@@ -455,4 +466,4 @@ def _read_file(store: ReadStore, key: str) -> _File:
 
 
 _FORMAT: Final = "format"
-"""A name in the metadata that is no tensor: the framework that wrote the file."""
+"""A name in the metadata that is not an alias. Its value is the framework that wrote the file."""

@@ -1,8 +1,7 @@
-"""The safetensors format: dtypes and headers, and JSON files in its directories. Content is hostile until checked.
+"""The safetensors format: dtypes, headers, and JSON files in the same directory. Content is hostile until checked.
 
-Names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also
-for dtypes smaller than a byte, whose elements are packed. The library refuses a tensor that does not end at a byte
-boundary.
+Names of dtypes are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are always in elements.
+Elements smaller than a byte are packed, and the library refuses a tensor that does not end at a byte boundary.
 """
 
 from __future__ import annotations
@@ -43,35 +42,35 @@ _DTYPES: Final = (
     ("I64", 64, "int64"),
     ("U64", 64, "uint64"),
 )
-"""The dtypes of safetensors: name, bits per element, and name in NumPy or ml_dtypes. The library writes the tensors of
-the last dtype first."""
+"""The dtypes of safetensors: name, bits per element, and name in NumPy or ml_dtypes (None if they lack it). The library
+writes tensors in the reverse order of this table."""
 
 DTYPES: Final[Mapping[str, str]] = {ours: name for name, _, ours in _DTYPES if ours is not None}
 """The names of dtypes in safetensors, by their names in NumPy and ml_dtypes."""
 
 DTYPE_BITS: Final[Mapping[str, int]] = {name: bits for name, bits, _ in _DTYPES}
-"""Bits per element of each dtype of safetensors. The library writes the tensors of the last dtype first."""
+"""Bits per element of each dtype of safetensors. The library writes tensors in the reverse order of these dtypes."""
 
 METADATA: Final = "__metadata__"
-"""The key of the metadata of a file in its header."""
+"""The key in a header for the metadata of the file."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors library."""
+"""The same limit as in the safetensors library."""
 
 PAIRS: Final = "torch.float4_e2m1fn_x2"
-"""The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
+"""The kind of an array of bytes that have two F4 elements each. The safetensors library uses this dtype for F4."""
 
 RAW: Final = "safetensors."
-"""Prefix of the kind of an array with the bytes of a tensor whose dtype NumPy lacks. The name of the dtype follows."""
+"""Prefix of the kind of an array that has the bytes of a tensor, because NumPy lacks its dtype. The dtype follows."""
 
 PART: Final = "__ckptcore__"
-"""The key in the metadata of a file for the version of the root that describes it. Without a root, the structure,
-the values and the checksums are lost."""
+"""The metadata key of a file that is part of a checkpoint. The value is the version of the root that describes the
+file. Without the root, the structure, the values and the checksums are lost."""
 
 PART_VERSION: Final = "1"
 
 SHARDING: Final = "DCP_SHARDING_INFO"
-"""The key in the metadata of a file for the starts of its boxes."""
+"""The metadata key of a file for the start of each of its boxes."""
 
 
 def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
@@ -86,13 +85,14 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
     if (known := DTYPES.get(spec.dtype)) is not None:
         return known, spec.shape
     dtype = spec.numpy_dtype
-    if dtype.kind in "mM":
+    if dtype.kind in "mM":  # timedelta64 and datetime64
         return "I64", spec.shape
+    # Other dtypes are stored as bytes. If an element has several bytes, they are an additional last axis.
     return "U8", spec.shape if dtype.itemsize == 1 else (*spec.shape, dtype.itemsize)
 
 
 def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
-    """Return the stored dtype and shape of an array that is loaded as bytes; None for other records."""
+    """Return the dtype and shape in the file of an array that loads as bytes; None for other records."""
     name = record.kind.removeprefix(RAW)
     bits, shape = DTYPE_BITS.get(name), record.notes.get("shape")
     if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
@@ -104,7 +104,8 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
 
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
-"""Alignment of the first element in a large file, in bytes: a page, so that direct I/O needs no copy."""
+"""Alignment of the first element in a large file, in bytes. It is the size of a page, so that direct I/O needs no copy.
+"""
 
 
 def encode_file(
@@ -133,10 +134,10 @@ def encode_file(
 def encode_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Sequence[str]]:
-    """Encode the header of a file, equal to the header of the safetensors library 0.8.
+    """Encode the header of a file. The result is equal to that of the safetensors library 0.8.
 
     Args:
-        tensors: by name, the dtype (a key of `DTYPE_BITS`) and the shape in elements.
+        tensors: the dtype (a key of `DTYPE_BITS`) and the shape in elements of each tensor, by name.
         metadata: names and values, in the order in which they are written. None: write no metadata.
 
     Returns:
@@ -145,7 +146,7 @@ def encode_header(
     Raises:
         ValueError: a dtype is unknown, the elements of a tensor do not fill whole bytes, a name is reserved, or the
             header exceeds 100 MB, the limit of readers.
-        TypeError: a name, or a name or value of the metadata, is not a str.
+        TypeError: the name of a tensor, or a name or value of the metadata, is not a str.
     """
     header: dict[str, JSON] = {}
     if metadata is not None:
@@ -177,7 +178,7 @@ def encode_header(
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return the names of `count` files of whole arrays."""
+    """Return the names of `count` files that contain whole arrays."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -219,11 +220,11 @@ _NAME: Final = r"(?a)\w{1,40}"
 
 
 def record_of(entry: TensorEntry) -> ArrayRecord | None:
-    """Return the array that a header describes; None if no array has this shape, or if the dtype is not a name.
+    """Return the array that a header describes; None if no array can have this shape, or if the dtype is not a name.
 
-    A tensor of F4 whose last axis has an even length is an array of bytes with two elements each, the first in the
-    lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes`
-    have its dtype and its shape.
+    A tensor of F4 whose last axis has an even length is an array of bytes. Each byte has two elements, the first in the
+    lower half. Any other tensor of a dtype that NumPy lacks is a one-dimensional array of its bytes. The `kind` of the
+    record then has the dtype, and its `notes` have the shape.
     """
     dtype, shape = entry.dtype, entry.shape
     if (ours := _OURS.get(dtype)) is not None:
@@ -250,7 +251,7 @@ def refuse_lost_root(key: str, metadata: Mapping[str, object]) -> None:
         metadata: the metadata of its header.
 
     Raises:
-        CorruptCheckpointError: it is part of a checkpoint.
+        CorruptCheckpointError: the file is part of a checkpoint.
     """
     if PART not in metadata:
         return
@@ -277,8 +278,8 @@ def fits(header_bytes: int, file_bytes: int) -> bool:
 def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -> FileHeader:
     """Read and check the header of a file.
 
-    The tensors fill the rest of the file, without gaps and overlaps. For each dtype in `DTYPE_BITS`, the shape agrees
-    with the number of bytes. Files of a newer version of the format may have further dtypes.
+    The tensors must fill the rest of the file, without gaps or overlaps. If the dtype is in `DTYPE_BITS`, the shape
+    must agree with the number of bytes. Other dtypes are accepted, because a newer version of the format may add some.
 
     Args:
         read: returns the bytes of the file from a start to a stop.
@@ -332,16 +333,17 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, name: str) -
 
 
 _ENTRY: Final = r'(?a),"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+","shape":\[[\d,]*)\],"data_offsets":\[(\d+,\d+)\]\}'
-"""A tensor of a header as the safetensors library writes it: the name, the dtype and shape, the offsets."""
+"""A tensor of a header as the safetensors library writes it. The groups are the name, the dtype with the shape, and the
+offsets."""
 
 _ENTRY_CHARACTERS: Final = len(',"":{"dtype":"],"data_offsets":[]}')
 _METADATA_START: Final = f'{{"{METADATA}":'
 
 
 def _scan_header(encoded: bytes, file_bytes: int) -> FileHeader | None:
-    """Return a header that is written as the safetensors library writes it; None for any other, also a damaged one.
+    """Parse a header in exactly the form that the safetensors library writes; None for other or damaged headers.
 
-    This takes half of the time of parsing JSON, and files with many tensors are mostly of the library.
+    This takes half of the time of a JSON parser. Most files with many tensors have this form.
 
     Args:
         encoded: the JSON.
@@ -425,11 +427,11 @@ Constants: TypeAlias = Literal["refused", "kept"]
 
 
 def read_json_object(store: ReadStore, key: str, *, constants: Constants = "refused") -> dict[str, JSON]:
-    """Read a JSON object from a file next to tensors. Its depth and size are limited.
+    """Read a JSON object from a file that is next to the files with tensors. Its depth and size are limited.
 
     Raises:
         ObjectNotFoundError: the file does not exist.
-        CorruptCheckpointError: the file contains anything else.
+        CorruptCheckpointError: the file does not contain a JSON object, or exceeds a limit.
     """
     nbytes = store.size(key)
     if nbytes > _MAX_JSON_BYTES:
@@ -456,7 +458,7 @@ def parse_json_object(data: bytes, key: str, *, constants: Constants = "refused"
     """Return the JSON object in a file.
 
     Raises:
-        CorruptCheckpointError: the file contains anything else, or an object has a key twice.
+        CorruptCheckpointError: the file does not contain a JSON object, or an object has a key twice.
     """
 
     def constant_of(constant: str) -> object:

@@ -1,4 +1,4 @@
-"""Sharded arrays: NumPy arrays of which each process of a job holds some boxes, without a framework."""
+"""Sharded arrays without a framework: each process of a job holds some boxes of an array as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class ArrayShard:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class ShardedArray:
-    """An array of which this process holds some boxes, and other processes of the job hold the rest.
+    """An array that is divided between the processes of a job. This process holds some of its boxes.
 
-    In a save every process passes the same shape and dtype, and the boxes of all processes make up the array. In a load
-    a process requests the boxes that it needs, independent of the saved ones. The load returns a `ShardedArray` with
-    their elements.
+    In a save, every process passes the same shape and dtype, and the boxes of all processes make up the array. In a
+    load, a process requests the boxes that it needs, which may differ from the saved boxes. The load returns a
+    `ShardedArray` with their elements.
 
     Attributes:
         shape: the shape of the whole array, in elements.
         dtype: the dtype of the elements.
         shards: the boxes that this process holds. They do not overlap.
-        cuts: per axis, the inner boundaries at which shards of any process meet, in elements. Layouts that store a
+        cuts: for each axis, the inner boundaries at which shards of any process meet, in elements. Layouts that store a
             regular grid of chunks (zarr, OCDBT) need them. None if unknown.
     """
 
@@ -95,7 +95,7 @@ class ShardedArray:
         replicas: int = 1,
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> ShardedArray:
-        """Return an array of which this process holds one box.
+        """Return a sharded array with one box in this process.
 
         Args:
             elements: the elements of the box.
@@ -173,7 +173,7 @@ class ShardedArrayHandler(LeafHandler):
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def shards_of(self, leaf: ShardedArray, process: int | None, rank: int, size: int) -> Sequence[Shard]:
-        """Return the boxes of the array, also without elements. The array has the boxes of one process only."""
+        """Return the boxes of the array, even if they have no elements. An array has the boxes of one process only."""
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
 
     def host_bytes(self, leaf: ShardedArray, boxes: Sequence[Box]) -> HostBytes:
@@ -195,7 +195,7 @@ class ShardedArrayHandler(LeafHandler):
         return [shard.box for shard in abstract.shards]
 
     def destination(self, abstract: ShardedArray, stored: ArrayRecord, box: Box) -> HostArray | None:
-        """Return the elements of the shard, if they are in the stored form."""
+        """Return the elements of the shard if a read can fill them directly; None otherwise."""
         for shard in abstract.shards:
             elements = shard.elements
             if shard.box == box and elements is not None:
@@ -233,7 +233,7 @@ class ShardedArrayHandler(LeafHandler):
 
 
 HANDLER: Final = ShardedArrayHandler()
-"""The handler of the core's plugin."""
+"""The handler that the plugin of the core returns."""
 
 
 def _elements(leaf: ShardedArray, box: Box) -> HostArray:

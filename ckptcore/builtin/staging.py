@@ -1,4 +1,4 @@
-"""Staging directories, into which objects write their own files before these are saved."""
+"""Staging directories. Objects write their own files into them, and a save then stores these files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PREFIX: Final = "ckptcore-staging-"
 class StagingDirectory:
     """A new empty directory of this process, in the temporary directory of the system.
 
-    It is locked while it is used. The kernel releases the lock when the process ends, and the next staging directory
-    that this user creates on the same machine removes all unlocked ones. Other machines may share the temporary
+    It is locked while it is in use. The kernel releases the lock when the process ends. When this user creates another
+    staging directory on the same machine, all unlocked ones are removed. Other machines may share the temporary
     directory without seeing the lock. They do not remove the directory, because its name depends on the boot of this
-    machine. For the same reason, this machine does not remove it after a restart. Where the file system has no locks,
-    no other process removes it.
+    machine. For the same reason, this machine does not remove it after a restart. On a file system without locks, no
+    other process removes it.
 
     Attributes:
         path: the path.
@@ -78,7 +78,7 @@ class StagingDirectory:
         return dict(sorted(files.items())), sorted(empty)
 
     def close(self) -> None:
-        """Remove the directory. Closing again is no error. The next sweep removes files that could not be removed."""
+        """Remove the directory. Closing again does nothing. The next sweep removes files that could not be removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
@@ -92,7 +92,7 @@ def _make(above: str) -> tuple[Path, FileLock]:
             continue  # another process swept it before it was locked
         except OSError as error:
             if error.errno in NO_LOCKS:
-                return Path(path), FileLock(path)  # the sweep removes only what it can lock
+                return Path(path), FileLock(path)  # safe without a lock: a sweep removes only directories it can lock
             os.rmdir(path)
             raise
         except BaseException:
@@ -106,7 +106,7 @@ def _make(above: str) -> tuple[Path, FileLock]:
 def _prefix() -> str:
     """Return the prefix of the names of all staging directories of this machine since its last start.
 
-    Systems other than Linux have no boot id: the prefix is then the same after a restart.
+    Systems other than Linux have no boot id. There the prefix is the same after a restart.
     """
     try:
         # Not the host name: containers and machines may share it.
@@ -129,7 +129,7 @@ def _sweep(above: str) -> None:
                 continue
             lock = try_to_lock(path)
         except OSError:
-            continue  # removed meanwhile, or not a staging directory
+            continue  # another process removed it, or it is not a staging directory
         if lock is not None:
             with lock:
                 shutil.rmtree(path, ignore_errors=True)
@@ -149,7 +149,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _segment_of(path: str) -> Segment:
-    """Return the bytes of a file as a segment, which maps the file when it is written."""
+    """Return the bytes of a file as a segment. The file is mapped when the segment is written."""
     size = os.path.getsize(path)
     if not size:
         return BytesSegment(b"")

@@ -39,9 +39,9 @@ _BY_POSITION: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSI
 
 
 def required_parameters(value_type: type, name: str) -> tuple[str, ...] | None:
-    """Return the required positional parameters of a method without ``self``.
+    """Return the required positional parameters of a method, without ``self``.
 
-    None if instances have no such method, or if it requires keyword-only arguments or has no signature.
+    Return None if instances have no such method, if it requires keyword-only arguments, or if it has no signature.
     """
     method = _method_of_instances(value_type, name)
     if method is None:
@@ -82,7 +82,7 @@ def accepts_arguments(value_type: type, name: str, count: int) -> bool:
 
 
 def _method_of_instances(value_type: type, name: str) -> Callable[..., object] | None:
-    """Return a method that takes an instance; None for static and class methods, and without one."""
+    """Return a method that takes an instance; None if there is no such method, or if it is static or a class method."""
     method = getattr(value_type, name, None)
     is_static = isinstance(inspect.getattr_static(value_type, name, None), staticmethod | classmethod)
     return method if callable(method) and not is_static else None
@@ -93,7 +93,7 @@ class _Missing:
 
 
 _MISSING: Final = _Missing()
-"""Placeholder for a value that the object does not have."""
+"""Placeholder for a value that is stored but that the object does not have."""
 
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that a checkpoint stores with their type."""
@@ -102,15 +102,16 @@ _INTEGER: Final = re.compile(r"0|-?[1-9][0-9]{0,17}")
 """The text of an integer of 64 bits, as other libraries write it for a key."""
 
 _IN_BYTES: Final = r"u?int[1-7]|float4_.*"
-"""Dtypes of frameworks with elements smaller than a byte: their arrays are stored as bytes, without the dtype."""
+"""Pattern of framework dtypes with elements smaller than a byte. Their arrays are stored as bytes, and their dtype is
+not stored."""
 
 
 def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
     """Return an abstract state with the structure of `stored`, for `CheckpointableHandler.flatten_to_load`.
 
     A checkpoint does not store all types. If the object's own state has a value at the same path, that value determines
-    the type: the framework of an array, the subclass of a dict. Shapes and dtypes are the stored ones. Otherwise
-    `array` returns the abstract leaf of an array, and containers load as the built-in types of Python.
+    the type, such as the framework of an array or the subclass of a dict. If it has none, `array` returns the abstract
+    leaf of an array, and containers load as built-in types. Shapes and dtypes always come from the checkpoint.
 
     Args:
         own: the current state of the object.
@@ -124,7 +125,7 @@ def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], 
     if isinstance(stored, list | tuple):
         return _sequence(own, stored, array)
     if isinstance(own, enum.Enum):
-        return own if stored is not None else None  # may also be an int or a str
+        return own if stored is not None else None  # tested first, because a member may also be an int or a str
     if stored is None or isinstance(own, (_Missing, *_PLAIN, dict, list, tuple)) or _is_array(own):
         return stored
     return own  # a leaf that only its handler can build
@@ -153,19 +154,19 @@ def _element_name(own: Any) -> str:
 
 
 def _dtype_of_same_module(own: Any, name: str) -> object | None:
-    """Return the dtype with another name from the module of the dtype's class; None for dtypes of NumPy."""
+    """Return the dtype called `name` from the module that defines the dtypes of an array; None for dtypes of NumPy."""
     kind = type(own.dtype)
     dtype = getattr(sys.modules.get(kind.__module__), name, None)
     return dtype if isinstance(dtype, kind) else None
 
 
 def _is_like(own: Any, stored: AbstractArray) -> bool:
-    # A dtype of another framework, such as of random keys, does not determine the stored form.
+    # A dtype that is not one of NumPy, such as that of random keys, says nothing about the stored form.
     return not isinstance(own.dtype, np.dtype) or (tuple(own.shape) == stored.shape and own.dtype == stored.dtype)
 
 
 def _of_namespace(own: Any, stored: AbstractArray) -> object:
-    """Make an array of the framework and device of another array by the array API standard, if it implements that."""
+    """Make an array with the framework and device of `own` by the array API standard. If that fails, return `own`."""
     try:
         return own.__array_namespace__().empty(stored.shape, dtype=stored.dtype, device=own.device)
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -180,7 +181,8 @@ def _is_array(own: object) -> bool:
 
 def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, dict):
-        # Another container type, or an array that is stored as its parts: its own handler takes it apart.
+        # The object has another container type here, or an array that is stored as its parts. The handler of that value
+        # takes it apart.
         if not isinstance(own, (_Missing, *_PLAIN, list)) and (PARTS in stored or not _is_array(own)):
             return own
         own = {}
@@ -195,7 +197,7 @@ def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray
 
 
 def _keys_like(own: dict[Any, Any], stored: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the stored key of each key to request: some formats have only text keys, objects may have integers."""
+    """Map each key to request to its stored key. Some formats have only text keys, but the object may have integers."""
     of_text = {str(key): key for key in own if not isinstance(key, str)}
     if not of_text:
         return {key: key for key in stored}
@@ -227,11 +229,11 @@ def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[
 
 
 def undo_by(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[], None]:
-    """Return a function that puts a copy of the present state back, for `CheckpointableHandler.undo`.
+    """Copy the present state, and return a function that puts the copy back, for `CheckpointableHandler.undo`.
 
     Args:
         get: returns the state of an object.
-        put: sets it. Not called if the state is unchanged.
+        put: sets the state. Not called if the state is unchanged.
     """
     before = _copied(get())
 
@@ -244,16 +246,16 @@ def undo_by(get: Callable[[], Any], put: Callable[[Any], object]) -> Callable[[]
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state. Values that cannot be copied are in it themselves."""
+    """Return a copy of a state. The copy shares values that cannot be copied."""
     if type(state) in (dict, OrderedDict):
         return type(state)((key, _copied(child)) for key, child in state.items())
     if type(state) in (list, tuple):
         return type(state)(map(_copied, state))
     if state_handler(type(state)) is not None:
-        return state  # an object in the state of another one: it has an `undo` of its own
+        return state  # an object in the state of another object has an `undo` of its own
     try:
         return copy.deepcopy(state)
-    except (TypeError, RuntimeError):  # such as a lock, or a tensor of a computation: no load changes it
+    except (TypeError, RuntimeError):  # such as a lock, or a tensor computed with gradients: no load changes it
         return state
 
 
@@ -269,15 +271,16 @@ def _are_equal(state: Any, other: Any) -> bool:
         if _is_array(state):
             return np.array_equal(np.asarray(state), np.asarray(other))
         return bool(state == other)
-    except (TypeError, ValueError, RuntimeError):  # of a device without host memory, or of a type that compares oddly
+    except (TypeError, ValueError, RuntimeError):  # arrays of some devices, or a type with an unusual comparison
         return False
 
 
 class StateDictHandler(CheckpointableHandler):
     """Objects with ``state_dict()`` and ``load_state_dict(state)``: data loaders, schedulers, metrics.
 
-    Each process has its own state. A load returns the saved structure, even if the object is new and has another
-    state. ``load(location, obj)`` returns the state; ``load_into`` loads it into the object.
+    Each process has its own state. A load returns the state with the structure that was saved, even if the object is
+    new and its state has another structure. ``load(location, obj)`` returns the state; ``load_into`` loads it into the
+    object.
     """
 
     priority = Priority.PROTOCOL
@@ -310,7 +313,7 @@ class StateDictHandler(CheckpointableHandler):
 class GetStateHandler(StateDictHandler):
     """Objects with ``get_state()`` and ``set_state(state)``: iterators over data. A state is a tree or bytes.
 
-    Otherwise equal to `StateDictHandler`.
+    In all other respects it is equal to `StateDictHandler`.
     """
 
     _getter = "get_state"
@@ -320,9 +323,9 @@ class GetStateHandler(StateDictHandler):
 class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
-    These setters silently ignore unknown variables. So a load requests exactly the variables of the object, and reports
-    a difference. Two kinds may be missing at first: variables of an optimizer that made no step, which the load builds,
-    and metrics, which load as they are stored.
+    ``set_state_tree`` silently ignores unknown variables. So a load requests exactly the variables of the object, and
+    reports differences. Two kinds of variables may be missing in a new object. An optimizer that has made no step has
+    no variables yet, so the load builds them. Metrics load as they are stored.
 
     Every process is assumed to hold the same arrays, or shards of them.
     """
@@ -372,7 +375,7 @@ _OPTIMIZER: Final = "optimizer_variables"
 _METRICS: Final = "metrics_variables"
 
 _PROTOCOLS: Final[tuple[tuple[str, str, CheckpointableHandler], ...]] = (
-    # First, because such a model may also have the state dict of its framework, which lacks the optimizer.
+    # Tried first: such a model may also have the state dict of its framework, but that lacks the optimizer.
     ("get_state_tree", "set_state_tree", StateTreeHandler()),
     ("state_dict", "load_state_dict", StateDictHandler()),
     ("get_state", "set_state", GetStateHandler()),
@@ -395,14 +398,14 @@ class _RandomHandler(CheckpointableHandler):
     per_process = True
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the own state.
+        """Return the generator's own state.
 
         Raises:
-            TreeMismatchError: the state of another type of bit generator is stored. Its names differ, so options of a
-                load would mix the two.
+            TreeMismatchError: the stored state is of another type of bit generator. Its keys differ, so a load that
+                allows differences would mix the two states.
         """
         own: Any = self.flatten(value)
-        expected = own.get("bit_generator", "another one")  # bit generators of other libraries may have no name
+        expected = own.get("bit_generator", "another one")  # a bit generator of another library may have no name
         kind = stored.get("bit_generator") if isinstance(stored, dict) else None
         if isinstance(kind, str) and kind != expected:
             difference = f"the state is one of {kind}, the generator has {expected}"
@@ -466,11 +469,12 @@ _RANDOM: Final = PythonRandomHandler()
 
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
-    """Return the handler for generators of a type; None for other types.
+    """Return the handler for random generators of a type; None for other types.
 
-    None also for subclasses of `random.Random` with their own ``getstate``, such as `SystemRandom`, which has no state.
+    Also return None for subclasses of `random.Random` with their own ``getstate``, such as `SystemRandom`, which has no
+    state.
     """
-    # Do not import these modules, which is slow. Values of their types exist only if they are imported.
+    # Do not import these modules: it is slow, and values of their types exist only if they are already imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR
@@ -485,14 +489,14 @@ def random_state_handler(value_type: type) -> CheckpointableHandler | None:
 _EMPTY: Final = "empty_directories"
 
 _MAX_PARTS: Final = 1 << 17
-"""Maximum number of directories on the paths of all empty directories. Each path of a small hostile root could create
-hundreds of them."""
+"""Maximum number of directories on the paths of all empty directories together. Without this limit, each path in a
+small hostile root could create hundreds of directories."""
 
 _MAX_DEPTH: Final = 200
 
 
 def state_of_files(empty: Sequence[str]) -> JSON:
-    """Return the state that records empty directories. Keys of files do not imply them.
+    """Return the state that records empty directories, because the keys of files do not show them.
 
     Raises:
         UnsupportedLeafError: there are too many directories, or one is too deep.
@@ -547,10 +551,10 @@ class SavesToDirectoryHandler:
     priority = Priority.PROTOCOL
 
     def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Save the object. If it returns a function, that is the continuation.
+        """Save the object. If its ``save`` returns a function, that function is the continuation.
 
         Raises:
-            PluginError: it returns an awaitable, which this handler does not await.
+            PluginError: ``save`` returns an awaitable, which this handler does not await.
         """
         rest = value.save(directory)
         if inspect.isawaitable(rest):
@@ -575,13 +579,13 @@ _FILES: Final = SavesToDirectoryHandler()
 
 
 def files_handler(value_type: type) -> FilesHandler | None:
-    """Return the handler for types whose `save` and `load` only take a parameter called ``directory``; otherwise None.
+    """Return the handler for types whose `save` and `load` require one parameter, called ``directory``; otherwise None.
 
-    The name of the parameter distinguishes them from the many classes with other methods of these names. Also None if
-    only one of the two methods is asynchronous.
+    The name of the parameter matters, because many classes have a `save` and a `load` of another kind. Also return None
+    if only one of the two methods is asynchronous.
 
     Raises:
-        MissingDistributionError: both are asynchronous, and the distribution for such objects is not installed.
+        MissingDistributionError: both methods are asynchronous, and the distribution for such objects is not installed.
     """
     if any(required_parameters(value_type, name) != ("directory",) for name in ("save", "load")):
         return None
@@ -592,10 +596,10 @@ def files_handler(value_type: type) -> FilesHandler | None:
 
 
 def _async_handler(purpose: str) -> type[FilesHandler]:
-    """Return the type of the handler of objects whose `save` and `load` are coroutines.
+    """Return the type of the handler for objects whose `save` and `load` are coroutines.
 
     Raises:
-        MissingDistributionError: its distribution is not installed.
+        MissingDistributionError: the distribution of the handler is not installed.
     """
     from ckptcore.distributions import import_name  # only asynchronous objects need it
 

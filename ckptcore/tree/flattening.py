@@ -1,7 +1,7 @@
 """Take values apart into a skeleton and leaves, and rebuild them.
 
-Some containers of plain values are one leaf, a column: see `ckptcore.model.columns`. Rules decide which, in a save and
-in a load.
+A long container of plain values is stored as one leaf, called a column: see `ckptcore.model.columns`. `SavedColumns`
+and `RequestedColumns` decide which containers are columns in a save and in a load.
 """
 
 from __future__ import annotations
@@ -51,10 +51,13 @@ from ckptcore.tree.shapes import Container, ObjectNode, Shape, holds_refusing, r
 
 
 class _RequestedColumn(HostValueHandler):
-    """A container that requests a stored column. Its own values are not encoded: the stored ones replace them all."""
+    """Handler of a container that requests a stored column.
+
+    The values of the container are not encoded, because the stored values replace all of them.
+    """
 
     def describe(self, leaf: Any) -> LeafRecord:
-        """Return the kind alone."""
+        """Return a record with the kind, without values."""
         return ValueRecord(next(kind for of, kind in COLUMN_KINDS.items() if isinstance(leaf, of)), None)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
@@ -66,13 +69,13 @@ class _RequestedColumn(HostValueHandler):
             return tuple(values)
         if type(abstract) is list:
             return list(values)
-        result = copy.copy(abstract)  # with the attributes of its instance
+        result = copy.copy(abstract)  # keeps the attributes of the instance
         _replace_values(result, values)
         return result
 
 
 class _ColumnContainer(ContainerHandler):
-    """Puts a loaded column into its container, like the children of another container."""
+    """Handler of a container that is a column. The whole column is its only child."""
 
     priority = Priority.EXACT
 
@@ -89,7 +92,7 @@ class _ColumnContainer(ContainerHandler):
         return () if isinstance(target, tuple) else (0,)
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Replace all values in the container, which other objects may refer to."""
+        """Replace all values in place, because other objects may refer to the container."""
         _replace_values(target, children[0])
 
 
@@ -106,7 +109,7 @@ _REQUESTED_COLUMN: Final = _RequestedColumn()
 
 
 class ColumnRule(Protocol):
-    """Decides which containers are one leaf."""
+    """A rule that decides which containers are one leaf."""
 
     def handler(self, value: object, path: Sequence[Key]) -> LeafHandler | None:
         """Return the leaf handler of a container that is one leaf; None for a container with children."""
@@ -114,10 +117,10 @@ class ColumnRule(Protocol):
 
 
 class SavedColumns(NamedTuple):
-    """The columns of a value that is saved: its long lists, tuples and dicts of plain values.
+    """The rule for a save: long lists, tuples and dicts of plain values are columns.
 
     Attributes:
-        leaf: the handler of plain values; None if several handlers have them, so that columns would bypass one.
+        leaf: the handler of plain values. None if there are no columns, because a column would bypass another handler.
         mappings: True if dicts may be columns. False if several savers merge their dicts by key.
     """
 
@@ -130,12 +133,12 @@ class SavedColumns(NamedTuple):
 
 
 class RequestedColumns(NamedTuple):
-    """The containers of a target, or of an abstract tree, for which a column is stored.
+    """The rule for a load: a container of a target or an abstract tree is a column if a column is stored at its path.
 
-    They have plain values only, of any number, because all of them are replaced.
+    The container has only plain values. Their number does not matter, because the load replaces all of them.
 
     Attributes:
-        kinds: the kind of each stored column, by the text of the keys of its path.
+        kinds: the kind of each stored column, by its path. Each key of the path is given as text.
     """
 
     kinds: Mapping[tuple[str, ...], str]
@@ -152,7 +155,7 @@ _EXAMPLES: Final = (None, False, 0, 0.0, "")
 
 
 def saved_columns(plugins: Plugins, *, mappings: bool) -> SavedColumns:
-    """Return the rule for a save. There are no columns if a handler of the Context takes plain values or containers."""
+    """Return the rule for a save. It has no columns if the Context has handlers of plain values or their containers."""
     first, *others = [plugins.dispatch(example).leaf for example in _EXAMPLES]
     containers = [plugins.dispatch(kind()).container for kind in COLUMN_KINDS]
     is_builtin = all(isinstance(container, BUILTIN_CONTAINERS) for container in containers)
@@ -169,7 +172,7 @@ def requested_columns(tree: TreeMetadata) -> RequestedColumns | None:
     }
     if not columns:
         return None
-    paths = tree.paths  # of all leaves, which takes time
+    paths = tree.paths  # slow: builds the paths of all leaves
     return RequestedColumns({tuple(map(str, paths[leaf])): kind for leaf, kind in columns.items()})
 
 
@@ -177,10 +180,11 @@ PLACEHOLDER: Final = ...
 """Placeholder in an abstract tree for a leaf or a subtree that is not to be loaded."""
 
 PER_PROCESS: Final = "ckptcore.PerProcess"
-"""The type of a stored dict of the values of all processes by rank."""
+"""The type name of a stored dict that has the value of every process by rank."""
 
 STATE_OF: Final = "state of "
-"""The type of the stored state of an object inside the state of another object, followed by the type of the object."""
+"""Prefix of the type name of a stored object state that is inside the state of another object. The type of the inner
+object follows."""
 
 T = TypeVar("T")
 
@@ -191,9 +195,9 @@ _KEY_TYPES: Final = frozenset({str, int, bool, Attribute})
 class PerProcess(Generic[T]):
     """A value that differs between the processes of a job. A checkpoint stores the value of every process.
 
-    It may be one of several checkpointables, or anywhere in a tree, where a dict of the values by rank is stored. A
-    load gives each process its own value if the job has as many processes. Any other load can request the dict.
-    Iterators, random generators and other known per-process objects need no wrapper as checkpointables.
+    It may be one of several checkpointables, or anywhere in a tree. A tree stores it as a dict of the values by rank. A
+    load by the same number of processes gives each process its own value. Other loads can request the dict. Iterators,
+    random generators and other known per-process objects need no wrapper if they are checkpointables.
 
     Attributes:
         value: the value of this process; in a load, its abstract value.
@@ -203,7 +207,7 @@ class PerProcess(Generic[T]):
 
 
 class Flat(NamedTuple):
-    """A value taken apart.
+    """A flattened value.
 
     Attributes:
         skeleton: its containers.
@@ -232,23 +236,24 @@ def flatten(
     refusals: list[CheckpointError] | None = None,
     columns: ColumnRule | None = None,
 ) -> Flat:
-    """Take a value apart.
+    """Take a value apart into a skeleton and leaves.
 
     Args:
         value: a tree of containers and leaves.
-        plugins: find the handler of each type.
+        plugins: the plugins with the handler of each type.
         rank: the rank of this process, which is the key of values in `PerProcess`.
         placeholders: True if `PLACEHOLDER` may replace a leaf.
         stored_at: for a load, returns the stored abstract tree at a path; None if nothing is stored there; PLACEHOLDER
-            if it is not to be loaded.
-        refusals: gets everything that cannot be saved, which has a placeholder in the result; None: raise an error.
+            if that path is not to be loaded.
+        refusals: receives an error for each value that cannot be saved. The result has a placeholder for such a value.
+            None: raise the error.
         columns: finds the containers that are one leaf; None: there are none.
 
     Raises:
-        UnsupportedLeafError: no plugin handles some leaves, of which the error names at most 20; or the tree is too
-            deep.
-        UnsupportedKeyError: a key has another type than int, bool, str, a tuple of such keys, or `Attribute`. Of
-            subclasses, only members of enums, scalars of NumPy and named tuples are accepted.
+        UnsupportedLeafError: no plugin handles some leaves (the error names at most 20), or the tree is too deep.
+        UnsupportedKeyError: a key has another type than int, bool, str, a tuple of such keys, or `Attribute`. Members
+            of int and str enums, scalars of NumPy and named tuples are accepted too. Other subclasses of int and str
+            are not.
     """
     walk = _Flattening(plugins, rank, placeholders, stored_at, refusals, columns)
     skeleton, shape = walk.node(value)
@@ -281,7 +286,7 @@ class _Flattening:
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
         self.path: list[Key] = []
-        self.containers: list[ContainerHandler] = []  # around the current value
+        self.containers: list[ContainerHandler] = []  # handlers of the containers around the current value
         self.depth = self.objects = 0
 
     def node(self, value: object) -> tuple[Skeleton, Shape]:
@@ -319,14 +324,14 @@ class _Flattening:
             if self.refusals is None:
                 raise
             name = format_path(tuple(self.path[:length]))
-            if isinstance(error, UnsupportedKeyError):  # its text begins with the path
+            if isinstance(error, UnsupportedKeyError):  # its message already begins with the path
                 self.refusals.append(error)
             elif isinstance(error, CheckpointError):
                 self.refusals.append(type(error)(f"{name}: {error}"))
-            else:  # an error of the object, whose state can have any
+            else:  # the methods of an object can raise any error
                 kind = type(value).__qualname__
                 self.refusals.append(UnsupportedLeafError(f"{name}: a {kind} raised {type(error).__name__}: {error}"))
-            # Take back what the value has added before it failed.
+            # Undo what the value added before it failed.
             self.leaves, self.handlers, self.columns = leaves, handlers, columns
             del leaves[count:], handlers[count:], self.path[length:]
             self.depth = depth
@@ -336,7 +341,7 @@ class _Flattening:
         return result
 
     def _leaf(self, value: object, handler: LeafHandler | None) -> tuple[Skeleton, Shape]:
-        """Add a leaf and return its node. `PLACEHOLDER` also stands for a value that cannot be saved."""
+        """Add a leaf and return its node. `PLACEHOLDER` also replaces a value that cannot be saved."""
         self.leaves.append(value)
         self.handlers.append(handler)
         return LEAF, None
@@ -374,7 +379,11 @@ class _Flattening:
         return skeleton, ObjectNode(value, handler, shape, len(self.leaves) - before, may_refuse)
 
     def _choose_frameworks(self, start: int) -> None:
-        """Request the arrays that an object does not have yet in the framework in which they were saved."""
+        """Request an array in the framework that saved it, if the object does not have this array yet.
+
+        Args:
+            start: the position of the first leaf of the object.
+        """
         for position in range(start, len(self.leaves)):
             leaf = self.leaves[position]
             if type(leaf) is AbstractArray and leaf.framework is not None:
@@ -389,7 +398,7 @@ class _Flattening:
         if isinstance(value, PerProcess):
             flattened = Flattened("dict", (self.rank,), flattened.children, PER_PROCESS)
             if isinstance(columns, SavedColumns):
-                self.columns = columns._replace(mappings=True)  # other ranks merge nothing into it
+                self.columns = columns._replace(mappings=True)  # a dict below belongs to one rank and is not merged
         keys, children = tuple(flattened.keys), flattened.children
         if not _KEY_TYPES.issuperset(map(type, keys)):
             keys = tuple([self._key(key) for key in keys])
@@ -401,7 +410,7 @@ class _Flattening:
         skeletons: list[Skeleton] = [LEAF] * len(leaf_handlers)
         shapes: list[Shape] = [None] * len(leaf_handlers)
         if order is None:
-            # Adjacent leaves, the common case, are added together, without a call for each.
+            # Fast path: add adjacent leaves together, without a call for each of them.
             start = 0
             for position in inner:
                 self.leaves.extend(children[start:position])
@@ -411,6 +420,7 @@ class _Flattening:
             self.leaves.extend(children[start:])
             self.handlers.extend(leaf_handlers[start:])
         else:
+            # Visit the children in sorted order, but keep the leaves in the order of the keys.
             leaves, handlers = self.leaves, self.handlers
             parts: dict[int, tuple[list[object], list[LeafHandler | None]]] = {}
             for position in order:
@@ -427,7 +437,7 @@ class _Flattening:
         return node, Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
 
     def _key(self, key: Any) -> Key:
-        """Return the key of Python that a key equals."""
+        """Return a key as a type that can be stored. See `_plain_key`."""
         made: Key | None = key if type(key) is Attribute else _plain_key(key, 0)
         if made is not None:
             return made
@@ -444,7 +454,7 @@ class _Flattening:
 
 
 def _plain_key(key: Any, depth: int) -> PlainKey | None:
-    """Return the key of Python that a scalar of NumPy, a member of an enum or a named tuple equals; None for others."""
+    """Convert a NumPy scalar, an enum member or a named tuple to an equal built-in key; None for other types."""
     if type(key) in (int, str, bool):
         return cast(PlainKey, key)
     if isinstance(key, np.bool_):
@@ -460,10 +470,11 @@ def _plain_key(key: Any, depth: int) -> PlainKey | None:
 
 
 def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the order of visits of children that are not leaves; None if it is the order of the keys.
+    """Return the order in which to visit the children that are not leaves; None if it is the order of the keys.
 
-    Keys are sorted, ints before names and tuples, so that every process of a job uses one order, even if dicts are
-    ordered differently. Methods of objects may be collective: `state_dict` of a module under FSDP gathers its shards.
+    Every process of a job must use the same order, because methods of objects may be collective: `state_dict` of a
+    module under FSDP gathers its shards. The dicts of the processes may be ordered differently, so the keys are sorted:
+    ints first, then names, then tuples.
     """
     if len(inner) < 2:
         return None
@@ -474,7 +485,7 @@ def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...
 def per_process_objects(shape: Shape, path: TreePath = ()) -> Iterator[tuple[TreePath, object]]:
     """Yield the per-process objects in a value at a path, with their paths."""
     if isinstance(shape, ObjectNode):
-        # An object that wraps what differs in its state shares the rest.
+        # If the state has `PerProcess` wrappers, only the wrapped values differ. The rest is shared.
         if shape.handler.per_process and next(per_process_values(shape.state, path), None) is None:
             yield path, shape.like
         else:
@@ -498,13 +509,13 @@ def per_process_values(shape: Shape, path: TreePath = ()) -> Iterator[TreePath]:
 
 
 def per_process_leaves(flat: Flat) -> frozenset[int]:
-    """Return the numbers of the leaves of per-process objects, and of values in `PerProcess`."""
+    """Return the numbers of all leaves below per-process objects and `PerProcess` wrappers."""
     objects = [path for path, _ in per_process_objects(flat.shape)]
     return _leaves_below(flat, [*objects, *per_process_values(flat.shape)])
 
 
 def leaves_of_values(flat: Flat) -> frozenset[int]:
-    """Return the numbers of the leaves of values in `PerProcess`."""
+    """Return the numbers of all leaves below `PerProcess` wrappers."""
     return _leaves_below(flat, list(per_process_values(flat.shape)))
 
 
@@ -520,9 +531,9 @@ def _leaves_below(flat: Flat, above: Collection[TreePath]) -> frozenset[int]:
 def own_values(
     skeleton: Skeleton, numbers: Sequence[int | None], rank: int, size: int
 ) -> tuple[Skeleton, Sequence[int | None]]:
-    """Replace the stored values of all processes by the one of this process, for loads without an abstract tree.
+    """Replace each stored dict of per-process values with the value of this process.
 
-    Values of another number of processes stay a dict by rank.
+    Loads without an abstract tree use it. A dict that was saved by another number of processes stays a dict by rank.
 
     Args:
         skeleton: the stored structure.
@@ -553,15 +564,16 @@ def _own_values(
         place = ranks.index(rank)
         first = sum([leaf_count(child) for child in skeleton.children[:place]])
         below, own = list(itertools.islice(numbers, leaf_count(skeleton))), skeleton.children[place]
-        return _own_values(own, iter(below[first:]), rank, (rank,), kept)  # a wrapper inside has only this rank
+        return _own_values(own, iter(below[first:]), rank, (rank,), kept)  # a nested wrapper has only this rank
     children = tuple([_own_values(child, numbers, rank, ranks, kept) for child in skeleton.children])
     return skeleton._replace(children=children)
 
 
 def rebuild(skeleton: Skeleton, leaves: Sequence[object], *, names_objects: bool = False) -> object:
-    """Build a value of Python's containers with the saved structure, for loads without an abstract tree.
+    """Build a value with the saved structure from built-in containers, for loads without an abstract tree.
 
-    An object of another type becomes a dict of its attributes and keys, or a list if it had only indices or was empty.
+    An object of any other type becomes a dict of its attributes and keys. It becomes a list if all its keys are indices
+    or if it is empty.
 
     Args:
         skeleton, leaves: the saved structure, and its leaves.
@@ -588,6 +600,7 @@ def _rebuild(skeleton: Skeleton, leaves: Iterator[object], names_objects: bool) 
         return children
     keys: list[Any] = [key.name if isinstance(key, Attribute) else key for key in skeleton.keys]
     if len(set(keys)) != len(keys):
+        # An attribute and a key of the object have the same name, so keep `Attribute` to distinguish them.
         keys = list(skeleton.keys)
     if skeleton.kind == "OrderedDict":
         result = OrderedDict(zip(keys, children, strict=True))

@@ -36,20 +36,20 @@ def merge_trees(
     """Return one tree with every leaf of several trees.
 
     Mappings are merged by key: first the keys of the first tree, in its order, then the keys that the second tree
-    adds, and so on. All other containers must have the same children in each tree that has them. A leaf must be equal
-    in each: an array of the same shape, dtype, kind and cuts, or the same value. Notes come from the first tree
-    that has the leaf.
+    adds, and so on. Any other container must have the same children in each tree that has the container. A leaf must be
+    equal in each tree that has the leaf: an array of the same shape, dtype, kind and cuts, or the same value. Notes
+    come from the first tree that has the leaf.
 
-    Leaves stay tied unless a rank has two of them as separate arrays. Then all are stored separately, which takes more
-    space and is always correct. A rank that holds no elements of an array is ignored here, because it does not know
-    whether the array is tied.
+    Leaves stay tied unless a rank has two of them as separate arrays. In that case all of them are stored separately,
+    which takes more space but is always correct. A rank without elements of an array is ignored here, because it does
+    not know whether the array is tied.
 
     Args:
         trees: all different trees.
         ranks: for each tree, the ranks that have it. Each rank of the job has one tree.
         size: the number of processes of the job.
-        remote_leaves: by tree, the arrays of which its ranks hold no elements.
-        may_differ: by tree, the leaves that may differ between trees. The leaf of the first tree is used.
+        remote_leaves: for each tree, the arrays without elements on the ranks of the tree.
+        may_differ: for each tree, the leaves that may differ between trees. The leaf of the first tree is used.
         savers: the word for the savers in errors: ranks of a job, or sessions of a partial save.
 
     Raises:
@@ -68,7 +68,7 @@ def merge_trees(
 def refuse_different_arrays(
     trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], digests: Sequence[Mapping[str, int]]
 ) -> None:
-    """Refuse arrays that must be equal on several ranks, and are not.
+    """Refuse arrays that must be equal on several ranks but differ.
 
     Args:
         trees: for each group of ranks with equal trees and digests, the tree.
@@ -122,7 +122,7 @@ class _TreeMerge:
         self.differences: list[str] = []
         self.records: list[LeafRecord] = []
         self.sources: list[Mapping[int, int]] = []
-        """By leaf, its number in each tree that has it."""
+        """For each merged leaf, its number in each tree that has it, by tree."""
         self._numbers = [{path: number for number, path in enumerate(tree.paths)} for tree in trees]
 
     def node(self, path: TreePath, subtrees: Sequence[tuple[int, Skeleton]]) -> Skeleton:
@@ -159,7 +159,7 @@ class _TreeMerge:
             )
 
     def aliases(self) -> dict[int, int]:
-        """Map each tied leaf to the first leaf of its group. Leaves are not tied if a rank has them separately."""
+        """Map each tied leaf to the first leaf of its group. Leaves that a rank has as separate arrays are not tied."""
         # Union-find: following `group_of` leads to the first leaf of a group.
         group_of = list(range(len(self.records)))
 
@@ -224,7 +224,7 @@ class _TreeMerge:
         self.sources.append(sources)
 
     def _differ(self, path: TreePath, shown: Mapping[int, str], apart: Mapping[int, object] | None = None) -> None:
-        """Record a difference at a path. `apart` distinguishes trees for which the shown text is equal."""
+        """Record a difference at a path. `apart` has a value for each tree, to distinguish trees with equal texts."""
         ranks: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for tree, text in shown.items():
@@ -248,7 +248,7 @@ def _is_whole(record: LeafRecord) -> bool:
 
 
 def _compared(record: LeafRecord) -> str:
-    """Return a text that is equal for two records only if they describe the same array or value; -0.0 is not 0.0."""
+    """Return a text that is equal for two records only if they describe the same array or value. -0.0 is not 0.0."""
     if isinstance(record, ArrayRecord):
         return json.dumps([record.kind, str(record.spec), record.cuts])
     return json.dumps([record.kind, record.value], sort_keys=True)
@@ -276,7 +276,7 @@ def _ranks(ranks: Sequence[int], called: str) -> str:
 
 
 def _merged_attributes(nodes: Sequence[Node]) -> Mapping[str, JSON] | None:
-    """Return the attributes of all nodes. Dicts are united: each process may have the versions of other modules."""
+    """Return the attributes of all nodes. Merges dicts, because each process may have versions of different modules."""
     merged: dict[str, JSON] = {}
     for node in nodes:
         for name, value in (node.attributes or {}).items():

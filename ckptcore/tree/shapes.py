@@ -1,4 +1,6 @@
-"""Shapes of flattened values: their containers and objects, to build values like them and to restore them in place."""
+"""Shapes of flattened values: their containers and objects. A load uses them to build a similar value or to restore the
+value in place.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,11 @@ class ObjectNode(NamedTuple):
 
 
 class NewContainer(NamedTuple):
-    """A container that a load builds, because the stored one has another structure. It contains no objects.
+    """A container that a load builds, because the stored container has another structure. It contains no objects.
 
     Attributes:
         content: the container to build.
-        own: a list or dict of the value that gets the content; None to replace what the value has.
+        own: a list or dict of the value that receives the content; None: replace the container of the value.
         leaves: the number of leaves in it.
     """
 
@@ -56,7 +58,7 @@ order of visits; None if that is the order of the keys. See `_visiting_order`.
 
 
 def rank_of_key(key: Key) -> tuple[int, int, str, tuple[Any, ...]]:
-    """Return a value that sorts keys of all types: first numbers, then text, then tuples."""
+    """Return a sort key for keys of all types: first numbers, then text, then tuples."""
     if isinstance(key, int):
         return 0, key, "", ()
     if isinstance(key, tuple):
@@ -65,7 +67,7 @@ def rank_of_key(key: Key) -> tuple[int, int, str, tuple[Any, ...]]:
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
-    """Build a value with exactly the types and static content of the flattened one, and other leaves."""
+    """Build a value with exactly the types and static content of the flattened value, but with other leaves."""
     return _unflatten(shape, iter(leaves), lambda node, state: node.handler.unflatten(node.like, state), {})
 
 
@@ -84,7 +86,7 @@ def _unflatten(
     of_state: Callable[[ObjectNode, object], object],
     made: dict[int, object],
 ) -> object:
-    """Build a node. `made` has the containers that keep their identity, by the identity of the flattened ones."""
+    """Build a node. `made` maps the ids of flattened containers to new ones, so that shared containers stay shared."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
@@ -149,9 +151,9 @@ class LiveObject(NamedTuple):
         return f"{format_path(self.path)}, a {type(self.node.like).__qualname__}"
 
     def undo(self) -> Callable[[], None] | None:
-        """Return a function that puts the present state back; None if there is none. See `CheckpointableHandler`.
+        """Return a function that puts the present state back; None if a handler has none. See `CheckpointableHandler`.
 
-        It also puts back the objects in its state, which are restored with it.
+        The function also puts back the objects in the state, because a restore changes them too.
         """
         nodes = [self.node, *[inner.node for inner in _inner_objects(self.node.state)]]
         functions = [node.handler.undo(node.like) for node in nodes]
@@ -164,13 +166,13 @@ class LiveObject(NamedTuple):
         return None if None in functions else undo
 
     def restore(self, leaves: Sequence[object]) -> None:
-        """Restore the object, and first the objects in its state. `leaves` are those of the whole value."""
+        """Restore the objects in the state, then the object itself. `leaves` are the leaves of the whole value."""
         state = _unflatten(self.node.state, iter([leaves[position] for position in self.leaves]), _restored, {})
         self.node.handler.restore(self.node.like, state)
 
 
 def _restored(node: ObjectNode, state: object) -> object:
-    """Restore an object in the state of another one, and return it. Build a new value that is no object."""
+    """Restore an object in the state of another object, and return it. Build a new value if it is not an object."""
     if not node.handler.is_object:
         return node.handler.unflatten(node.like, state)
     node.handler.restore(node.like, state)
@@ -183,9 +185,9 @@ def objects_that_may_refuse(shape: Shape) -> Sequence[LiveObject]:
 
 
 def objects_in(shape: Shape) -> Sequence[LiveObject]:
-    """Return the objects in a value that are in no other object, in the order of visits.
+    """Return the outermost objects in a value, in the order of visits.
 
-    That order is equal on every process of a job, because `load_state_dict` may be collective.
+    The order is the same on every process of a job, because `load_state_dict` may be collective.
     """
     return sorted(_find_objects(shape), key=lambda live: [rank_of_key(key) for key in live.path])
 
@@ -201,18 +203,18 @@ def _find_objects(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator
 
 
 def outer_objects(shape: Shape) -> Iterator[tuple[TreePath, object, range]]:
-    """Yield modules and other objects in a value that are in no other object, with their paths and leaves."""
+    """Yield the outermost modules and other objects in a value, with their paths and leaves."""
     for part in outer_parts(shape):
         if part.is_object:
             yield part.path, part.like, part.leaves
 
 
 def outer_parts(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[Part]:
-    """Yield the containers and objects in a value that are in no other object. Outer ones are before inner ones.
+    """Yield the containers and objects in a value, outer before inner. Does not enter objects.
 
     Args:
         shape: the shape of the value.
-        path, start: the path of the value in a larger one, and the position of its first leaf there.
+        path, start: the path of the value in a larger value, and the position of its first leaf there.
     """
     if not isinstance(shape, ObjectNode | Container):
         return
@@ -226,7 +228,7 @@ def outer_parts(shape: Shape, path: TreePath = (), start: int = 0) -> Iterator[P
 
 
 def lacks_object_at(shape: Shape, path: TreePath) -> bool:
-    """Return True if a path is in the state of an object in a value, and no object is at the path itself."""
+    """Return True if a path is inside the state of an object in a value, and the path itself has no object."""
     inside = False
     for key in path:
         while isinstance(shape, ObjectNode):
@@ -238,7 +240,7 @@ def lacks_object_at(shape: Shape, path: TreePath) -> bool:
 
 
 def _inner_objects(state: Shape) -> Iterator[LiveObject]:
-    """Return the objects in the state of another one, at any depth."""
+    """Yield the objects in the state of another object, at any depth."""
     for inner in _find_objects(state):
         if inner.node.handler.is_object:
             yield inner
@@ -257,12 +259,12 @@ def restore(
     paths: Sequence[TreePath],
     untouched: Collection[TreePath] = (),
 ) -> None:
-    """Store other leaves in the flattened value, in place. Objects that may refuse a state were restored before.
+    """Put new leaves into the flattened value, in place. The caller has restored objects that may refuse a state.
 
     Args:
         shape: the shape of the value.
         leaves: the new leaves.
-        filled: for each leaf, True if it was filled in place and stays.
+        filled: for each leaf, True if it stays, because it was filled in place or is not loaded.
         paths: the paths of the leaves, for errors.
         untouched: the paths of objects that stay as they are.
 
@@ -282,7 +284,7 @@ def restore(
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """Return the first leaf to replace that no container above it can replace; None if all can be replaced.
+    """Return the first leaf that must be replaced but that no container above it can replace; None if there is none.
 
     Args:
         shape: the shape of the value.
@@ -325,13 +327,13 @@ def _is_replaced(node: ObjectNode) -> bool:
 
 
 def _children_are_live(shape: Container) -> bool:
-    """Return True if a container returns its children themselves, and does not build new ones each time."""
+    """Return True if a container returns the same children each time; False if it builds new ones."""
     again = shape.handler.flatten(shape.like).children
     return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
 
 
 def _like_of(shape: Shape, other: object) -> object:
-    """Return the value of a node; `other` for a leaf, and for a container that is replaced."""
+    """Return the value of a node; `other` for a leaf and for a container that is replaced."""
     if isinstance(shape, NewContainer):
         return other if shape.own is None else shape.own
     return other if shape is None else shape.like
@@ -345,7 +347,7 @@ def _replaceable(shape: Container) -> Collection[int]:
 def shared_containers(shape: Shape, is_shared: Callable[[Container], object]) -> Sequence[tuple[range, range]]:
     """Find containers that are at several paths of a value. Return pairs of leaf ranges.
 
-    A pair has the leaves below the first path of a container, and the leaves below a further path.
+    The first range of a pair is below the first path of a container. The second range is below another path of it.
 
     Args:
         shape: the shape of the value.
@@ -367,7 +369,8 @@ def _find_shared(
     if shape is None:
         return start + 1
     if isinstance(shape, ObjectNode):
-        return _find_shared(shape.state, start, {}, [], is_shared)  # the object builds a new state each time
+        # Ignore shared containers in a state, because the object builds a new state each time.
+        return _find_shared(shape.state, start, {}, [], is_shared)
     if isinstance(shape, NewContainer):
         return start + shape.leaves
     stop = start
@@ -407,7 +410,7 @@ def _restore(
             _skip(shape, position)
             return _KEPT
         numbers = list(itertools.islice(position, shape.leaves))
-        if all(filled[number] for number in numbers):  # nothing of it is stored
+        if all(filled[number] for number in numbers):  # no leaf of the value is loaded
             return _KEPT
         return unflatten(shape, [leaves[number] for number in numbers])
     if isinstance(shape, NewContainer):
@@ -430,7 +433,7 @@ def _restore(
         return _KEPT
     others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
     if len(others) < len(replaced) and any(child is _CHANGED for child in replaced) and not _children_are_live(shape):
-        # The container does not have the changed children, but builds new ones each time.
+        # The container builds new children each time, so the changed children must be put into it.
         changed = [number for number, child in enumerate(replaced) if child is _CHANGED]
         others.update({number: _like_of(shape.children[number], None) for number in changed})
     replaceable = _replaceable(shape) if others else ()

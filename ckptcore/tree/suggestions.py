@@ -12,24 +12,25 @@ _MAX_LENGTH: Final = 300
 """Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
-"""Groups of three letters in more names than this are ignored, unless the requested name has no rarer group."""
+"""A group of three letters that more names than this contain is ignored, unless the requested name has no rarer group.
+"""
 
 _COMPARED: Final = 4
-"""Number of names with the most groups in common that are compared letter by letter, the slowest step."""
+"""Number of names to compare letter by letter: those with the most groups in common. This is the slowest step."""
 
 _FEW: Final = 16
-"""Up to this number of names, all names are compared."""
+"""If there are at most this number of names, all of them are compared."""
 
 
 class NameSuggestions:
-    """Finds similar names in bounded time.
+    """A search for similar names in bounded time.
 
-    Compares letter by letter only the few names that share the most groups of three letters with the requested one.
-    Beyond a limit of names or requests it finds nothing.
+    It compares only a few names letter by letter: those that share the most groups of three letters with the requested
+    name. Beyond a limit of names or requests it finds nothing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Search these names."""
+        """Create a search in these names."""
         self._names = names
         self._requests = 0
         self._names_by_group: dict[str, list[int]] | None = None
