@@ -27,7 +27,7 @@ __all__ = ["abstract", "delete", "metadata", "open", "verify"]
 def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
     """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
 
-    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads these rows only, and
+    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads only these rows, and
     ``checkpoint.iter_boxes()`` streams all arrays. Use it in a ``with`` statement, or close it.
 
     Args:

@@ -154,9 +154,9 @@ def load_into(
 ) -> Any:
     """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.
 
-    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers
-    that cannot be changed (tuples, frozen dataclasses). Arrays of the target must not overlap in memory, except tied
-    arrays, which must also be tied in the checkpoint.
+    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. Containers that
+    cannot be changed (tuples, frozen dataclasses) are replaced, too. Arrays of the target must not overlap in memory,
+    except tied arrays, which must also be tied in the checkpoint.
 
     Args:
         location: see `load`.
@@ -204,7 +204,7 @@ def load_checkpointables(
         location: a path or URL.
         abstract: objects to load as new values: abstract trees by name (see `load`), or a list of names. None as
             an abstract tree loads Python and NumPy types (files as a dict of bytes by path), and `PLACEHOLDER` skips
-            the object. Without `abstract` and `into`, every object is loaded; those that were deleted since the save
+            the object. Without `abstract` and `into`, every object is loaded; objects that were deleted since the save
             are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
         progress: see `load`. Until an object is loaded, the total includes all its arrays, even those to be skipped.
@@ -213,7 +213,7 @@ def load_checkpointables(
     Wrap an abstract tree or an object in `LoadAs` to pass a selection, transforms, and allowed differences for it.
 
     Returns:
-        The loaded objects by name; those of `into` are the same objects.
+        The loaded objects by name. Objects of `into` are returned themselves.
 
     Raises:
         CheckpointNotFoundError: a name was not saved, or was deleted later. Nothing was changed.

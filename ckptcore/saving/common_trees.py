@@ -248,7 +248,7 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
 
 
 def _refuse_unheld_arrays(description: TreeDescription) -> None:
-    """Refuse arrays of which the leader holds no elements. All ranks have equal digests, so no rank holds any."""
+    """Refuse arrays whose elements no rank holds. The leader checks this for all ranks, whose digests are equal."""
     if description.holders.remote_leaves:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.holders.remote_leaves)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""

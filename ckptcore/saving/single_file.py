@@ -100,6 +100,7 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
             f"{location.display} is a directory, and a file does not replace it: delete it with ckptcore.delete, or "
             "save elsewhere. Nothing was changed"
         )
+    # An empty directory lists no names, so look for it in the listing of its parent.
     elif location.commit_method.replaces_atomically and f"{location.name}/" in location.parent.list_names():
         raise CheckpointExistsError(
             f"{location.display} is an empty directory, and a file does not replace it: remove it, or save elsewhere. "

@@ -383,6 +383,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
         layout=name,
         state=state,
         tree=tree,
+        # The index is replaced after the root, so the root must not state its size and checksums.
         objects={key: record for key, record in objects.items() if key != index},
         role=info.role if info.members is None else "member",
         index=index or "",

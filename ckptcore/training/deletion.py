@@ -463,9 +463,9 @@ class StepDeleter:
     ) -> threading.Event | None:
         """Hide a step from this process. Return the event that is set when its deletion ends; None if it must stay.
 
-        A step must stay if `keep` returns it, or if this process changed it after the decision, at which
-        `StepDirectory.changes` returned `since`. An undamaged step also stays if no other step is valid, in this
-        directory or `elsewhere`.
+        A step must stay if `keep` returns it, or if this process changed it after the decision to delete it. `since`
+        is the result of `StepDirectory.changes` at that decision. An undamaged step also stays if no other step is
+        valid, in this directory or `elsewhere`.
         """
         with self._deciding:
             if step in keep() or self._steps.changed_since(step, since):
@@ -506,7 +506,7 @@ class StepDeleter:
         recording = Recording("delete", str(self._steps.location(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:
-                self._owned.check_without_room()
+                self._owned.check_without_room()  # a full disk must not prevent the deletion
                 intent.check()
                 location = self._location(step)
                 try:

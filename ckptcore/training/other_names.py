@@ -49,7 +49,7 @@ def find_other_steps(
     Args:
         display: the directory, for errors.
         store: the storage, opened at the directory.
-        names: entries without the name of a step; those of directories end in ``/``.
+        names: entries without the name of a step. Names of directories end in ``/``.
         unread: entries with the name of a step, newest first. None of them is a checkpoint.
         holds: returns True if an entry is a checkpoint that a layout reads, None if it is unfinished or cannot be read.
 

@@ -108,7 +108,7 @@ class OwnedDirectory:
             SaveLostError: another process owns it.
             StorageError: it does not exist now, because its file system is not mounted.
         """
-        if not self.steps.commit_method(self.store).claims_by_root:
+        if not self.steps.commit_method(self.store).claims_by_root:  # object stores have no directories to check
             self.lock.check_without_room()
 
     def infos(self) -> Sequence[StepInfo]:

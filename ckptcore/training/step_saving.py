@@ -134,7 +134,7 @@ class SaveOrders:
         self._directories = directories
         self._last = SaveOrder()
         self._counted: int | None = None
-        """The lowest step whose order was read. The orders of all later steps were read, too. None before."""
+        """The orders of all steps from this number on were read. None: no order was read yet."""
         self._newest = -1  # the highest step that got an order from `next`; it may not be committed yet
 
     def next(self, step: int, owner: int) -> SaveOrder:

@@ -63,8 +63,8 @@ T = TypeVar("T")
 class StepDirectory:
     """The steps in a directory: the last listing, and the changes by this process since then. Thread-safe.
 
-    One listing finds all names. The first call about a name checks with one small request that it is a committed step.
-    Once a step is found committed, this is cached until the step is deleted or missing in a new listing.
+    One listing finds all names. The first call about a step checks with one small request that the step is committed.
+    A positive result is cached until the step is deleted or missing in a new listing.
 
     Attributes:
         directory: the absolute path or URL.
@@ -133,8 +133,8 @@ class StepDirectory:
     def list_names(self) -> Mapping[int, str]:
         """List the names of steps, committed or not, by step, with one request. See `replace`.
 
-        A step is a directory, or a file that other software wrote. The known steps stay as they are, but `leftovers` is
-        updated.
+        A step is a directory, or a file that other software wrote. Does not change the known steps, but updates
+        `leftovers`.
 
         Raises:
             InvalidLocationError: the directory is a checkpoint.
@@ -147,6 +147,7 @@ class StepDirectory:
         if ROOT_KEY in listing:
             raise self._no_directory()
         entries = [entry[:-1] for entry in listing if entry.endswith("/")]
+        # A save that replaces a step by two renames hides the old step between them. Restore it if the save was killed.
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
             try:
@@ -430,7 +431,7 @@ class StepDirectory:
             listed = name not in self._unlisted
             self._unlisted.discard(name)
             if not listed and ours is None and self._listed.get(step) == name:
-                del self._listed[step]
+                del self._listed[step]  # neither the listing nor the storage has it: it was deleted
         committed = ours is True
         if ours is None and listed:
             committed, ours = self._inspect(name)

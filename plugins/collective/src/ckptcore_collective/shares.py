@@ -344,7 +344,7 @@ def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]
 
 
 def _sent_chunks(cells: Sequence[_Cell], chunks_of: Sequence[set[Box]], members: Mapping[Box, set[int]]) -> set[Box]:
-    """Return the chunks of which a part is sent. All parts of such a chunk are sent, so that it is read only once."""
+    """Return the chunks that are sent. If one part of a chunk is sent, all its parts are, so that it is read once."""
     sent: set[Box] = set()
     count = -1
     while count < len(sent):  # a cell that is sent because of one of its chunks also sends its parts of the others

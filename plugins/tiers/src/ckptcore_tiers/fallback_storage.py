@@ -86,7 +86,7 @@ class FallbackStorage(StorageBackend):
         return None
 
     def _far_key(self, key: str) -> str | None:
-        """Return the key of an object in the far copy; None for the root, or if the far copy is from another save."""
+        """Return the key of an object in the far copy; None for the root, or if the far copy lacks the same root."""
         if not key.startswith(f"{self._name}/") or key == f"{self._name}/{ROOT_KEY}":
             return None
         with self._lock:

@@ -407,9 +407,9 @@ class TieredDirectory:
 
         Args:
             near: the fast directory: its options, or only its path or URL.
-            far: the directory of the run: a path or URL. It receives the steps that the near tier's
-                upload policy chooses, and keeps those that the `Checkpointer`'s preservation policy
-                keeps.
+            far: the directory of the run: a path or URL. The upload policy of the near tier chooses
+                the steps to upload to it. The preservation policy of the `Checkpointer` chooses the
+                steps to keep in it.
 
         `open` and `own` raise `InvalidLocationError` if one directory is the other or inside it.
         """

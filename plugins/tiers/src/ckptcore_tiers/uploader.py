@@ -109,8 +109,8 @@ class Uploader:
     def resume(self) -> None:
         """Queue the steps that an earlier run did not upload.
 
-        These are the steps that exist only in the near directory, if the upload policy chooses
-        them, and all steps whose near copy is from a later save than the far copy.
+        Queues a step that exists only in the near directory if the upload policy chooses it. Always
+        queues a step whose near copy is from a later save than its far copy.
         """
         candidates = self._far.steps.candidates()
         states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)

@@ -1,9 +1,9 @@
 """Ready-made transforms between the weights of model families in different libraries.
 
-Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns those in the other
-direction. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the model
-itself are an error in both directions. For this, each list ends with a `Refuse`, and has another one near its start,
-which is near the end of the inverse.
+Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns the reverse
+transforms. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the
+model itself are an error in both directions. For this, each list ends with a `Refuse`, and has another one near its
+start, which is near the end of the inverse.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
 inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
