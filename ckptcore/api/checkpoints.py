@@ -27,7 +27,7 @@ __all__ = ["abstract", "delete", "metadata", "open", "verify"]
 def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
     """Open a checkpoint to inspect it and to read parts of its arrays on demand. Reads no array.
 
-    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads these rows only, and
+    The result is a mapping of the tree: ``checkpoint["params/w"][0:16]`` reads only these rows, and
     ``checkpoint.iter_boxes()`` streams all arrays. Use it in a ``with`` statement, or close it.
 
     Args:
@@ -76,7 +76,7 @@ def verify(
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to verify.
-        StorageError: an object cannot be read, so it is not known whether it is damaged.
+        StorageError: an object cannot be read, so its damage is unknown.
     """
     context = context or default_context()
     with runtime_of(context).show_progress(progress, "verifying") as report:
@@ -85,7 +85,7 @@ def verify(
 
 @explains_arguments
 def delete(location: LocationLike, *, other_files: bool = False, context: Context | None = None) -> None:
-    """Delete a checkpoint of ckptcore, also an unfinished or damaged one.
+    """Delete a checkpoint of ckptcore, even an unfinished or damaged one.
 
     No process can load a partly deleted checkpoint. Never deletes another checkpoint.
 
@@ -98,8 +98,8 @@ def delete(location: LocationLike, *, other_files: bool = False, context: Contex
         CheckpointNotFoundError: the location is empty.
         CheckpointExistsError: the files at the location are not a checkpoint of ckptcore, or its directory contains
             another checkpoint, or files that no save wrote. Nothing is deleted.
-        CheckpointReferredError: other checkpoints in the same parent directory refer to its arrays; names them.
-            References from elsewhere are not detected.
+        CheckpointReferredError: other checkpoints in the same parent directory refer to its arrays. The error names
+            them. References from checkpoints in other directories are not detected.
     """
     runtime = runtime_of(context or default_context())
     resolved = resolve_location(location, runtime.storages, to_write=True)

@@ -41,36 +41,37 @@ def load(
     """Load a checkpoint.
 
     Args:
-        location: a path or URL of a checkpoint of ckptcore, or of any other format
-            that an installed layout reads, also a single file.
+        location: a path or URL of a checkpoint of ckptcore, or of any other format that an installed layout reads. It
+            can be a single file.
         abstract: a tree with the structure of the result. Each leaf states shape, dtype, framework and placement: an
             array, a `jax.ShapeDtypeStruct`, a tensor on the meta device, or an `AbstractArray`. `PLACEHOLDER` skips a
             leaf or subtree. None: load arrays in the saved structure.
         framework: without an abstract tree, the framework of the arrays: ``"numpy"`` (the default), ``"torch"`` for
             tensors on the CPU, ``"jax"`` for arrays with their saved sharding if the devices allow it, or else on the
-            default device. Numbers and text remain values of Python. Arrays that the framework does not have are loaded
-            as NumPy arrays: text, and 64-bit numbers in JAX while jax_enable_x64 is off.
+            default device. Numbers and text remain values of Python. Arrays that the framework does not support are
+            loaded as NumPy arrays: arrays of text, and of 64-bit numbers in JAX while jax_enable_x64 is off.
         context: options.
-        select: the stored leaves to load, by `ckptcore.select`; others are not read. Without an abstract tree, they are
-            removed from dicts, and replaced by `PLACEHOLDER` in lists and tuples; with one, `PLACEHOLDER` replaces
-            them.
+        select: the stored leaves to load, by `ckptcore.select`. Other leaves are not read. With an abstract tree,
+            `PLACEHOLDER` replaces the other leaves. Without one, they are removed from dicts, and replaced by
+            `PLACEHOLDER` in lists and tuples.
         transforms: changes of the stored tree, applied in this order before it is matched: see
             `ckptcore.transforms`. Without an abstract tree, the transformed tree is loaded.
         matching: allowed differences between the abstract tree and the stored one; by default none.
         report: filled when the load has succeeded: how each leaf was handled, and the number of bytes read.
         strategy: changes how the load reads, for instance through a cache: see `ckptcore.protocols.ReadStrategy`. None:
             selected by ``JobOptions(reads=...)``.
-        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of the bytes of arrays that
-            this process has loaded and has to load. It is called from any thread; calls do not overlap. The last call
-            has two equal numbers. It may raise an exception to stop the load. If the checkpoint is replaced during the
-            load, the total grows by the bytes that are read again. Files of objects are not counted.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function that is called with the bytes
+            of arrays that this process has loaded so far, and with the total. It is called from any thread; calls do
+            not overlap. The last call has two equal numbers. It may raise an exception to stop the load. If the
+            checkpoint is replaced during the load, the total grows by the bytes that are read again. Files of objects
+            are not counted.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to load.
         UnknownPluginError: no installed plugin has the framework.
         TransformError: a transform does not fit the stored tree, or matches no leaf.
         TreeMismatchError: the abstract tree and the stored one have differences that are not allowed; lists all of
-            them. Also if nothing is selected.
+            them. Also raised if nothing is selected.
         CorruptCheckpointError: bytes differ from those written; names file, array and range.
     """
     context = context or default_context()
@@ -109,8 +110,8 @@ def load_async(
 ) -> LoadHandle[Any]:
     """Load a checkpoint in the background. See `load`; the handle raises the errors of `load`.
 
-    The report, if any, is filled before the result of the handle is available. The load has the settings of this thread
-    that decide about loaded leaves, such as JAX' default device.
+    The report, if any, is filled before the result of the handle is available. The load uses the settings of the
+    calling thread that affect loaded leaves, such as the default device of JAX.
     """
     settings = runtime_of(context or default_context()).registry.thread_settings()
     # Import on this thread what only some loads need: a process that is forked while another thread imports a module
@@ -153,16 +154,16 @@ def load_into(
 ) -> Any:
     """Load a checkpoint into an existing value: arrays and tensors are filled in place. Returns the target.
 
-    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers
-    that cannot be changed (tuples, frozen dataclasses). Arrays of the target must not overlap in memory, except tied
-    arrays, which must also be tied in the checkpoint.
+    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. Containers that
+    cannot be changed (tuples, frozen dataclasses) are replaced, too. Arrays of the target must not overlap in memory,
+    except tied arrays, which must also be tied in the checkpoint.
 
     Args:
         location: see `load`.
         target: the value to change. `PLACEHOLDER` leaves are not loaded.
         context: options.
-        select: see `load`; the target keeps its other leaves, and so do objects in it, such as modules. An object
-            without a value for a leaf that is left out, such as a new optimizer, must be selected as a whole.
+        select: see `load`; the target keeps its other leaves, and so do objects in it, such as modules. An object that
+            has no value for an unselected leaf, such as a new optimizer, must be selected as a whole.
         transforms, report, strategy, progress: see `load`.
         matching: see `load`; with ``missing="keep"`` the target keeps leaves that are not stored.
 
@@ -203,16 +204,16 @@ def load_checkpointables(
         location: a path or URL.
         abstract: objects to load as new values: abstract trees by name (see `load`), or a list of names. None as
             an abstract tree loads Python and NumPy types (files as a dict of bytes by path), and `PLACEHOLDER` skips
-            the object. Without `abstract` and `into`, every object is loaded; those that were deleted since the save
+            the object. Without `abstract` and `into`, every object is loaded; objects that were deleted since the save
             are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
-        progress: see `load`. An object that is not loaded yet counts with all its arrays, even if some are skipped.
+        progress: see `load`. Until an object is loaded, the total includes all its arrays, even those to be skipped.
         context: options.
 
     Wrap an abstract tree or an object in `LoadAs` to pass a selection, transforms, and allowed differences for it.
 
     Returns:
-        The loaded objects by name; those of `into` are the same objects.
+        The loaded objects by name. Objects of `into` are returned themselves.
 
     Raises:
         CheckpointNotFoundError: a name was not saved, or was deleted later. Nothing was changed.

@@ -38,17 +38,17 @@ def save(
 
     Args:
         location: a path or URL. The checkpoint is a new directory there. A path that ends in ``.safetensors`` is one
-            file, for a flat dict of arrays in one process, as safetensors itself writes it.
+            file in the format of the safetensors library. It stores a flat dict of arrays of one process.
         state: a tree of containers and leaves that the installed plugins handle.
         layout: the on-disk format: a name, or a layout object with options.
         overwrite: True to replace an existing checkpoint atomically. Refuses a directory with files that no save
-            wrote, such as a tokenizer. ``"non-atomic"`` also replaces it on storages that cannot do so atomically; on
-            an object store, a crash may leave neither checkpoint. ``"best-effort"`` is the same on file systems, with
-            a warning where a replacement is not atomic, and like True on object stores. ``"keep-other-files"`` is like
-            True, but files that no save wrote stay, and other processes may write them at any time. If the
-            location has a checkpoint of the same layout, this must be dcp or safetensors. An object store has no such
-            save: a location with other files is refused there.
-            ``"with-other-files"`` is like ``"non-atomic"``, deletes these files too, and logs their names.
+            wrote, such as a tokenizer. ``"non-atomic"`` also replaces checkpoints on storages without an atomic
+            replacement; on an object store, a crash may leave neither checkpoint. ``"best-effort"`` is like
+            ``"non-atomic"`` on file systems, with a warning if the replacement is not atomic, and like True on object
+            stores. ``"keep-other-files"`` is like True, but files that no save wrote stay, and other processes may
+            write them at any time. To replace a checkpoint of the same layout, this layout must be dcp or safetensors.
+            Object stores do not support this: a location with other files is refused. ``"with-other-files"`` is like
+            ``"non-atomic"``, but also deletes files that no save wrote, and logs their names.
         metadata: JSON, stored with the checkpoint.
         strategy: what to write and commit, such as `Update` or `WithExports`; None: the whole state.
         progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function that is called
@@ -63,7 +63,7 @@ def save(
             ``.safetensors`` file, which cannot store this state.
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: the state cannot be saved. Nothing was written.
         BackgroundSaveError: an earlier asynchronous save failed, and its error was not retrieved. Call again to save.
-        StorageError: the storage failed. An earlier checkpoint is unchanged.
+        StorageError: the storage failed. An earlier checkpoint is unchanged, unless its replacement was not atomic.
     """
     context = context or default_context()
     request = _request(location, OneTree(state), layout, overwrite, metadata, strategy)

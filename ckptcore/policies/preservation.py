@@ -17,7 +17,7 @@ _NEWEST: Final = "the newest step, which is never deleted"
 def what_to_delete(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> tuple[int, ...]:
     """Return the steps that garbage collection deletes, ascending.
 
-    The newest is never deleted: a job that resumes would lose work.
+    The newest step is never deleted, because a job that resumes from an older step would lose work.
 
     Args:
         policy: chooses the steps to keep.
@@ -32,7 +32,9 @@ def what_to_delete(policy: PreservationPolicy, steps: Sequence[StepInfo], now: f
 
 
 def explain(policy: PreservationPolicy, steps: Sequence[StepInfo], now: float) -> Mapping[int, tuple[str, ...]]:
-    """Return the reasons to keep each step, by step, ascending; no reasons for a step that `what_to_delete` returns.
+    """Return the reasons to keep each step, by step in ascending order.
+
+    A step that `what_to_delete` returns has no reasons.
 
     Args:
         policy: chooses the steps to keep. The reason is its `str`, or the `str` of a policy in an `AnyPreservation`.
@@ -145,8 +147,8 @@ class LatestN:
 class LatestDuration:
     """Keeps the oldest step that is at most a number of seconds old, and every later one.
 
-    The age is the time of this host less the time of the host that saved the step: hosts that save steps of one run
-    need one clock, as NTP gives them.
+    The age is the time on this host minus the time on the host that saved the step. Synchronize the clocks of these
+    hosts, for example with NTP.
 
     Attributes:
         seconds: the age, at least 0.

@@ -23,8 +23,8 @@ class SaveContext:
         last_step: the newest step when the directory was opened, or the step that was saved or loaded last since then.
             A save counts once it has begun, even if it fails later. None if there is none.
         last_epoch: the epoch of that step; None if unknown.
-        last_save_began: start of the save of that step, in seconds since the epoch (UTC); for a step found in the
-            directory, its creation. None if there is none.
+        last_save_began: start of the save of that step, in seconds since the epoch (UTC). For a step that was found in
+            the directory, its creation time. None if there is no such step.
         last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
         saving: True while a save runs in this process; if the leader decides for the job, in any process.
         preempted: True once this process has a notice that its machine will be preempted; if the leader decides for the
@@ -80,8 +80,8 @@ class EveryStep:
 class FixedInterval:
     """Saves at multiples of a number of steps, including step 0.
 
-    If steps jump over a multiple, nothing is saved: with an interval of 100, neither step 99 nor step 101 is. In that
-    case use `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
+    A multiple that the steps jump over is not saved: with an interval of 100, nothing is saved if step 101 follows step
+    99. In that case use `TimeInterval`, or a `CustomSave` that compares with `SaveContext.last_step`.
 
     Attributes:
         steps: the interval, at least 1.
@@ -138,7 +138,7 @@ class EpochInterval:
 
 @dataclass(frozen=True, slots=True)
 class TimeInterval:
-    """Saves when a number of seconds has passed since the last save began, and at once if there is none.
+    """Saves when a number of seconds has passed since the last save began. Saves at once if there is no last save.
 
     The newest step counts even if an earlier run saved it, so that a job which is killed more often than the interval
     still makes progress.
@@ -290,7 +290,7 @@ def _has_passed(interval: float, context: SaveContext) -> bool:
     if context.last_save_began is None:
         return True
     elapsed = context.now - context.last_save_began
-    # A clock that was set back must not delay saves by that time.
+    # If the clock was set back, save now rather than wait until it has caught up.
     return elapsed < 0 or elapsed >= interval
 
 

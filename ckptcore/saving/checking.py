@@ -1,4 +1,4 @@
-"""Checks before the training that a state can be saved and restored. They read no array, and write nothing."""
+"""Check before the training that a state can be saved and restored. Reads no arrays and writes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptcore.saving.descriptions import TreeDescription, describe_part, naming
 from ckptcore.tree.flattening import PerProcess, flatten, requested_columns
 
 _SHOWN: Final = 50
-"""Limit of refusals in the text of the error."""
+"""Maximum number of refused values that an error lists."""
 
 
 @explains_arguments
@@ -27,9 +27,9 @@ def check(state: object, *, layout: str | Layout = "safetensors", context: Conte
     """Check that a tree can be saved and restored. Call it before the training, not only at the first save.
 
     Reads no array and writes nothing. In a job, every process calls it. Objects may create state while they are used,
-    such as the moments of an optimizer; a check after the first step finds more. Methods of objects are called as by a
-    save: pass an optimizer itself rather than an object that calls ``get_optimizer_state_dict`` of PyTorch, which makes
-    a step if the optimizer has no state.
+    such as the moments of an optimizer, so a check after the first step can find more. A check calls the same methods
+    of objects as a save does. Pass an optimizer itself rather than an object that calls ``get_optimizer_state_dict``
+    of PyTorch: this function makes a step if the optimizer has no state.
 
     Args:
         state: the tree, as for `save` and `load_into`.
@@ -114,7 +114,7 @@ def check_values(values: Mapping[str, object], layout: str | Layout, context: Co
 
 
 def _restore_abstractly(value: object, description: TreeDescription, plugins: Plugins, rank: int) -> None:
-    """Request what was described, as a load into the value would.
+    """Match a value with its own description, as a load into the value would.
 
     Raises:
         TreeMismatchError: the value would not accept its own state.

@@ -1,4 +1,4 @@
-"""CommonTrees: the trees that all ranks of a job save together, the ranks whose trees differ, and their union."""
+"""CommonTrees: the trees that all ranks of a job save together. Merges trees that differ between ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.tree.flattening import per_process_leaves, per_process_objects
 from ckptcore.tree.merge import merge_trees, refuse_different_arrays
 
 _MOST_DIFFERENT: Final = 32
-"""Limit of ranks that send the digests of their arrays because these differ. An error names so many."""
+"""Maximum number of ranks that send their trees only because their array digests differ. Limits the error text."""
 
 
 class CommonTrees:
@@ -43,9 +43,9 @@ class CommonTrees:
             refuse_per_process_objects(description, agreement.size, context)
 
     def payload(self, members: Mapping[str, Member] | None, strategy: SaveStrategy[SaveDraft, Save]) -> JSON:
-        """Return digests of the names, trees and arrays of this rank. Digests are equal only if names and trees are.
+        """Return digests of the names, trees and arrays of this rank, for comparison with those of other ranks.
 
-        Ignores notes: each rank names the device of an array differently.
+        Ignores the notes of leaves, because they name devices, and each rank names the device of an array differently.
         """
         rank, size = self._agreement.rank, self._agreement.size
         self._digests = {name: replica_digests(tree, rank, size) for name, tree in self._own.items()}
@@ -58,7 +58,10 @@ class CommonTrees:
         }
 
     def compare(self, payloads: Sequence[Any]) -> dict[str, Sequence[int]]:
-        """Return by name of each tree that differs between ranks, the ranks that send theirs. On the leader.
+        """Find the trees that differ between ranks. On the leader.
+
+        Returns:
+            By name of each such tree, the ranks that send their tree to the leader.
 
         Raises:
             CheckpointError: the ranks save different checkpointables or further checkpoints.
@@ -83,10 +86,10 @@ class CommonTrees:
         return different
 
     def merge(self, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]) -> Mapping[str, TreeDescription]:
-        """Return all trees by name, those that differ between ranks as part of their union. On every rank.
+        """Return all trees by name. A tree that differs between ranks becomes part of the union. On every rank.
 
-        One rank of each group with equal trees and digests of arrays sends them to the leader, so that messages do not
-        grow with the job.
+        Ranks with equal trees and equal array digests form a group. Only one rank of each group sends its tree to the
+        leader, so that messages do not grow with the job.
 
         Raises:
             TreeMismatchError: on the leader, if trees cannot be merged, or arrays differ that must be equal. Other
@@ -232,7 +235,7 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
-    """Return a tree without notes. Arrays refer to cuts by number: many arrays share cuts, which may be long."""
+    """Return a tree without notes. Cuts are stored once and referred to by number: many arrays share long cuts."""
     extras: Any = tree["extras"]
     cuts: dict[Any, int] = {}
     compact = {}
@@ -245,7 +248,7 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
 
 
 def _refuse_unheld_arrays(description: TreeDescription) -> None:
-    """Refuse arrays of which the leader holds no elements. All ranks have equal digests, so no rank holds any."""
+    """Refuse arrays whose elements no rank holds. The leader checks this for all ranks, whose digests are equal."""
     if description.holders.remote_leaves:
         paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.holders.remote_leaves)]
         more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
@@ -264,17 +267,17 @@ def _groups(name: str, payloads: Sequence[Any], *further: str) -> list[list[int]
 
 
 def replica_digests(description: TreeDescription, rank: int, size: int) -> Mapping[str, int]:
-    """Return the digests of the arrays that this process is assumed to have as other processes do.
+    """Return the digests of the arrays that are assumed to be equal in all processes.
 
-    Only of arrays that any of these processes may write: of none in a layout where one process writes what all have,
-    of none that know which processes hold their boxes, and of no values that may differ between processes.
+    Includes only arrays that any process may write. There are none if replica 0 writes all boxes. Skips arrays that
+    know which processes hold their boxes, and values that may differ between processes.
 
     Args:
         description: the tree of this process.
         rank, size: the rank of this process, and the number of processes of the job.
 
     Returns:
-        The digests of boxes, by the number of their leaf. For a part of an array, the number is followed by its box.
+        The digest of each box. Its key is the number of the leaf; for a part of an array, the number and the box.
     """
     shares, tree = description.shares, description.tree
     if shares is None or description.own or size == 1:
@@ -295,7 +298,10 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
 
 
 def _is_assumed_equal(handler: LeafHandler, leaf: object, rank: int, size: int) -> bool:
-    """Return True if an array does not know which processes hold it: it would be a replica of any number of them."""
+    """Return True if an array does not know which processes hold it.
+
+    Such an array counts one replica for each process, even if the job had one process more.
+    """
     shards = handler.shards_of(leaf, None, rank, size + 1)
     return shards is not None and all(shard.replicas == size + 1 for shard in shards)
 

@@ -43,7 +43,7 @@ class BoxHolders(NamedTuple):
 
     Attributes:
         local: by leaf, the boxes that this process holds. Has no aliases.
-        remote_leaves: the leaves of which only other processes hold elements, and aliases of these leaves.
+        remote_leaves: the leaves whose elements are only in other processes, and the aliases of such leaves.
     """
 
     local: Mapping[int, Sequence[Shard]]
@@ -311,7 +311,7 @@ def _describe_leaves(
     own = leaves_of_values(flat)
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         assert handler is not None  # placeholders are for loading only
-        # A value in `PerProcess` is saved as by a process alone, and never tied to an array that all processes share.
+        # A value in `PerProcess` is saved as in a job of one process. It is no alias of an array of all processes.
         of_rank = (0, 1) if number in own else (rank, size)
         try:
             record = handler.describe(leaf)
@@ -337,7 +337,7 @@ def _describe_leaves(
                     )
         except UnsupportedLeafError as error:
             refused[number] = error
-            if len(records) == number:
+            if len(records) == number:  # a dummy record keeps the indexes of `records` equal to the leaf numbers
                 records.append(ArrayRecord(ArraySpec((), "bool")))
     if refused:
         paths = list(flat.paths())

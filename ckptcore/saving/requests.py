@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptcore.commit.stored_root import OwnKeys
 
 NOTHING_COMMITTED: Final = "nothing was committed"
-"""The consequence of an error before the commit, on any rank, for messages."""
+"""The consequence of an error on any rank before the commit. Part of error messages."""
 
 _MAX_PROGRESS: Final = 2**63 - 1
 
@@ -76,7 +76,7 @@ class SaveNotes(NamedTuple):
     epoch: int | None = None
 
     def info(self) -> CommitInfo:
-        """Check the metadata, and return it for a root, without a save id.
+        """Check the metadata, and return it in the form of a root. Its save id is still empty.
 
         Raises:
             ValueError, TypeError: invalid metadata, metrics, step or epoch.
@@ -90,11 +90,12 @@ class SaveHooks(NamedTuple):
 
     Attributes:
         allowed: called on the leader before anything is written.
-        order: called on the leader after `allowed`; returns the order of the save. None: the next one after that of the
+        order: called on the leader after `allowed`; returns the order of the save. None: the order after that of the
             checkpoint that the save replaces.
         before_commit: called on each process that commits, right before the commit.
         committed: called on every rank after the commit and before further saves, on the thread that writes.
-        progress: called with the bytes of arrays that this process has written and has to write, from any thread.
+        progress: called from any thread with the bytes of arrays that this process has written so far, and with the
+            total bytes that it writes.
     """
 
     allowed: Callable[[], None] | None = None
@@ -188,7 +189,7 @@ class CommitInfo(NamedTuple):
 
 @dataclass(slots=True)
 class SavePart:
-    """One tree, or the files of one object. The stages of a save fill it: description, plans, capture, receipts.
+    """One tree, or the files of one object. The stages of a save fill it: plan, capture, write.
 
     Attributes:
         directory: its directory within the checkpoint; empty if the part is the whole checkpoint.
@@ -242,7 +243,7 @@ class TreeCaptured(NamedTuple):
 
     Attributes:
         snapshot: the arrays.
-        copy: the running copy that fills them; None for views, and for arrays that exist already.
+        copy: the running copy that fills the snapshot; None if nothing is copied.
         unreleased: the items of the snapshot that `close` releases if the writer has not released them.
     """
 
@@ -255,7 +256,7 @@ class TreeCaptured(NamedTuple):
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Stop the copy from waiting for the writer, and release the arrays that a failed writer has left."""
+        """End the copy's wait for the writer, and release the arrays that a failed writer did not release."""
         if self.copy is not None:
             self.copy.end_writing()
         for item in list(self.unreleased):
@@ -274,12 +275,13 @@ class Save(NamedTuple):
         agreement: exchanges messages with the other processes of the job.
         recording: records the phases.
         context: the options.
-        further: saves of boxes that this save captures; the strategy writes them after its commit. Each has one part.
-        capture_elsewhere: starts to capture the boxes that other processes hold and write for this one. Called with
-            True to copy them. None: there are no such boxes.
-        nbytes_elsewhere: bytes of these boxes, further saves included.
-        receive_elsewhere: called with this save or a further one. Waits until the other processes have written their
-            boxes of it, and adds their receipts to its parts.
+        further: more saves of boxes that this save captures. The strategy writes them after its commit. Each has one
+            part.
+        capture_elsewhere: starts the capture of boxes that workers hold and write for this process. The argument is
+            True to copy them. None: workers hold no boxes.
+        nbytes_elsewhere: bytes of the boxes that workers write, further saves included.
+        receive_elsewhere: called with this save or a further one. Waits until the workers have written their boxes of
+            this save, and adds their receipts to its parts.
     """
 
     target: CommitTarget
@@ -369,7 +371,7 @@ def failing_before_claim(agreement: Agreement) -> Iterator[None]:
     except BaseException:
         with agreement.stage("claim"):
             if agreement.rank == 0:
-                agreement.lead("claimed", lambda: None)  # the other ranks wait for it before they end the stage
+                agreement.lead("claimed", lambda: None)  # the other ranks wait for this message inside the stage
             raise
 
 

@@ -172,7 +172,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     if common is not None:
         trees = common.merge(decided["different"], stage.payloads)
         descriptions = [trees.get(description.name, description) for description in descriptions]
-    if decided["own_names"] and info.members is None:  # names of objects that no other file in the directory has
+    if decided["own_names"] and info.members is None:  # unique object names: the directory keeps its other files
         (tree,) = descriptions
         descriptions = [tree._replace(layout=tree.layout.with_own_names(decided["save_id"]) or tree.layout)]
     info = info._replace(save_id=decided["save_id"], created=decided["created"], order=SaveOrder(*decided["order"]))
@@ -232,9 +232,9 @@ def _refuse_target(request: SaveRequest, target: CommitTarget, info: CommitInfo,
 
 
 def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) -> None:
-    """Refuse to replace files of fixed names while other files stay, as far as they are known before the save writes.
+    """Refuse a save that would replace a file with a fixed name in a directory that keeps its other files.
 
-    The commit refuses the same for all names.
+    Checks only the names that are known before the save writes. The commit checks all names.
 
     Raises:
         CheckpointExistsError
@@ -255,7 +255,7 @@ def _refuse_fixed_names(location: Location, layout: Layout, info: CommitInfo) ->
 def _recorded(
     request: SaveRequest, context: Context, progress: ByteProgress | None, *, in_background: bool = False
 ) -> Iterator[tuple[Recording, Agreement]]:
-    """Record a save, and begin its exchanges. A save in the background ends its recording later, if it can start."""
+    """Record a save, and begin its exchanges. A background save that has started ends its recording itself."""
     refuse_in_signal_handler(f"the save to {request.destination.location}")
     runtime = runtime_of(context)
     # The key counts saves. Take it before anything can fail, so that the counts of all ranks stay equal.
@@ -283,7 +283,7 @@ def _writes_while_copying(save: Save) -> bool:
 
 
 def _finish_copies(copies: Sequence[StateCopy], memory: StagingMemory, recording: Recording) -> None:
-    """Wait for copies. Bounded copies are made here, while the writer in the background writes them."""
+    """Wait for copies. This thread makes bounded copies, while the writer in the background writes them."""
     with recording.phase("copy") as phase:
         for copy in copies:
             copy.wait()
@@ -293,7 +293,7 @@ def _finish_copies(copies: Sequence[StateCopy], memory: StagingMemory, recording
 def _write(save: Save, committed: Callable[[], None] | None, *, claimed: Callable[[], None] | None = None) -> None:
     """Write and commit the checkpoint, call `committed`, then write the further saves.
 
-    A save in the background has a function `claimed`, which is called once the location is claimed.
+    A save in the background passes `claimed`, which is called once the location is claimed.
     """
     recording = save.recording
     try:
@@ -425,7 +425,11 @@ class _Capture:
         self._copies.clear()
 
     def _capture(self, capture: Callable[[WritePlan, Sequence[StateBoxes]], TreeCaptured], *, copied: bool) -> None:
-        """Capture every part. Then drop the references to the state: until then, their ids identify its leaves."""
+        """Capture every part, then drop the references to the state.
+
+        They are kept until the last part is captured: `StateElements` identifies leaves by `id`, and Python may reuse
+        the id of a freed object.
+        """
         if self._save.capture_elsewhere is not None:
             self._copies.append(self._save.capture_elsewhere(copied))
         parts = [part for save in (self._save, *self._save.further) for part in save.parts]

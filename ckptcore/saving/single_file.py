@@ -1,4 +1,4 @@
-"""Saves to one file of safetensors: a flat dict of arrays of one process, in the form that other libraries write."""
+"""Saves to one safetensors file: a flat dict of arrays of one process, in the format that other libraries write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file_request(request: SaveRequest) -> SaveRequest:
     """Return the request of a save to one file.
 
     Raises:
-        InvalidLocationError: the request is for more than a file can have.
+        InvalidLocationError: one file cannot store the request.
     """
     location, layout = request.destination.location, request.layout
     if (overwrite := request.destination.overwrite) not in OVERWRITES:
@@ -59,7 +59,7 @@ def file_request(request: SaveRequest) -> SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class _SaveFile(PlainSave):
-    """Writes one file, and commits it without a root.
+    """Write one file, and commit it without a root.
 
     Attributes:
         location: the location, as the user gave it.
@@ -70,13 +70,13 @@ class _SaveFile(PlainSave):
     location: AnyLocation
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Refuse what one file cannot have, and plan the file."""
+        """Refuse values that one file cannot store, and plan the file."""
         with failing_before_claim(draft.save.agreement):
             self._refuse(draft)
             return draft.plan(self)
 
     def _refuse(self, draft: SaveDraft) -> None:
-        """Refuse states that the file would not give back, and a location that may not be replaced."""
+        """Refuse a state that a load of the file would return changed, and a location that may not be replaced."""
         size, target = draft.save.agreement.size, draft.save.target
         if size > 1:
             raise refuse_file_name(self.location, f"{size} processes save together, and one process writes a file")
@@ -100,6 +100,7 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
             f"{location.display} is a directory, and a file does not replace it: delete it with ckptcore.delete, or "
             "save elsewhere. Nothing was changed"
         )
+    # An empty directory lists no names, so look for it in the listing of its parent.
     elif location.commit_method.replaces_atomically and f"{location.name}/" in location.parent.list_names():
         raise CheckpointExistsError(
             f"{location.display} is an empty directory, and a file does not replace it: remove it, or save elsewhere. "
@@ -108,7 +109,7 @@ def _refuse_target(location: Location, *, replaces: bool) -> None:
 
 
 def _problem(descriptions: Sequence[PartDescription]) -> str:
-    """Return why a file cannot have a value as it is; empty if it can."""
+    """Return the reason why one file cannot store a value unchanged; empty if it can."""
     (description,) = descriptions
     if not isinstance(description, TreeDescription):
         return "the object writes its own files"

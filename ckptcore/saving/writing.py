@@ -58,7 +58,7 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
 
     Raises:
         CheckpointError: nothing was committed, and the objects of this save are removed. An earlier checkpoint remains,
-            unless it was to be replaced with ``overwrite="non-atomic"``.
+            unless the save was to replace it with ``overwrite="non-atomic"``.
         CommitUnknownError: the save may be committed.
     """
     agreement = save.agreement
@@ -84,7 +84,7 @@ def write_save(save: Save, claimed: Callable[[], None] | None = None) -> None:
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
-            # The leader may have the receipts of this rank, and commit even though this rank cannot know it.
+            # The leader may have received the receipts of this rank. It may then commit, and this rank is not notified.
             commit.settle(error)
             return
         try:
@@ -239,7 +239,7 @@ class PlainCommit:
 
 
 def _known_keys(save: Save) -> Iterator[str]:
-    """Yield the keys of objects and directories that are known before the save writes, as far as names decide them."""
+    """Yield the keys that the names of checkpointables and arrays determine, which are known before the save writes."""
     yield ROOT_KEY
     yield from save.info.checkpoint_info.members
     for part in save.parts:
@@ -313,11 +313,11 @@ def _write_metadata(
     """Write the metadata files of layouts into the directory of a checkpoint. Return their records by key.
 
     Args:
-        layouts: the layouts; of those with equal names, one writes.
+        layouts: the layouts. If several have the same name, only one of them writes.
         info: the checkpoint.
         store: the storage of the claim.
         context: the options.
-        taken: the keys of objects and directories in it.
+        taken: the keys of existing objects and directories of the checkpoint.
     """
     names, written = set(taken), dict[str, ObjectRecord]()
     for layout in {layout.name: layout for layout in layouts}.values():
@@ -356,7 +356,7 @@ def recorder_of(
 
 
 def put_root(store: StorageBackend, root: Root) -> None:
-    """Put the root of one of several checkpointables."""
+    """Write the root of one of several checkpointables."""
     data, tables = encode_root(root)
     for key, table in tables.items():
         store.put(key, table)
@@ -383,6 +383,7 @@ def finish_part(info: CommitInfo, part: SavePart, recorder: Recorder) -> Root:
         layout=name,
         state=state,
         tree=tree,
+        # The index is replaced after the root, so the root must not state its size and checksums.
         objects={key: record for key, record in objects.items() if key != index},
         role=info.role if info.members is None else "member",
         index=index or "",
@@ -395,7 +396,7 @@ def merge_objects(
     """Return all objects of a tree by key.
 
     Args:
-        writer: what wrote them, for errors.
+        writer: the writer of the objects, for errors.
         receipts: the receipts of all processes.
         finished: the objects that `Layout.finish` wrote.
 
@@ -421,7 +422,7 @@ def build_root(
         parts: the parts, with the receipts of all ranks.
         store: the storage of the claim.
         context: the options.
-        recording: has the events of the timeline.
+        recording: provides the events of the timeline.
     """
     for part in parts:
         if part.own:

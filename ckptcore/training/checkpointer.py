@@ -69,26 +69,26 @@ class Checkpointer(CheckpointReader):
             directory: a path or URL, or a `RunDirectory`, such as one that saves to a fast directory first.
             save_policy: chooses the steps to save; None: every call of `save` saves.
             preservation_policy: chooses the steps to keep; None: all. The newest step is always kept.
-            step_names: the names of step directories. None: those of `StepNames()`; a run of other software whose steps
-                have another prefix continues under it.
+            step_names: the names of step directories. None: those of `StepNames()`. If the directory only has steps
+                with another prefix, for example of other software, the run continues with that prefix.
             layout: the layout of arrays.
             context: options.
             metadata: JSON to store with the directory as a whole; None leaves the stored metadata unchanged.
             when_busy: what a save does while another is running.
             if_in_use: what to do if another job seems to own the directory. "error": fail at once. "take over": wait
-                for a renewal of its lease, and own the directory if there is none.
+                long enough for a renewal of its lease, and own the directory if the lease is not renewed.
             preemption_notice: called at each step; returns True if this process will be preempted. None: SIGTERM is the
                 notice, if the save policy contains `PreemptionCheckpointing`. Either all processes of a job pass a
                 notice, or none.
             strategy: writes and commits each step, such as `StepExports`; None: saves the step alone.
-            other_files: True to delete steps also if their directories have files that no save wrote, such as the
-                results of an evaluation. Otherwise these steps stay, with a warning. Saves with
-                ``overwrite="best-effort"`` or ``"non-atomic"`` delete these files, too.
+            other_files: True to delete a step even if its directory has files that no save wrote, such as the results
+                of an evaluation. Saves with ``overwrite="best-effort"`` or ``"non-atomic"`` then delete such files,
+                too. False: such steps are kept, with a warning.
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step and
-                checkpoints that `step_names` does not describe. The error says what they are, and how to read them.
+            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step but
+                checkpoints whose names do not match `step_names`. The error names them, and says how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.
@@ -150,7 +150,7 @@ class Checkpointer(CheckpointReader):
         )
 
     def _read_past(self, choose: Callable[[], int | None]) -> None:
-        """Read the time and the epoch of a step for the save policy. The leader reads."""
+        """Make a step the last save for the save policy. The leader reads the time and the epoch of the step."""
 
         def read() -> list[JSON]:
             step = choose()
@@ -312,8 +312,8 @@ class Checkpointer(CheckpointReader):
             OnlyStepError: it is the only valid step.
             StepPinnedError: a reader has pinned it, or it is being saved.
             CheckpointReferredError: other checkpoints refer to it.
-            CheckpointExistsError: its directory has files that no save wrote, and this object was created without
-                ``other_files=True``, or another checkpoint. Raised by `wait`.
+            CheckpointExistsError: its directory has another checkpoint. Or it has files that no save wrote, and this
+                object was created without ``other_files=True``. Raised by `wait`.
         """
         self._expect_open()
         step = as_integer("step", step, hint=hint_of_step(step))
@@ -331,8 +331,8 @@ class Checkpointer(CheckpointReader):
         """Wait until every save and deletion has ended.
 
         Raises:
-            CheckpointError: the first error of a save that was not retrieved, of a deletion, or of other work of the
-                directory. Each error is raised once.
+            CheckpointError: a save, a deletion or other work of the directory failed, and its error was not retrieved.
+                Each error is raised once. If there are several, the others become notes of the first.
         """
         if self._is_inherited():
             return
@@ -351,7 +351,7 @@ class Checkpointer(CheckpointReader):
         try:
             errors = list(self._saves.take_errors())
             try:
-                self._run.close()  # before the deletions, because it may limit how long these are waited for
+                self._run.close()  # first, because it may limit the time that `take_errors` waits for deletions
             except CheckpointError as error:
                 errors.append(error)
             errors.extend(self._run.take_errors())

@@ -1,4 +1,4 @@
-"""Deletion of steps: by a preservation policy, by the user, and cleaning up after killed processes."""
+"""Deletion of steps by a preservation policy or the user, and removal of the files that killed processes left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeletionQueue:
 
         Args:
             directory: the directory of steps, for the log.
-            daemon: the interpreter does not wait for the deletions at exit.
+            daemon: True if the interpreter does not wait for the deletions at exit.
         """
         self._directory = directory
         self._lock = RLock()  # reentrant: if no thread can be started, `submit` runs the work here, with the lock held
@@ -82,7 +82,7 @@ class DeletionQueue:
         If this call is interrupted, the next call returns the errors.
 
         Args:
-            seconds: the longest time to wait; None: no limit. Deletions that take longer are an error.
+            seconds: the longest time to wait; None: no limit. If deletions take longer, the result has an error.
         """
         with self._lock:
             queued = list(self._futures)
@@ -126,7 +126,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
 
     These steps are committed, readable and written by ckptcore.
     Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, symbolic
-    links, and checkpoints that were not saved as steps and only have such names as the steps of the run.
+    links, and checkpoints that were not saved as steps but have similar names.
 
     Args:
         steps: the directory.
@@ -143,7 +143,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
                 continue
             summary = steps.summary(step)
             if summary is None or not summary.committed:
-                continue  # a claim that was copied from an object store
+                continue  # an uncommitted claim of an object store, which was copied to this file system
             if steps.is_adopted(step) and summary.progress.get("step") != step:
                 continue  # the user saved it under a name of their own, and not as a step
             infos.append(steps.info(step))
@@ -219,18 +219,18 @@ class StepDeleter:
         self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
         self._claims = threading.Lock()
-        """Taken to find and remove the claim of a failed save. Not `_lock`, so that saves do not wait for deletions."""
+        """Held while the claim of a failed save is removed. Separate from `_lock`: saves do not wait for deletions."""
         self._saved: set[int] = set()  # by this process
         self._deciding = threading.Lock()
         """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
         self._updates: set[int] = set()  # steps that refer to others, and are being deleted
         self._refused: dict[int, Sequence[str]] = {}
-        """By step that a policy could not delete because of other files in its directory: all files there."""
+        """For each step that a policy could not delete because of other files in its directory: all its files."""
         self._whole: set[str] = set()
         """The save ids of steps whose files have the right sizes."""
         self._deleting: dict[int, threading.Event] = {}
-        """By step that is being deleted: an event that is set at the end of the deletion."""
+        """For each step that is being deleted: an event that is set at the end of the deletion."""
 
     def keep_claim(self, step: int) -> None:
         """Do not remove the claim of a step in `clean`, because this process is about to save the step."""
@@ -270,7 +270,10 @@ class StepDeleter:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
     def _is_claimed(self, step: int) -> bool:
-        """Return True if a step has a claim instead of a checkpoint; False if it cannot be read. One small request."""
+        """Return True if a step has a claim instead of a checkpoint; False if it cannot be read.
+
+        Takes one small request.
+        """
         try:
             return self._commits.is_committed(self._steps.name(step)) is False
         except StorageError as error:
@@ -310,7 +313,7 @@ class StepDeleter:
                     return False
 
             while doomed:
-                # A base can be deleted once no step refers to it.
+                # Each round may delete the last step that refers to a base, so the bases are tried again.
                 newly = [step for step in doomed if is_deleted(step)]
                 deleted += newly
                 doomed = [step for step in doomed if step in self._referred] if newly else []
@@ -321,7 +324,10 @@ class StepDeleter:
             return deleted
 
     def _is_refused(self, step: int) -> bool:
-        """Return True if other files have stopped the deletion of a step, and are still there. One listing if so."""
+        """Return True if other files prevented the deletion of a step, and its files are the same as then.
+
+        Lists the directory of the step only if its deletion was prevented before.
+        """
         refused = self._refused.get(step)
         if refused is None or refused == self._listing(step):
             return refused is not None
@@ -343,8 +349,8 @@ class StepDeleter:
         Args:
             step: the step.
             under_way: returns the steps that this process is saving.
-            elsewhere: returns True if another directory of the run has another valid step. Called if this directory has
-                none.
+            elsewhere: returns True if another directory of the run has another valid step. Called only if this
+                directory has no other valid step.
 
         Raises:
             CheckpointNotFoundError: the step does not exist, is being deleted, or was written by other software.
@@ -395,7 +401,10 @@ class StepDeleter:
             ended.wait()
 
     def _delete(self, step: int, keep: Callable[[], Collection[int]], since: int) -> bool:
-        """Delete a step, unless it must stay, see `_hide`. Return True if it was deleted."""
+        """Delete a step, unless it is pinned, other checkpoints refer to it, or it must stay (see `_hide`).
+
+        Return True if it was deleted.
+        """
         intent = self._locks.intend_deletion(self._steps.name(step))
         if intent is None:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
@@ -454,9 +463,9 @@ class StepDeleter:
     ) -> threading.Event | None:
         """Hide a step from this process. Return the event that is set when its deletion ends; None if it must stay.
 
-        A step must stay if `keep` returns it, or if this process changed it after the decision, at which
-        `StepDirectory.changes` returned `since`. An undamaged step also stays if no other step is valid, in this
-        directory or `elsewhere`.
+        A step must stay if `keep` returns it, or if this process changed it after the decision to delete it. `since`
+        is the result of `StepDirectory.changes` at that decision. An undamaged step also stays if no other step is
+        valid, in this directory or `elsewhere`.
         """
         with self._deciding:
             if step in keep() or self._steps.changed_since(step, since):
@@ -476,7 +485,7 @@ class StepDeleter:
         ended.set()
 
     def _is_whole(self, step: int) -> bool:
-        """Return True if every file of a step has the right size. One small request for each file."""
+        """Return True if every file of a step has the right size. Takes one small request for each file."""
         try:
             summary = self._steps.summary(step)
             if summary is None:
@@ -497,7 +506,7 @@ class StepDeleter:
         recording = Recording("delete", str(self._steps.location(step)), self._context.observers, step=step)
         try:
             with intent, self._lock:
-                self._owned.check_without_room()
+                self._owned.check_without_room()  # a full disk must not prevent the deletion
                 intent.check()
                 location = self._location(step)
                 try:

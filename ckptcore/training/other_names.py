@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of steps that have no name of a step: they are found, or an error says what they are."""
+"""Find the checkpoints in a directory of steps that have other names, or raise an error that describes them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNameFormat, numbered
 
 _TRIED: Final = 20
-"""Limit of names with one prefix, and of directories without a checkpoint, that are inspected."""
+"""Maximum number of names with one prefix, and of directories without a checkpoint, that are inspected."""
 
 _PREFIXES_TRIED: Final = 50
 
 _READABLE: Final = (".bin", ".ckpt", ".distcp", ".msgpack", ".pt", ".pth", ".safetensors")
 _UNREADABLE: Final = (".h5", ".hdf5", ".keras")
-"""Suffixes of files with weights: of those that a layout may read, and of those that need another library."""
+"""Suffixes of files with weights. A layout may read the `_READABLE` ones; `_UNREADABLE` ones need other software."""
 
 _CERTAIN: Final = (".ckpt", ".keras", ".weights.h5")
-"""Suffixes of checkpoints, whatever the rest of the name is."""
+"""Suffixes that only checkpoints have. The rest of the name does not matter."""
 
 _PART: Final = re.compile(r"rank|-[0-9]+-of-[0-9]+|_[0-9]+_[0-9]+\.distcp")
-"""In names of files that are parts of one checkpoint."""
+"""Matches names of files that are parts of one checkpoint."""
 
 _MEASURED: Final = re.compile(r"([0-9]\.|[0-9]e[-+]?|[_=][-+])[0-9]+\Z")
-"""At the end of names with a number that is not a whole one, such as a loss."""
+"""Matches names that end in a fraction or a signed number, such as a loss. A step needs a whole number."""
 
 _TEMPORARY: Final = re.compile(r"(?<![a-z])tmp(?![a-z])")
-"""In names of unfinished checkpoints."""
+"""Matches names of unfinished checkpoints."""
 
 _IGNORED: Final = "To begin a new run here nevertheless, pass step_names=StepNames(read=()), or use an empty directory"
 
@@ -44,17 +44,17 @@ def find_other_steps(
     unread: Sequence[str],
     holds: Callable[[str], bool | None],
 ) -> Mapping[int, str]:
-    """Return the steps with the one other prefix that checkpoints in a directory have; empty if there are none.
+    """Return the steps of the only other prefix under which a directory has checkpoints; empty if it has none.
 
     Args:
         display: the directory, for errors.
         store: the storage, opened at the directory.
-        names: entries without the name of a step; those of directories end in ``/``.
-        unread: entries with the name of a step, newest first, none of which is a checkpoint.
+        names: entries without the name of a step. Names of directories end in ``/``.
+        unread: entries with the name of a step, newest first. None of them is a checkpoint.
         holds: returns True if an entry is a checkpoint that a layout reads, None if it is unfinished or cannot be read.
 
     Raises:
-        InvalidLocationError: the checkpoints have several prefixes, have no whole number, or are such that no layout
+        InvalidLocationError: the checkpoints have several prefixes, their names have no whole number, or no layout
             reads them as a whole.
     """
     plain = [name.removesuffix("/") for name in names if not _TEMPORARY.search(name)]
@@ -106,7 +106,10 @@ def _newest(group: Mapping[int, str], holds: Callable[[str], bool | None]) -> st
 
 
 def _refuse_files(display: str, names: Sequence[str], holds: Callable[[str], bool | None]) -> None:
-    """Refuse checkpoints with the suffix of a file: the newest one with a number, or else one with a certain suffix."""
+    """Refuse checkpoints that are files with weights.
+
+    Tries names with a number first, newest first, then names with a suffix of `_CERTAIN`.
+    """
     weights = [name for name in names if name.endswith((*_READABLE, *_UNREADABLE)) and not _PART.search(name)]
     formats = {name: found for name in weights if (found := _format(name)) is not None}
     counted = sorted(formats, key=lambda name: (formats[name].parse(name) or 0, name), reverse=True)
@@ -139,7 +142,7 @@ def _format(name: str) -> StepNameFormat | None:
 
 
 def _part(store: StorageBackend, name: str) -> str | None:
-    """Return a file with weights in a directory, or in a directory in it, or one of a layout that is not installed."""
+    """Return a file, in a directory or its subdirectories, with weights or of a layout that is not installed."""
     for inside in itertools.islice(_below(store, name), _TRIED):
         for file in store.list_names(inside):
             if file.endswith((*_READABLE, *_UNREADABLE)) or install_hint(files=[file]):

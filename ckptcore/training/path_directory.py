@@ -82,7 +82,7 @@ class OwnedDirectory:
             policy: chooses the steps to keep.
             context: options.
             if_in_use: as for `Checkpointer`.
-            at_least: the least number of the owner: see `Locks.own`.
+            at_least: the lowest number that the owner may get. See `Locks.own`.
             looks_complete: returns True if the files of a step seem complete.
             other_files: True to delete steps with files that no save wrote.
 
@@ -102,13 +102,13 @@ class OwnedDirectory:
         steps.expect_present = self.expect_present
 
     def expect_present(self) -> None:
-        """Check that the directory of a file system is there, before a save creates anything in it.
+        """Check that a directory on a file system still exists, before a save creates anything in it.
 
         Raises:
             SaveLostError: another process owns it.
-            StorageError: it is not there now, because its file system is not mounted.
+            StorageError: it does not exist now, because its file system is not mounted.
         """
-        if not self.steps.commit_method(self.store).claims_by_root:
+        if not self.steps.commit_method(self.store).claims_by_root:  # object stores have no directories to check
             self.lock.check_without_room()
 
     def infos(self) -> Sequence[StepInfo]:
@@ -241,7 +241,7 @@ class _PathRun:
         return self._deletions.take_errors()
 
     def close(self) -> None:
-        """See `OwnedRun`. No work continues after the saves."""
+        """Do nothing, because no work continues after the saves. See `OwnedRun`."""
 
     def release(self) -> None:
         """See `OwnedRun`."""

@@ -85,19 +85,21 @@ class StepReader(ExplainsAttributes):
         self.close()
 
     def close(self) -> None:
-        """Close it. A reader has nothing to release."""
+        """Do nothing, because a reader has nothing to release."""
 
     @property
     def directory(self) -> str:
-        """The directory as users see it: without secrets, and with the home directory in place of ``~``."""
+        """The directory as users see it: without secrets, and with ``~`` expanded."""
         return self._steps.main.display
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step; None if there is none. No listing, and usually at most one small request.
+        """The newest committed step; None if there is none.
+
+        Does not list the directory. Takes at most one small request in most cases.
 
         Raises:
-            StorageError: a newer step cannot be read, so it is not known which one is the newest.
+            StorageError: a newer step cannot be read, so the newest step is unknown.
         """
         return self._steps.latest()
 
@@ -111,7 +113,7 @@ class StepReader(ExplainsAttributes):
 
     @property
     def restored_step(self) -> int | None:
-        """The step that was loaded last; None before."""
+        """The step that was loaded last; None before the first load."""
         return self._loader.restored_step
 
     @property
@@ -252,8 +254,8 @@ class StepReader(ExplainsAttributes):
         """Load a step that was saved as several objects.
 
         Args:
-            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If the
-                call names no objects either, steps that lack an object are also skipped.
+            step: the step; None: the newest valid one. Damaged steps are skipped and listed in `skipped_steps`. If
+                `abstract` and `into` name no objects, steps that lack an object are also skipped.
             abstract: new objects to build, as for `ckptcore.load_checkpointables`.
             into: objects to restore in place, by name.
 
@@ -281,6 +283,7 @@ class StepReader(ExplainsAttributes):
         step = as_integer("step", step, hint=hint_of_step(step))
         with ExitStack() as pins:
             for number in self._steps.copies(step) or [0]:
+                # For a step without a copy, `pin` raises CheckpointNotFoundError.
                 pins.enter_context(self._steps.directories[number].pin(step))
             yield
 
@@ -335,7 +338,7 @@ class StepReader(ExplainsAttributes):
 
         Args:
             after: yield only steps after this one; None: all steps, including existing ones.
-            timeout: end after so many seconds without a new step; None: never.
+            timeout: end after this many seconds without a new step; None: never.
             poll_seconds: seconds between listings.
         """
         last = -1 if after is None else after
@@ -393,8 +396,8 @@ class CheckpointReader(StepReader):
 
         Raises:
             StorageError: it cannot be listed.
-            InvalidLocationError: it is a checkpoint, not a directory of steps; or it has no step and checkpoints that
-                `step_names` does not describe.
+            InvalidLocationError: it is a checkpoint, not a directory of steps; or it has no step but checkpoints whose
+                names do not match `step_names`.
         """
         names, context = check_step_names(step_names), context or default_context()
         if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):
@@ -410,7 +413,7 @@ class CheckpointReader(StepReader):
         self.reload()
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointReader], tuple[object, ...]]:
-        """Pickle and copy the directory and the options, without observers and the job. The copy lists it again."""
+        """Pickle the path and the options, without observers and the job. A copy lists the directory again."""
         return _reader_of, ({**self._options, "context": self._context_of_copies},)
 
 

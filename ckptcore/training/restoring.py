@@ -83,7 +83,7 @@ class _SkippedCopies:
     Attributes:
         reasons: the reason for each copy, in the order in which they were tried.
         last: the last error in this process; None if only other processes failed.
-        changed: True if a failed load changed the target, which then has the state of no step.
+        changed: True if a failed load changed the target, so that the target does not have the state of any step.
         all_gone: True if all copies tried so far were deleted; False if one was damaged.
         listed: True once steps were listed.
     """
@@ -119,7 +119,7 @@ class StepLoader:
     """Loads steps of a run. A step is pinned while it is loaded.
 
     Attributes:
-        restored_step: the last loaded step; None before.
+        restored_step: the last loaded step; None before the first load.
         skipped_steps: the newer steps that the last load skipped, newest first.
     """
 
@@ -213,7 +213,7 @@ class StepLoader:
 
         def choose() -> tuple[list[int] | None, bool]:
             chosen = self._choose(tried)
-            # The reader may have been created before the first step was saved.
+            # Without candidates, list again once: the reader may have been created before the first step was saved.
             return chosen, bool(tried) or bool(self._steps.candidates()) or not skipped.listed
 
         chosen, is_moving = self._agree("choose").lead("choose", choose)
@@ -221,7 +221,7 @@ class StepLoader:
         return None if chosen is None else _StepCopy(*chosen), is_moving
 
     def _choose(self, tried: Collection[_StepCopy]) -> list[int] | None:
-        for step in reversed(self._steps.candidates()):  # an error of the newest is raised: it is not passed over
+        for step in reversed(self._steps.candidates()):  # raises the error of a newer step rather than skipping it
             for number in self._steps.copies(step):
                 if _StepCopy(step, number) not in tried:
                     return [step, number]
@@ -271,7 +271,7 @@ class StepLoader:
         return None
 
     def _attempt(self, copy: _StepCopy, loading: StepLoad[T], agreement: Agreement) -> T:
-        """Load a copy of a step. All processes of `agreement` begin, or none."""
+        """Load a copy of a step. Either all processes of `agreement` begin, or none."""
         steps, step = self._directories[copy.directory], copy.step
         location = self._steps.copy_location(step, copy.directory)
         with ExitStack() as held:
@@ -309,7 +309,7 @@ def _left_undefined(changes: str | None, step: int, directory: str, error: Check
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Return True if an error means that a step is damaged or missing, and not that the request was wrong."""
+    """Return True if an error means that a step is damaged or missing. Return False if the request was wrong."""
     if isinstance(error, TargetUndefinedError):
         return error.__cause__ is not None and _is_damage(error.__cause__)
     if isinstance(error, UnknownCheckpointableError):
@@ -318,6 +318,6 @@ def _is_damage(error: BaseException) -> bool:
 
 
 def _outcome(payloads: Sequence[Any]) -> JSON:
-    """Return the first error, and True if all failed processes miss the step; None if no process failed."""
+    """Return the first error, and True if every failed process found the step deleted; None if no process failed."""
     failed = [payload for payload in payloads if payload is not None]
     return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

@@ -81,8 +81,8 @@ class RunSaves:
 
     Attributes:
         under_way: returns the steps that this process is saving.
-        last_steps: returns the steps that this run saved or loaded last. They are always kept: if the run was set back,
-            other steps have higher numbers.
+        last_steps: returns the steps that this run saved or loaded last. They are always kept. If the run was set back,
+            they are not the steps with the highest numbers.
         wait: waits until every save and deletion has ended, and raises their errors.
     """
 

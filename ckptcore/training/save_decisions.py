@@ -27,7 +27,7 @@ _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class TerminationSignal:
-    """A `PreemptionNotice` by SIGTERM: returns True from the first signal on.
+    """A `PreemptionNotice` that returns True once this process has received SIGTERM.
 
     While it is open, SIGTERM does not end the process: the training loop ends it after a last save. A handler that was
     installed before is called, too. Forked children handle SIGTERM as before, so that worker processes can be ended.
@@ -63,7 +63,7 @@ class TerminationSignal:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Close it in a forked child: the training loop runs in the parent."""
+        """Close it in a forked child, because the training loop runs in the parent."""
         self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -232,7 +232,7 @@ def _always(context: SaveContext) -> bool:
 
 
 def _decide_for_all(context: SaveContext, wants: Callable[[SaveContext], bool], facts: Sequence[Any]) -> list[JSON]:
-    """Return, from the facts of every process, whether to save, and whether the job is preempted."""
+    """Combine the facts of all processes. Return True to save, and True if the job will be preempted."""
     preempted = any(fact[0] for fact in facts)
     saving = any(fact[1] for fact in facts)
     return [wants(replace(context, preempted=preempted, saving=saving)), preempted]

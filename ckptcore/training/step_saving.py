@@ -33,7 +33,7 @@ class StepSaves:
     """The background saves of a run in this process. One thread begins them. Any thread may call the other methods.
 
     Attributes:
-        last_committed: the last committed step; None before.
+        last_committed: the last committed step; None before the first commit.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class StepOptions:
         layout: the layout of arrays.
         strategy: writes and commits each step; None: the strategy of the directory.
         when_busy: what an asynchronous save does while another is running.
-        other_files: True to delete files that no save wrote with the step that has them.
+        other_files: True to delete a step together with files in its directory that no save wrote.
     """
 
     layout: str | Layout
@@ -123,22 +123,22 @@ class StepSaveRequest:
 
 
 class SaveOrders:
-    """The orders of the saves of the owner of a run, each above what it replaces. Used on the leader.
+    """Orders of the saves of a run's owner. A save has a higher order than the step it replaces. Used on the leader.
 
-    A run that was set back saves steps that exist, perhaps only in another directory. Each of its saves has a higher
-    order than all steps that existed from there on when this process began to own the run.
+    A run that was set back saves steps that exist already, perhaps only in another directory. Each of its saves has a
+    higher order than every step with an equal or higher number that existed when this process began to own the run.
     """
 
     def __init__(self, directories: Sequence[StepDirectory]) -> None:
-        """Read nothing yet. `directories` are those of the run."""
+        """Create orders for a run with these directories. Reads nothing yet."""
         self._directories = directories
         self._last = SaveOrder()
         self._counted: int | None = None
-        """The orders of this step and all later ones were read; None: of none yet."""
-        self._newest = -1  # of the steps that have an order by `next`, perhaps not committed yet
+        """The orders of all steps from this number on were read. None: no order was read yet."""
+        self._newest = -1  # the highest step that got an order from `next`; it may not be committed yet
 
     def next(self, step: int, owner: int) -> SaveOrder:
-        """Return the order of a save of a step. Reads the roots of existing steps from there on, each once.
+        """Return the order of a save of a step. Reads the roots of this step and later ones, each once.
 
         Args:
             step: the step.
@@ -173,7 +173,7 @@ class SaveOrders:
                 directory.warn_once("the order of step %d in %s cannot be read: %s", step, directory.display, error)
                 return None
             except CheckpointError:
-                continue  # it is deleted, damaged or a link: no load takes it
+                continue  # a deleted or damaged step, or a link: no load uses it
             if summary is not None:
                 highest = max(highest, summary.order)
         return highest
@@ -272,7 +272,7 @@ class StepSaver:
         return True
 
     def _agreed_name(self, request: StepSaveRequest) -> str:
-        """Return the name for the directory of a step."""
+        """Return the name of the directory to save a step to. It is equal on every rank."""
         if request.overwrite or self._is_broken(request.step):
             # Processes may have listed at different times, so the leader chooses the name.
             return self._agree("name").lead("name", partial(self._steps.name, request.step))
@@ -297,7 +297,7 @@ class StepSaver:
         step = request.step
         target, chosen = self._run.target(step, name), self._options.strategy
         overwrite = request.overwrite
-        # True stays: only it promises an atomic replacement.
+        # Replacing a damaged step need not be atomic. Otherwise `overwrite=True` is kept, because it must be atomic.
         if target.is_unusable or (self._options.other_files and overwrite in ("best-effort", "non-atomic")):
             overwrite = "with-other-files"
         return SaveRequest(

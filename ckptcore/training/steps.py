@@ -52,10 +52,10 @@ from ckptcore.training.other_names import find_other_steps
 logger = logger_named("ckptcore.training")
 
 _MAX_WARNED: Final = 1000
-"""Most warnings that are remembered. Beyond this, some are repeated."""
+"""Maximum number of remembered warnings. If there are more, some are logged again."""
 
 _ROOTS_TRIED: Final = 20
-"""Limit of directories with other names whose roots are read."""
+"""Maximum number of directories without a step name whose roots are read."""
 
 T = TypeVar("T")
 
@@ -63,18 +63,18 @@ T = TypeVar("T")
 class StepDirectory:
     """The steps in a directory: the last listing, and the changes by this process since then. Thread-safe.
 
-    One listing finds all names. The first call about a name checks with one small request that it is a committed step.
-    Once a step is found committed, this is cached until the step is deleted or missing in a new listing.
+    One listing finds all names. The first call about a step checks with one small request that the step is committed.
+    A positive result is cached until the step is deleted or missing in a new listing.
 
     Attributes:
         directory: the absolute path or URL.
-        display: the directory as users see it: without secrets, and with the home directory in place of ``~``.
+        display: the directory as users see it: without secrets, and with ``~`` expanded.
         names: the names of steps.
         store: the storage, opened at the directory, for reading.
         leftovers: hidden directories of running or interrupted saves and deletions, as last listed.
         broken: the steps that this process found damaged and has not replaced.
-        expect_present: called if a listing is empty; raises an error if the directory is not there, because its file
-            system is not mounted now. Does nothing unless this process owns the directory.
+        expect_present: called if a listing is empty. Raises an error if the directory does not exist now, because its
+            file system is not mounted. Does nothing unless this process owns the directory.
     """
 
     def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
@@ -107,15 +107,15 @@ class StepDirectory:
         """The entries of the last listing that have no name of a step."""
         self._warned: set[str] = set()
         self._adopted: str | None = None
-        """The prefix of names that `list_steps` found."""
+        """The other prefix of step names that `list_steps` found; None if it found none."""
         self._locks: Locks | None = None
         self.broken: set[int] = set()
-        self.expect_present: Callable[[], object] = bool
+        self.expect_present: Callable[[], object] = bool  # `bool()` does nothing
         self.reset_after_fork()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have the old one."""
+        """Replace the lock in a forked child, because a thread of the parent may have held it during the fork."""
         self._lock = threading.Lock()
 
     def commit_method(self, store: StorageBackend | None = None) -> CommitMethod:
@@ -133,12 +133,12 @@ class StepDirectory:
     def list_names(self) -> Mapping[int, str]:
         """List the names of steps, committed or not, by step, with one request. See `replace`.
 
-        A step is a directory, or a file that other software wrote. The known steps stay as they are, but `leftovers` is
-        updated.
+        A step is a directory, or a file that other software wrote. Does not change the known steps, but updates
+        `leftovers`.
 
         Raises:
             InvalidLocationError: the directory is a checkpoint.
-            StorageError: the directory is not there, although this process owns it.
+            StorageError: the directory does not exist, although this process owns it.
         """
         self._reopen()
         listing = self.store.list_names()
@@ -147,6 +147,7 @@ class StepDirectory:
         if ROOT_KEY in listing:
             raise self._no_directory()
         entries = [entry[:-1] for entry in listing if entry.endswith("/")]
+        # A save that replaces a step by two renames hides the old step between them. Restore it if the save was killed.
         replaced = {name for entry in entries if (name := replaced_by(entry)) is not None}
         for name in sorted(replaced.difference(entries)):
             try:
@@ -174,12 +175,11 @@ class StepDirectory:
     def list_steps(self) -> Mapping[int, str]:
         """List the names of steps, and replace the known ones. If none is committed, look for steps with other names.
 
-        This takes a small request for the newest step, unless it is known, and requests for other names only if there
-        is no step.
+        Takes one small request for the newest step, unless that step is cached. Takes requests for other names only if
+        no step is committed.
 
         Raises:
-            InvalidLocationError: the directory is a checkpoint, or has checkpoints of which it is not known how to read
-                them as steps.
+            InvalidLocationError: the directory is a checkpoint, or has only checkpoints that cannot be read as steps.
         """
         since = self.changes()
         steps = self.list_visible()
@@ -195,7 +195,7 @@ class StepDirectory:
             if not (others or steps or self._has_roots()) and owner_of_files(self.store, self._context) is not None:
                 raise self._no_directory()
         except StorageError as error:
-            if not concerns_one_entry(error):  # `steps` names such entries
+            if not concerns_one_entry(error):  # the `steps` method reports an error of one entry
                 logger.warning("cannot find out whether %s has steps: %s", self.display, error)
             return steps
         return others or steps
@@ -212,7 +212,7 @@ class StepDirectory:
         self.replace({int(step): name for step, name in steps.items()}, since)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
-        """Return True if an entry is a checkpoint, also a damaged one; None if it is unfinished or cannot be read."""
+        """Return True if an entry is a checkpoint, even a damaged one; None if it is unfinished or cannot be read."""
         try:
             ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
         except UncommittedCheckpointError:
@@ -223,7 +223,7 @@ class StepDirectory:
             self.warn_once("%s in %s is passed over: %s", name, self.display, error)
             return None
         except CheckpointError:
-            return True  # of several checkpointables, damaged, or of a newer version
+            return True  # a checkpoint of several checkpointables, a damaged one, or one of a newer version
         return True
 
     def expect_directory(self) -> None:
@@ -282,9 +282,9 @@ class StepDirectory:
             self._summaries = {}
 
     def _adopt(self, listing: Mapping[int, str]) -> None:
-        """Read the names that `list_steps` found from now on. The run continues under them, if it may choose its names.
+        """Read step names with the prefix that `list_steps` found. With default names, new steps get that prefix, too.
 
-        Otherwise the next process, which finds the new steps first, would not see the old ones.
+        Otherwise the next process would find the new steps, and would not look for the old ones.
         """
         others = [name for name in listing.values() if self.names.parse(name) is None]
         if not others:
@@ -295,7 +295,10 @@ class StepDirectory:
         self._adopted = other.write.prefix
 
     def is_adopted(self, step: int) -> bool:
-        """Return True if a step has a name of other software, or of a checkpoint that was not saved as a step."""
+        """Return True if the name of a step has the prefix that `list_steps` found.
+
+        This run, other software, or a save outside a run may have written such a step.
+        """
         return self._adopted is not None and self.name(step).startswith(self._adopted)
 
     def add(self, step: int, name: str) -> None:
@@ -428,7 +431,7 @@ class StepDirectory:
             listed = name not in self._unlisted
             self._unlisted.discard(name)
             if not listed and ours is None and self._listed.get(step) == name:
-                del self._listed[step]
+                del self._listed[step]  # neither the listing nor the storage has it: it was deleted
         committed = ours is True
         if ours is None and listed:
             committed, ours = self._inspect(name)
@@ -446,7 +449,7 @@ class StepDirectory:
         self.warn_once("%s in %s is passed over and left alone: %s", name, self.display, error)
 
     def _inspect(self, name: str) -> tuple[bool, bool]:
-        """Look for a checkpoint without a root. Return whether it exists, and whether it has a root now."""
+        """Look for a checkpoint without a root. Return True if it exists, and True if it has a root now."""
         try:
             return True, ConsistentRead(
                 SubPath(self.directory, name), self._context, open_either
@@ -479,7 +482,7 @@ class StepDirectory:
         return tuple([step for step, answer in answers.items() if answer is True])
 
     def is_committed_or_why(self, step: int) -> bool | StorageError:
-        """Return whether a step is committed, or the error of a step that this process may not read."""
+        """Return True if a step is committed. Return the error if this process may not read the step."""
         try:
             return self.is_committed(step)
         except StorageError as error:
@@ -492,7 +495,7 @@ class StepDirectory:
         self.warn_once("step %d in %s is left alone: it cannot be read: %s", step, self.display, error)
 
     def warn_once(self, message: str, *arguments: object) -> None:
-        """Log a warning, unless this object has logged the same one. The next one of a kind is for debugging."""
+        """Log a warning. If this object has logged the same text before, log it at debug level."""
         text = message % arguments
         with self._lock:
             is_new = text not in self._warned
@@ -540,7 +543,7 @@ class StepDirectory:
         """Return the newest committed step; None if there is none.
 
         Raises:
-            StorageError: a newer step cannot be read, so it is not known which one is the newest.
+            StorageError: a newer step cannot be read, so the newest step is unknown.
         """
         return next((step for step in reversed(self.candidates()) if self.is_committed(step)), None)
 

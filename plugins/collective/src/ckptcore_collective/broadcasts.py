@@ -1,4 +1,4 @@
-"""Broadcasts of shared reads: sends the data that this process read to others, while it reads the next part."""
+"""Broadcasts of shared reads: send the data that this process has read, while it reads the next part."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ckptcore.protocols import Channels
 from ckptcore_collective.shares import Message, Round, SharedPlan, message_offsets
 
 READ_AHEAD: Final = 4
-"""Messages that are read ahead of sending."""
+"""Maximum number of messages that are read before it is their turn to be sent."""
 
 _HEAD_BYTES: Final = 64
-"""Bytes before the elements of a message, which stay aligned. The first byte is `_FAILED` if the sender failed."""
+"""Size of the header of a message. Keeps the elements aligned. Its first byte is `_FAILED` if the sender failed."""
 
 _FAILED: Final = 1
 
@@ -33,7 +33,8 @@ _FAILED: Final = 1
 class Broadcasts:
     """Runs a `SharedPlan`. Used by one thread; other threads read for it.
 
-    Every message is sent, also after a failure: it then reports the failure instead of data, so that no process hangs.
+    Every message is sent, even after a failure, so that no process hangs. After a failure, messages report the failure
+    instead of data.
     """
 
     def __init__(self, reading: TreeRead, plan: SharedPlan, channels: Channels, rank: int) -> None:
@@ -138,7 +139,8 @@ class Broadcasts:
         being_read: deque[tuple[HostArray, Future[None] | None]] = deque()
         in_flight: deque[tuple[Message, HostArray, Pending[None]]] = deque()
         for message in messages:
-            # One buffer is reserved for the next message; the others are filled ahead.
+            # At most `_depth - 1` messages are in flight, and `READ_AHEAD` are read ahead, so one buffer is left to
+            # receive a message.
             while to_read and len(being_read) < READ_AHEAD and self._free:
                 memory = self._free.pop()
                 being_read.append((memory, self._start_reading(to_read.popleft(), memory, readers)))
@@ -299,7 +301,7 @@ class _DirectReads:
             except queue.Empty:
                 return
             if item is None:
-                self._completed.put(None)
+                self._completed.put(None)  # `all_completed` waits for this end mark, too
                 return
             yield item
 

@@ -31,13 +31,14 @@ from ckptcore_collective.shares import Message, MessageSizes, RequestedBoxes, Ro
 
 @dataclass(frozen=True, slots=True)
 class SharedArray:
-    """An array of which ranks may request parts. Equal on two ranks exactly if it has the same elements.
+    """The identity of an array that ranks request. Equal on two ranks exactly if the array has the same elements.
 
     Attributes:
-        leaf: its number in the tree that all ranks have: the stored one, or the one that transforms make of it.
+        leaf: its number in a tree that is equal on all ranks: the stored tree, or the result of transforms.
         change: a description of its change by matching, which may differ by rank; empty without a change.
         spec: its shape and dtype after the change.
-        axis, step: bands of `step` elements along an axis that read disjoint bytes; 0 if there are no such bands.
+        axis, step: divide the array into bands of `step` elements along `axis`, which are read from different bytes.
+            Both are 0 if there are no such bands.
         is_stored: True for a stored array without any change.
     """
 
@@ -57,7 +58,7 @@ class SharedArray:
             leaf: the number of the array in it.
         """
         record = checkpoint.tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord)  # who wants a box wants an array
+        assert isinstance(record, ArrayRecord)  # only boxes of arrays are requested
         derived = checkpoint.derived
         if derived is None:
             return cls(leaf, "", record.spec, is_stored=True)
@@ -69,7 +70,7 @@ class SharedArray:
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """Sort key with which all ranks number arrays."""
+        """Sort key. All ranks number the arrays in this order."""
         return self.leaf, self.change, str(self.spec)
 
     def to_json(self) -> JSON:
@@ -133,15 +134,15 @@ def renumbered(plan: SharedPlan, own: Mapping[int, int]) -> SharedPlan:
 T = TypeVar("T")
 
 _SHOWN: Final = 300
-"""Limit of a description of transforms in a message, in characters; a digest replaces the rest."""
+"""Maximum length of a description of transforms in a message, in characters. A digest replaces the rest."""
 
 _MESSAGE_BYTES: Final = 32 << 20
 _MAX_MESSAGES: Final = 2 * READ_AHEAD
-"""Limit of messages in memory."""
+"""Maximum number of messages in memory."""
 
 
 class SharedAttempt(CollectiveAttempt[T]):
-    """One attempt to load, in which one process reads data that several request, and sends it to the others.
+    """One attempt to load, in which one process reads data that several processes request, and sends it to the others.
 
     Raises:
         ValueError: the ranks have different options.
@@ -203,7 +204,7 @@ class SharedAttempt(CollectiveAttempt[T]):
         return [_request_from_json(request, stored) for request in requests]
 
     def read(self, reading: TreeRead) -> bool:
-        """Read what was planned collectively; False if the checkpoint was replaced meanwhile."""
+        """Run the planned reads collectively. Return False if the checkpoint was replaced meanwhile."""
         with ExitStack() as open_channels:
             broadcasts: list[Broadcasts] = []
 
@@ -291,7 +292,7 @@ class _NoChannels:
         return np.empty(nbytes, np.uint8)
 
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
-        """Raise: there is no group."""
+        """Raise an error, because there is no group."""
         raise PluginError(f"cannot broadcast to group {group}: this process is in no group")
 
     def close(self) -> None:
@@ -305,7 +306,7 @@ def _transforms_of(checkpoint: Checkpoint) -> str:
 
 
 def _decide(messages: Sequence[Any]) -> JSON:
-    """Return the data that all ranks need, from the digest, version, options and host of each rank."""
+    """Combine the messages of all ranks. Each message has the digest, version, options and host of one rank."""
     options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(messages)))}
     versions = {version: rank for rank, (_, version, _, _) in reversed(list(enumerate(messages)))}
     differ = options if len(options) > 1 else {}
@@ -330,7 +331,7 @@ def _group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
 
     Args:
         rank: the rank.
-        reads: the processes that read.
+        reads: the option `JobOptions.reads`.
         hosts: by rank, the name of its host.
     """
     if isinstance(reads, ReadGroups):
@@ -343,7 +344,7 @@ def _group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _request_of(reading: TreeRead) -> RequestedBoxes:
-    """Return the boxes that are read of a checkpoint, by array."""
+    """Return the boxes that this process requests, by array."""
     wanted: dict[int, dict[Box, None]] = {}
     for leaf_read in reading.leaf_reads:
         if leaf_read.array is None:

@@ -18,13 +18,13 @@ RequestedBoxes: TypeAlias = Mapping[int, Sequence[Box]]
 """The boxes that a process requests, by number of the leaf (never an alias), without duplicates."""
 
 ChunksOf: TypeAlias = Callable[[int], Iterable[Chunk]]
-"""Returns the chunks of an array by number of its leaf: all of them plain, or none. Empty if they are unknown."""
+"""A function that returns the chunks of an array, by its leaf number. All chunks are plain, or none. Empty: unknown."""
 
 ReaderSet: TypeAlias = frozenset[int]
 """The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of messages except the last one: each costs a request, and ends at a block."""
+"""Minimum size of messages except the last one, because each message costs a request, and ends at a block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""
@@ -37,7 +37,7 @@ class MessageSizes:
     Attributes:
         message: limit of a message, which has at least one element.
         round: limit of the data that a process requests in one round; a single array may exceed it. None: one round.
-        block: messages end at multiples of this offset in an object, because a block is read whole.
+        block: size of a block. Messages end at multiples of it in an object, because blocks are read whole.
     """
 
     message: int = 32 << 20
@@ -85,7 +85,7 @@ class SharedPlan:
     """The part of one process in an exchange.
 
     Attributes:
-        rounds: in order.
+        rounds: the rounds, in order.
         groups: the distinct members of the messages of this process, in the same order on all processes.
     """
 
@@ -186,7 +186,7 @@ class _ReaderAssignment:
     def assign(self, members: tuple[int, ...], batches: Sequence[Sequence[StoredPiece]]) -> list[Message]:
         """Assign ordered batches to members, so that all members read about the same number of bytes in total.
 
-        Each member gets consecutive batches, and reads a block that two of them share only once.
+        Each member gets consecutive batches. If two of its batches share a block, it reads the block only once.
         """
         sizes = [sum([piece.nbytes for piece in pieces]) for pieces in batches]
         level = self._level(members, sum(sizes))
@@ -237,7 +237,7 @@ def _rounds(
 def _requested_cells(
     leaf: int, requests: Sequence[RequestedBoxes], ranks_of: Mapping[int, Sequence[int]]
 ) -> list[tuple[Box, ReaderSet, bool]]:
-    """Cut the requested boxes of an array. Returns disjoint boxes, the requests of each, and True for uncut boxes."""
+    """Cut the requested boxes of an array into disjoint boxes. Return each, its requests, and True if it is uncut."""
     readers_of: dict[Box, set[int]] = {}
     for number in ranks_of:
         for box in requests[number].get(leaf, ()):
@@ -324,7 +324,7 @@ def _chunk_lookup(cells: Sequence[_Cell], chunks: Iterable[Chunk]) -> ChunkLooku
 
 
 def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]:
-    """Split cells at chunks, so that all cells of a chunk have the same members, which receive all of them."""
+    """Split cells at chunk boundaries. All cells of a chunk get the same members, and each member gets all cells."""
     parts = [list(index.parts(cell.box)) for cell in cells]
     members: dict[Box, set[int]] = {}
     for cell, of_cell in zip(cells, parts, strict=True):
@@ -344,7 +344,7 @@ def _extend_to_chunks(cells: Sequence[_Cell], index: ChunkLookup) -> list[_Cell]
 
 
 def _sent_chunks(cells: Sequence[_Cell], chunks_of: Sequence[set[Box]], members: Mapping[Box, set[int]]) -> set[Box]:
-    """Return the chunks of which a part is sent. All parts of such a chunk are sent, so that it is read only once."""
+    """Return the chunks that are sent. If one part of a chunk is sent, all its parts are, so that it is read once."""
     sent: set[Box] = set()
     count = -1
     while count < len(sent):  # a cell that is sent because of one of its chunks also sends its parts of the others

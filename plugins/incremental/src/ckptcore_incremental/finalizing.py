@@ -117,7 +117,7 @@ def _validate_sessions(
     Raises:
         CheckpointNotFoundError: if no session is complete.
         TreeMismatchError: if arrays are incomplete.
-        CheckpointError: if the layout differs from the sessions', or cannot store the tree.
+        CheckpointError: if the layout differs from that of the sessions, or cannot store the tree.
         CorruptCheckpointError: if the tables of the sessions cannot be read.
         UnsupportedVersionError: if another version of ckptcore wrote them.
     """

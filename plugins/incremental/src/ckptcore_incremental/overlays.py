@@ -37,9 +37,9 @@ def overlay(
     """Overlay the tree of an update on the tree of its base. Leaves that the update lacks come from the base.
 
     A mapping gets the keys of both trees, those of the base first. A container with placeholders
-    keeps all keys of the base. Any other container is overlaid child by child if its type and keys
-    equal those of the base's container, and else replaces that container. An empty update changes
-    nothing.
+    keeps all keys of the base. Any other container is overlaid child by child if the base has a
+    container of the same type and keys. Otherwise it replaces the container of the base. An empty
+    update changes nothing.
 
     Args:
         base, update: the trees.
@@ -47,8 +47,8 @@ def overlay(
         containers: containers of the update that have placeholders, with all their keys.
 
     Raises:
-        TreeMismatchError: if a container with placeholders differs from the base's in type or keys,
-            or the base has nothing at the path of a placeholder.
+        TreeMismatchError: if a container with placeholders has another type or other keys in the
+            base, or the base has nothing at the path of a placeholder.
     """
     walk = _TreeWalk(base, update)
     is_empty = isinstance(update.skeleton, Node) and update.skeleton.kind in MAPPINGS and not update.skeleton.keys

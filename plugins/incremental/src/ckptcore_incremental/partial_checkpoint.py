@@ -66,9 +66,9 @@ class PartialCheckpoint:
     def save(self, state: object) -> None:
         """Save a part of the tree as one session. Return once the session is complete and durable.
 
-        In a job every process must call this. Mappings of all sessions are merged by key. A
-        container of another kind must have the same keys in every session that has it, and a value
-        that is not an array must be equal. Sessions may save different boxes of one sharded array
+        In a job every process must call this. Mappings of all sessions are merged by key. Any other
+        container must have the same keys in every session that saves it. A value that is not an
+        array must be equal in all of them. Sessions may save different boxes of one sharded array
         (`ShardedArray`, arrays of a job).
 
         Args:
@@ -80,8 +80,8 @@ class PartialCheckpoint:
             CheckpointExistsError: if the location has something other than a partial save.
             SaveLostError: if another session is running at the location, or took over from this
                 one.
-            CheckpointError: if the layout differs from the earlier sessions', or does not support
-                sessions.
+            CheckpointError: if the layout differs from that of earlier sessions, or does not
+                support sessions.
             The errors of `ckptcore.save`.
         """
         perform_save(self._request(state), self._context)
@@ -107,8 +107,8 @@ class PartialCheckpoint:
         Raises:
             CheckpointNotFoundError: if there is no partial save, or it has no complete session.
             TreeMismatchError: if elements of arrays are missing. Names the arrays.
-            CheckpointError: if the layout or its options differ from the sessions', or the layout
-                cannot store the tree.
+            CheckpointError: if the layout or its options differ from those of the sessions, or the
+                layout cannot store the tree.
             SaveLostError: if a session is running or began during the call.
             CorruptCheckpointError: if the tables of the sessions are damaged.
         """

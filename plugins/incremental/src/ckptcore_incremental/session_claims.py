@@ -1,8 +1,8 @@
 """Claims of partial saves: one session at a time changes the session table, or all sessions are finalized.
 
-With real directories the session table is in the hidden directory of the partial save, whose lock excludes other
-sessions. Other storage stores the table under the key of the root and replaces it by compare-and-swap, so a session can
-take over from one that failed.
+On storage with real directories, the session table is in the hidden directory of the partial save. The lock of this
+directory excludes other sessions. On other storage, the table is stored under the key of the root and replaced by
+compare-and-swap, so that a new session can take over from a failed one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OpenSession(ABC):
         """Add the session to the session table. The change is durable if the storage was opened durable.
 
         Raises:
-            CheckpointExistsError: a save that is no session has committed a checkpoint at the location meanwhile.
+            CheckpointExistsError: another save, which is not a session, has committed a checkpoint at the location.
             SaveLostError: another session or a deletion took over. The session is not added.
             CommitUnknownError: the session may have been added.
         """
@@ -168,7 +168,7 @@ def begin_session(location: Location, planned: PlannedSession) -> OpenSession:
     """Begin or resume the transaction of a partial save, for one session.
 
     Raises:
-        CheckpointExistsError: the location has files that are not of a partial save.
+        CheckpointExistsError: the location has files that do not belong to a partial save.
         SaveLostError: another session is running, or began or ended after this one was planned.
         AtomicityError: the storage has no conditional puts.
     """
@@ -221,13 +221,13 @@ def _resume_in_directory(
     method.sweep(location)
     transaction = method.lock_partial(location)
     try:
-        partial = find_partial(location)  # again: the lock excludes changes
+        partial = find_partial(location)  # read again: nothing changes it while this process has the lock
         if partial is not None:
             return partial, transaction, examine(partial, transaction.store)
     except BaseException:
         transaction.leave()
         raise
-    transaction.abort()  # the lock has created the directory again
+    transaction.abort()  # removes the directory that `lock_partial` has created again
     raise _no_sessions(location)
 
 
@@ -287,9 +287,9 @@ def expect_no_checkpoint(location: Location, partial: PartialSave | None = None)
 
 
 def remove_unneeded(store: StorageBackend, kept: Collection[str], unlisted: Collection[str] = ()) -> None:
-    """Remove the objects of a partial save except `kept`, its root and its session table. Only its owner calls this.
+    """Remove the objects of a partial save, except `kept`, the root and the session table.
 
-    Objects of nested checkpoints stay.
+    Objects of nested checkpoints stay. Only the owner of the partial save may call this.
 
     Args:
         store: the store of the sessions.

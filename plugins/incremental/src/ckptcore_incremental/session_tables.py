@@ -2,8 +2,8 @@
 
 Each session stores its receipts in a separate object until the checkpoint is finalized: a line of
 JSON with the tree of the session, then the receipts of its processes as encoded by
-`ckptcore.job.receipts`. Only ckptcore reads this object. Increase its version with every change of
-`ckptcore.job.receipts`.
+`ckptcore.job.receipts`. Only ckptcore reads this object. Increase `_VERSION` whenever the encoding
+of `ckptcore.job.receipts` changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckptcore.tree.merge import merge_trees
 
 _VERSION: Final = 1
 BEGIN_AGAIN: Final = "remove this partial save, with all its sessions, by ckptcore.delete and begin again"
-"""The remedy for a partial save that cannot be read, and of which there is no copy."""
+"""The remedy for a partial save that cannot be read and has no copy."""
 
 _SHOWN: Final = 20
 """Maximum number of arrays in an error message."""

@@ -59,8 +59,8 @@ class PartialSession(PlainSave):
         Raises:
             CheckpointExistsError: if the location has something other than a partial save.
             TreeMismatchError, NameCollisionError: if the session does not fit the earlier sessions.
-            CheckpointError: if the layout does not support sessions, or differs from the earlier
-                sessions' layout.
+            CheckpointError: if the layout does not support sessions, or differs from the layout of
+                earlier sessions.
         """
         plan = _plan_session(draft)
         partial = plan.planned.partial
@@ -145,9 +145,9 @@ class _SessionCommit:
             self._claim.complete(describe_session(partial, data, part.receipts, save_created()))
 
     def settle(self, error: Exception | None) -> None:
-        """After a failed exchange, log a warning on the leader.
+        """Handle a failed exchange after the commit: log a warning on the leader.
 
-        The other ranks read the session table to find out whether the session is complete.
+        The other ranks read the session table to check that the session is complete.
         """
         if error is None:
             return
@@ -163,7 +163,7 @@ class _SessionCommit:
         """Check in the storage that the session is complete, because the last exchange failed.
 
         Raises:
-            CommitUnknownError: if it is not, or if the session table cannot be read.
+            CommitUnknownError: if the session is not complete, or the session table cannot be read.
         """
         location, partial, rank = self._location, self._planned.partial, self._save.agreement.rank
         try:

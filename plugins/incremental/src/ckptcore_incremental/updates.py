@@ -64,8 +64,8 @@ class Update(PlainSave):
     deep: an update of an update refers to the first base.
 
     Keys that a mapping lacks, and values replaced by a `PLACEHOLDER`, come from the base; new keys
-    are added. Pass containers that are not mappings completely, or with placeholders. The layout
-    may differ from the base's.
+    are added. Pass other containers, such as lists, completely or with placeholders. The layout may
+    differ from that of the base.
 
     `save` also raises:
         TreeMismatchError: if the state does not fit the base. Nothing was written.
@@ -173,10 +173,10 @@ def _pinned_bases(bases: Sequence[Location]) -> Iterator[None]:
 
 
 def _wait_until_unchanging(base: Location) -> None:
-    """Wait until no save to a base and no deletion of it is running.
+    """Wait while a save to a base or a deletion of the base is running.
 
     Raises:
-        SaveLostError: if one still runs after `_CHANGE_SECONDS`.
+        SaveLostError: if it still runs after `_CHANGE_SECONDS`.
     """
     for _ in SYSTEM_CLOCK.attempts(_CHANGE_SECONDS):
         if not base.commit_method.is_changing(base):
@@ -257,10 +257,10 @@ def _expect_root(checkpoint: Checkpoint) -> Root:
 def _plan_references(
     location: Location, checkpoint: Checkpoint, root: Root, description: TreeDescription, context: Context
 ) -> _PlannedReferences:
-    """Return the references of an update to its base, and to the bases of that one.
+    """Return the references of an update to its base, and to the bases of that base.
 
     Raises:
-        InvalidLocationError: the update cannot refer to one of these bases, or would replace it.
+        InvalidLocationError: the update cannot refer to one of the bases, or would replace it.
         TreeMismatchError: the given tree does not fit the tree of the base.
     """
     if checkpoint.location.identity == location.identity:
@@ -285,7 +285,7 @@ def _plan_references(
             continue
         target = root.tree.aliases.get(base_leaf, base_leaf)
         base, stored = direct, target
-        if target in known:  # the base refers to another checkpoint: refer to that one, so that references are one deep
+        if target in known:  # the base only refers to this array: refer to its own base, so that references do not nest
             number, stored = known[target]
             base = further[number]
         columns.append((leaf, bases.setdefault(base, len(bases)), stored))

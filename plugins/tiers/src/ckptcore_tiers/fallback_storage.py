@@ -59,7 +59,7 @@ class FallbackStorage(StorageBackend):
     """
 
     def __init__(self, near: StorageBackend, name: str, far: StorageBackend, far_name: str) -> None:
-        """Do no I/O.
+        """Create the storage without I/O.
 
         Args:
             near: directory of the checkpoint.
@@ -86,7 +86,7 @@ class FallbackStorage(StorageBackend):
         return None
 
     def _far_key(self, key: str) -> str | None:
-        """Return the key of an object in the far copy. None for the root, and if the far copy has another root."""
+        """Return the key of an object in the far copy; None for the root, or if the far copy lacks the same root."""
         if not key.startswith(f"{self._name}/") or key == f"{self._name}/{ROOT_KEY}":
             return None
         with self._lock:

@@ -1,13 +1,13 @@
 """`HostSave`: a save to separate near directories of several hosts.
 
 A checkpoint stores every element once, on one host. A host cannot read the directories of other
-hosts. To load a replicated array that another host wrote, it would have to wait for the upload and
-read the far directory. Therefore each host also stores copies of such arrays: each process writes a
-small checkpoint of copies, which only its host uses.
+hosts. To load a replicated array that another host wrote, a host would have to wait for the upload
+and read the far directory. Therefore each host also stores copies of such arrays: each process
+writes a small checkpoint of copies, which only its host uses.
 
 No host commits before every process of the job has written. Then the leader builds the root and
-sends it to every host, and the first process of each host commits it there. If a host fails in
-between, only some hosts have the step, and it is incomplete: it is not loaded.
+sends it to every host, and the first process of each host commits it there. If a host fails before
+its commit, only some hosts have the step. Such a step is incomplete, and is not loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class HostSave(PlainSave):
 
     Attributes:
         hosts: groups of processes that share a near directory.
-        message: called on the leader: returns a message that every process gets with the root.
+        message: called on the leader. Returns a message that every process receives with the root.
         receive: called on every process with that message, once all hosts have committed the step.
     """
 
@@ -91,7 +91,7 @@ class _ReplicaCopies:
 
         Args:
             directory: directory of the original tree within the checkpoint.
-            rank: of this process.
+            rank: rank of this process.
             plugins: to find the layout.
         """
         items = []
@@ -109,13 +109,13 @@ class _ReplicaCopies:
         return SavePart(f"{directory}/{inside}" if directory else inside, layout, plan, own=True, source=self)
 
     def boxes(self, leaf: int, boxes: tuple[Box, ...]) -> StateBoxes:
-        """Return the box that an array of the copies has of the original tree. See `ArraySource`."""
+        """Return the box of the original tree that one array of the copies stores. See `ArraySource`."""
         item = self.source.items[leaf]
         return self.tree.boxes(item.leaf, item.boxes)
 
 
 def _plan_copies(save: Save, hosts: Hosts) -> Sequence[SavePart]:
-    """Plan copies of the replicated arrays that other hosts write. Every rank must call this, and waits for all."""
+    """Plan copies of the replicated arrays that other hosts write. Every rank must call this. Waits for all ranks."""
     agreement, save_id = save.agreement, save.info.save_id
     rank, size = agreement.rank, agreement.size
     trees = {
@@ -193,7 +193,7 @@ def _exchange_shards(
     hosts.
 
     Args:
-        agreement: of the save.
+        agreement: exchange of the save.
         store: near directory of this host.
         hosts: groups of processes that share a near directory.
         save_id: the save.

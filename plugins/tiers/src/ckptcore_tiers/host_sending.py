@@ -86,7 +86,7 @@ class WholeStepSender:
     """A `StepSender` for a near directory that all processes share, so that it contains whole steps."""
 
     def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
-        """Do no I/O.
+        """Create the sender without I/O.
 
         Args:
             near: directory to copy steps from.
@@ -316,7 +316,7 @@ class HostSender:
         """Start the thread.
 
         Args:
-            rank: of this process.
+            rank: rank of this process.
             run: id of the run, equal on all processes.
             near: near directory of this host.
             far: the far directory.

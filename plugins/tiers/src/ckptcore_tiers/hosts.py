@@ -127,7 +127,7 @@ class HostSteps:
     """All steps in the near directory of this host, including steps that other hosts lack."""
 
     def __init__(self, steps: StepDirectory, context: Context) -> None:
-        """Do no I/O.
+        """Create the object without I/O.
 
         Args:
             steps: near directory of this host. It lists only complete steps, which all hosts have.
@@ -203,7 +203,7 @@ class HostSteps:
 
 
 def has_expected_sizes_on_host(step: AnyLocation, context: Context) -> bool:
-    """Return True if the objects of a step on this host have the sizes in its root. Other hosts can have the rest.
+    """Return True if the objects of a step on this host have the sizes in its root. Ignores objects on other hosts.
 
     Raises:
         CheckpointNotFoundError: if the step does not exist.

@@ -16,14 +16,14 @@ _STOP_SECONDS: Final = 5.0
 """Time in seconds after the deadline to stop threads and to release the directories."""
 
 _RELEASE_SECONDS: Final = 1.0
-"""Least time in seconds to release one directory: another one that does not answer may have used up the rest."""
+"""Minimum time in seconds to release one directory, even if another one that does not answer took all the time."""
 
 
 class Deadline:
-    """The end of a time, which begins when this object is created. Thread-safe."""
+    """A deadline, a number of seconds after this object is created. Thread-safe."""
 
     def __init__(self, seconds: float | None) -> None:
-        """Begin a time of `seconds`; None for no limit."""
+        """Set the deadline in `seconds` from now; None for no limit."""
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:
@@ -31,7 +31,7 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def left_to_stop(self) -> float | None:
-        """Return the seconds that are left to stop and to release; None for no limit."""
+        """Return the seconds that are left to stop threads and to release the directories; None for no limit."""
         return None if self._end is None else max(0.0, self._end + _STOP_SECONDS - time.monotonic())
 
     def left_to_release(self) -> float | None:

@@ -41,11 +41,11 @@ class Uploads:
 
     Attributes:
         uploader: uploads steps; None except on the leader.
-        stop_sending: on the leader, tells the other hosts that it sends no more steps; on the first
-            process of another host, stops its `HostSender`. None on other processes, and if all
-            processes share one near directory.
+        stop_sending: on the leader, notifies the other hosts that it sends no more steps; on the
+            first process of another host, stops its `HostSender`. None on other processes, and if
+            all processes share one near directory.
         close_sending: on the first process of a host other than the leader's, waits until the
-            leader's uploads end, or a deadline, and stops the `HostSender`. Else None.
+            leader's uploads end or the deadline passes, and stops the `HostSender`. Else None.
     """
 
     uploader: Uploader | None = None
@@ -109,7 +109,7 @@ class TieredRun:
     Attributes:
         steps: the steps of the run.
         hosts: groups of processes that share a near directory; None if all share one.
-        near, far: the directories that this process owns, else None.
+        near, far: the two directories; None if this process does not own the directory.
         uploads: the role of this process in the uploads.
     """
 
@@ -154,7 +154,7 @@ class TieredRun:
         return [owned for owned in (self.near, self.far) if owned is not None]
 
     def begin(self) -> None:
-        """See `OwnedRun`. Starts uploads, first of steps that an earlier run did not upload."""
+        """See `OwnedRun`. Starts uploads. Steps that an earlier run did not upload are first."""
         self.steps.is_owned = self.far is not None
         self.uploads = self._role()
         self.uploads.resume()  # before deletions, which must not delete waiting steps
@@ -407,9 +407,9 @@ class TieredDirectory:
 
         Args:
             near: the fast directory: its options, or only its path or URL.
-            far: the directory of the run: a path or URL. It receives the steps that the near tier's
-                upload policy chooses, and keeps those that the `Checkpointer`'s preservation policy
-                keeps.
+            far: the directory of the run: a path or URL. The upload policy of the near tier chooses
+                the steps to upload to it. The preservation policy of the `Checkpointer` chooses the
+                steps to keep in it.
 
         `open` and `own` raise `InvalidLocationError` if one directory is the other or inside it.
         """

@@ -34,7 +34,7 @@ class TieredSteps:
     Two copies of a step are equal if they have the same save id. If the ids differ, the run was
     rolled back and saved the step again, or continued elsewhere. Then the copy with the higher
     `SaveOrder` is valid; if both have the same, the far copy is valid. The other copy is not
-    loaded. Times do not count, because they are by the clocks of different machines.
+    loaded. Times are not compared, because they come from the clocks of different machines.
 
     Attributes:
         directories: the near directory and the far directory.

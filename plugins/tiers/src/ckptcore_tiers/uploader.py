@@ -48,7 +48,7 @@ _UNREADABLE: Final = (CheckpointNotFoundError, CorruptCheckpointError, Unsupport
 """Errors of a missing, damaged or unsupported copy."""
 
 _PASSING: Final = (StorageError, SaveLostError, CommitUnknownError, InsufficientMemoryError)
-"""Errors after which an upload is retried. Others recur, such as a name that the far directory cannot have."""
+"""Errors after which an upload is retried. Other errors would recur, such as a name that the far directory refuses."""
 
 
 class Uploader:
@@ -71,7 +71,7 @@ class Uploader:
         uploaded: Callable[[], None],
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Do no I/O. Uploads begin with `resume` or `committed`.
+        """Create the uploader without I/O. Uploads begin with `resume` or `committed`.
 
         Args:
             options: options of the near tier.
@@ -95,7 +95,7 @@ class Uploader:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._is_clean = False
-        self._closed: set[int] = set()  # steps that could not be written in the far directory, in contrast to others
+        self._closed: set[int] = set()  # steps that failed by themselves in the far directory; retried after all others
         self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
         reset_in_children(self)
@@ -107,14 +107,14 @@ class Uploader:
         self._thread = None
 
     def resume(self) -> None:
-        """Queue steps of an earlier run that it did not upload.
+        """Queue the steps that an earlier run did not upload.
 
-        These are the steps that exist only in the near directory, if the upload policy chooses
-        them, and all steps whose near copy is from a later save than the far copy.
+        Queues a step that exists only in the near directory if the upload policy chooses it. Always
+        queues a step whose near copy is from a later save than its far copy.
         """
         candidates = self._far.steps.candidates()
         states = self._far.steps.map_ordered(candidates, self._far.steps.is_committed_or_why)
-        # A step that cannot be read, such as one in an archive, may be there.
+        # A step that cannot be read, such as one in an archive, may be complete in the far directory.
         in_far = {step for step, is_there in zip(candidates, states, strict=True) if is_there is not False}
         newest = max(in_far, default=None)
         if newest is not None:
@@ -147,7 +147,7 @@ class Uploader:
             return LastSave(step)
 
     def _differs(self, step: int) -> bool:
-        """Return True if the near copy is from a later save than the far copy, or if that is missing or corrupt."""
+        """Return True if the near copy is from a later save, or if the far copy is missing or corrupt."""
         try:
             far = self._far.steps.summary(step)
         except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -360,7 +360,7 @@ class Uploader:
             return frozenset(self._kept()).union([step for step in last if step is not None])
 
     def _waiting_infos(self) -> Sequence[StepInfo]:
-        """Return the facts about waiting steps that the far directory's policy uses. Unreadable steps fail."""
+        """Return the facts about waiting steps that the far directory's policy uses. Records failed steps."""
         with self._changed:
             waiting = sorted(self._state.waiting)
         infos = []

@@ -1,8 +1,8 @@
 """Transforms change a stored tree before a load matches it with the abstract tree.
 
-``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. They do
-not read: for each requested part of a result, a load reads only the required parts of the inputs. A
-transform that matches nothing or does not fit is an error.
+``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. Transforms
+read no arrays: for each requested part of a result, a load reads only the required parts of the
+inputs. It is an error if a transform matches nothing or does not fit.
 
 - `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: change paths
 - `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: change

@@ -64,8 +64,8 @@ class Cast(EachArray):
     Attributes:
         pattern: selects the arrays.
         dtype: name of the new dtype.
-        stored: expected dtype in the checkpoint; another one is an error. None accepts any. The
-            inverse needs it.
+        stored: expected dtype in the checkpoint; another dtype is an error. None accepts any dtype.
+            The inverse needs `stored`.
     """
 
     dtype: DtypeName
@@ -156,15 +156,15 @@ class Slice(EachArray):
 
 @dataclass(frozen=True, slots=True)
 class Pad(EachArray):
-    """Append a value along an axis, for example to extend a vocabulary.
+    """Append elements of one value along an axis, for example to extend a vocabulary.
 
     Attributes:
         pattern: selects the arrays.
         size: new extent, at least the old one.
         axis: axis to extend; -1 is the last.
         value: value of the new elements. Infinity and NaN are allowed, and bools in arrays of bools.
-        stored: expected extent in the checkpoint; another one is an error. None accepts any. The
-            inverse needs it.
+        stored: expected extent in the checkpoint; another extent is an error. None accepts any
+            extent. The inverse needs `stored`.
     """
 
     size: int
@@ -271,8 +271,8 @@ class Reshape(EachArray):
     Attributes:
         pattern: selects the arrays.
         shape: new extents. One can be -1, which means the remaining size.
-        stored: expected shape in the checkpoint, which can contain a -1 too; another one is an
-            error. None accepts any. The inverse needs it.
+        stored: expected shape in the checkpoint, which can contain one -1, too; another shape is an
+            error. None accepts any shape. The inverse needs `stored`.
     """
 
     shape: Sequence[int]

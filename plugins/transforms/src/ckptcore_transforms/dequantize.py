@@ -48,7 +48,7 @@ def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] 
     Source: transformers' ``Fp8Dequantize`` (``integrations/finegrained_fp8.py``).
 
     Raises:
-        ValueError: if they do not fit.
+        ValueError: if values and scales do not fit together.
     """
     if not is_quantized(values.spec):
         raise ValueError(f"{values.spec} is not quantised, but has scales")
@@ -100,8 +100,9 @@ class Dequantize(TreeTransform):
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for checkpoints of
     DeepSeek-V3. A matching array that is not float4, float6, float8, int4 or int8 does not
-    change if it has no scales. If it has scales, the transform raises an error. So it does for an array with further
-    data under its name and ``_zero_point``, ``_g_idx``, ``_global_scale`` or ``_scale_2``, which changes the values.
+    change if it has no scales. If it has scales, the transform raises an error. It also raises an
+    error if the tree has further data for an array, under its name with ``_zero_point``,
+    ``_g_idx``, ``_global_scale`` or ``_scale_2``, because such data changes the values.
 
     Attributes:
         pattern: template of the quantised arrays.
@@ -186,8 +187,8 @@ def _apply(
     """Dequantise the arrays that match a pattern, with the scales that match another one.
 
     Raises:
-        TransformError: lists arrays without scales, scales without arrays, those that do not fit, and those with
-            data that would change the result.
+        TransformError: lists arrays without scales, scales without arrays, arrays that do not fit their scales, and
+            arrays with further data that would change the result.
     """
     values, target = Template(pattern), Template(to)
     scales_template = Template(Template(scales).spanning_as(values))
@@ -208,7 +209,7 @@ def _apply(
     for path, fields in of_scales.values():
         problems.append(f"{format_path(path)}: the array {format_path(values.path(fields))} of these scales is missing")
     if not matches and not problems:
-        tree.find(scales_template)
+        tree.find(scales_template)  # raises NothingMatches, because there are no scales
     _dequantize(tree, matches, problems)
 
 
@@ -232,7 +233,7 @@ _UNKNOWN: Final = ("_zero_point", "_g_idx", "_global_scale", "_scale_2")
 
 
 def _unknown_data(text: str, names: Collection[str]) -> str:
-    """Return why an array cannot be dequantised because of data next to it, or an empty text.
+    """Return the reason if further data prevents the dequantisation of an array; else an empty text.
 
     Args:
         text: path of the array, as text.
@@ -249,7 +250,7 @@ class DequantizeAsConfigured(TreeTransform):
     Supports the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8`` and ``mxfp4``, and
     ``compressed-tensors`` with values in the shape of the weight. The results have the names and
     axes of transformers, which swaps axes in the experts of gpt-oss. Scales of the dequantised
-    weights and of their activations are removed; scales of key-value caches only if a
+    weights and of their activations are removed. Scales of key-value caches are removed only if a
     compressed-tensors config declares a ``kv_cache_scheme``. Modules that the config excludes do
     not change.
 
@@ -367,10 +368,10 @@ class _Search:
 
 
 def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, ...], dtype: str) -> DerivedArray:
-    """Multiply values by the scales of the block size that fits.
+    """Multiply values by the scales of their blocks, with the block size that fits.
 
     Raises:
-        ValueError: if none fits, or if several do with different results.
+        ValueError: if no block size fits, or if several fit with different results.
     """
     results: dict[DerivedArray, Block] = {}
     refused: list[str] = []

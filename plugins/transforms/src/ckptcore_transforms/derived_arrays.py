@@ -23,7 +23,7 @@ from ckptcore.model import ArraySpec, Box, HostArray
 from ckptcore.protocols import DerivedArray, Part
 
 _PRODUCT_ELEMENTS: Final = 1 << 21
-"""Elements of a matrix product computed at a time.
+"""Number of elements of a matrix product that are computed at a time.
 
 With smaller products, BLAS threads wait longer than they compute.
 """
@@ -114,7 +114,7 @@ class WeightedSum:
 
 @dataclass(frozen=True, slots=True)
 class LowRankMerge:
-    """A matrix plus a scaled product of two thin ones, as in merged adapters (LoRA): ``base + scale * up @ down``.
+    """A matrix plus the scaled product of two thin matrices, as in LoRA adapters: ``base + scale * up @ down``.
 
     Computed in float32, or in float64 if float32 cannot represent the dtype of an input. A result
     out of the range of its dtype is an error.
@@ -178,7 +178,7 @@ class LowRankMerge:
 class Computed(WholeArray):
     """The result of a function of whole arrays.
 
-    A load of any part reads and computes all of it, once for all parts.
+    A load of any part reads and computes the whole array, once for all parts.
 
     Attributes:
         inputs: arguments of the function, as NumPy arrays.

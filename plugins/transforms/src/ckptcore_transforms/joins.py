@@ -29,8 +29,8 @@ class Stack(TreeTransform):
     """Stack arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
 
     Attributes:
-        pattern: template of the arrays. Exactly one field is missing in `to`: the number of the
-            array, from 0 without gaps.
+        pattern: template of the arrays. It has exactly one field that `to` lacks: the number of
+            the array. Numbers begin at 0 and have no gaps.
         to: template of the path of each stack.
         axis: the new axis of the result; -1 is the last.
 
@@ -87,7 +87,7 @@ class Unstack(TreeTransform):
 
     Attributes:
         pattern: template of the arrays.
-        to: template of the paths of the parts. Exactly one field is missing in the pattern: the
+        to: template of the paths of the parts. It has exactly one field that `pattern` lacks: the
             number of the part, from 0.
         axis: the axis to remove; -1 is the last.
     """
@@ -264,7 +264,7 @@ def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Te
 
 
 def _counter(more: Template, fewer: Template) -> str:
-    """Return the one field that a template has and another one lacks."""
+    """Return the only field of `more` that `fewer` lacks."""
     names = more.fields - fewer.fields
     if len(names) != 1 or fewer.fields - more.fields or not more.is_exact:
         raise TransformError(f"{more} must have no '*', and exactly one field that {fewer} lacks, for the number")

@@ -1,9 +1,9 @@
 """Ready-made transforms between the weights of model families in different libraries.
 
-Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns those in the other
-direction. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the model
-itself are an error in both directions: each list ends with a `Refuse` for them, and its first one is the last of the
-inverse.
+Each function returns the transforms from Hugging Face's names; `ckptcore_transforms.inverse` returns the reverse
+transforms. Unknown leaves outside of the model, such as classification heads, do not change. Unknown leaves of the
+model itself are an error in both directions. For this, each list ends with a `Refuse`, and has another one near its
+start, which is near the end of the inverse.
 
 Hugging Face's names are those of modules of ``transformers``, with kernels as ``[outputs,
 inputs]``, as in PyTorch. *Scanned* is a tree of Flax NNX with layers run by ``jax.lax.scan``: one
@@ -130,13 +130,13 @@ def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> li
     Args:
         head_dim: number of elements of a head; even. A load fails if a ``config.json`` of the model
             has another value.
-        rope_type: ``rope_type`` of MaxText's configuration. It decides about the order of a head's elements, which
-            are rotated in pairs. ``"llama3.1"`` stores the two elements of a pair next to each other; MaxText also
-            uses it if its ``model_name`` starts with ``llama3.1``. ``"default"``, for Llama 2 and 3 and Mistral,
-            stores the first elements of all pairs before the second ones, as Hugging Face does. With the wrong type
-            the load succeeds, but the model computes wrong results.
-        prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. MaxText has
-            none.
+        rope_type: ``rope_type`` of MaxText's configuration. It determines the order of a head's elements, which are
+            rotated in pairs. ``"llama3.1"`` stores the two elements of a pair next to each other. MaxText also uses
+            this order if its ``model_name`` starts with ``llama3.1``. ``"default"``, for Llama 2 and 3 and Mistral,
+            stores the first elements of all pairs before the second elements, as Hugging Face does. With the wrong
+            type the load succeeds, but the model computes wrong results.
+        prefix: prefix before ``model`` and ``lm_head``, such as ``"language_model."``. The names of
+            MaxText have no prefix.
 
     Raises:
         TransformError: if `head_dim` is odd, `rope_type` is unknown, or the prefix does not end
@@ -320,7 +320,7 @@ _OPTION_HINTS: Final = {
     "head_dim": "the number of elements of a head, as in the model's config.json",
     "rope_type": "'default' or 'llama3.1', as in MaxText's configuration",
 }
-"""Required options of maps, and what an error tells the user to set."""
+"""For each required option of maps, its description in an error."""
 
 
 def find_map(

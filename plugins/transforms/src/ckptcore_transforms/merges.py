@@ -30,8 +30,8 @@ class MergeLora(TreeTransform):
         up: template of the adapter's n by r matrices, called B, with the fields of `base`.
         down: template of its r by m matrices, called A.
         scale: alpha / r.
-        adapter: checkpoint with `up` and `down`; None if they are in the same tree. They
-            are then removed from it.
+        adapter: checkpoint with `up` and `down`. None: they are in the same tree, and are removed
+            from it.
     """
 
     base: str
@@ -88,9 +88,9 @@ class MergeLora(TreeTransform):
 class Average(TreeTransform):
     """Average the arrays of several checkpoints with the same tree, in float32, or in float64 for float64 arrays.
 
-    All other leaves are taken from the first checkpoint, which is the loaded one: arrays of
-    integers, booleans, text and dates, NumPy scalars, random number generator keys and values.
-    Use this before transforms that change the tree. Complex arrays are refused.
+    The first checkpoint is the loaded one. All other leaves are taken from it: arrays of integers,
+    booleans, text and dates, NumPy scalars, random number generator keys and values. Use this
+    before transforms that change the tree. Complex arrays are refused.
 
     Attributes:
         others: locations of the other checkpoints.

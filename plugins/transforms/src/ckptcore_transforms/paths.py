@@ -24,8 +24,8 @@ _MAX_SHOWN: Final = 200
 class Rename(TreeTransform):
     """Rename leaves: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
-    A key keeps its type if a field matches it completely. Any other key becomes text, or the
-    existing key of the container with the same text.
+    A key keeps its type if a field matches it completely. Any other key becomes text, unless its
+    container already has a key with the same text, such as an integer. Then it becomes that key.
 
     Attributes:
         pattern: selects at least one leaf.

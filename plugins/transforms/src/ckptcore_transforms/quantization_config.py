@@ -31,7 +31,7 @@ _MAX_NAME_LENGTH: Final = 1000
 _FINE_GRAINED: Final = (128, 128)
 """Block size that transformers' FineGrainedFP8Config assumes if the config has none.
 
-A config of AutoFP8 has none either, but means one scale per array.
+A config of AutoFP8 has no block size either, but means one scale per array.
 """
 
 
@@ -54,7 +54,7 @@ class QuantizationConfig:
     has_cache_scales: bool = False
 
     def excludes(self, module: str) -> bool:
-        """Return True if a module is not quantised: it, an outer module or a suffix of its name is listed.
+        """Return True if `excluded` lists a module, an outer module, or a suffix of its name.
 
         This is transformers' ``should_convert_module`` without its regular expressions, because a
         hostile expression can run forever.

@@ -172,7 +172,7 @@ def unpack_fp4(of: DerivedArray) -> DerivedArray:
 class BlockScaled:
     """Each element times the scale of its block, computed in float32 and then rounded to `dtype`.
 
-    Overflow is not an error. It gives infinity if the dtype has it.
+    Overflow is not an error. The result is infinity if the dtype can represent it.
 
     Attributes:
         values: the elements.
@@ -306,9 +306,9 @@ def _in_float32(values: HostArray) -> HostArray:
 def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the extents of a block, if the shape of the scales determines them; else None.
 
-    It does if there is a single scale, or if each axis has either one scale or one scale per index.
-    Other numbers of scales are ambiguous: two scales for 192 rows can mean blocks of 96 rows, or of
-    128 and 64.
+    The shape determines them if there is a single scale, or if each axis has either one scale or
+    one scale per index. Other numbers of scales are ambiguous: two scales for 192 rows can mean
+    blocks of 96 rows, or blocks of 128 and 64 rows.
 
     Args:
         values, scales: shapes. A single scale can have any shape.

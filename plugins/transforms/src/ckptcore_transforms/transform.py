@@ -24,9 +24,10 @@ class TreeTransform(Transform, Protocol):
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check each argument by the text of its annotation. Arguments with annotations that are not in `_CHECKS` pass.
+        """Check each argument by the text of its annotation. Annotations that are not in `_CHECKS` are not checked.
 
-        A subclass whose arguments have other rules, such as infinite floats, uses another annotation or replaces this.
+        A subclass whose arguments have other rules, such as infinite floats, uses another annotation or overrides this
+        method.
 
         Raises:
             TypeError: if an argument has another type. The error names the transform and the argument.
@@ -88,7 +89,7 @@ class IfPresent(Transform):
         return f"{self.transform.describe()}, if present"
 
     def inverse(self) -> Transform:
-        """Return the optional inverse. It changes all matching leaves, also if `transform` created none of them."""
+        """Return the optional inverse. It changes all matching leaves, even those that `transform` did not create."""
         return IfPresent(_inverse(self.transform))
 
 

@@ -1,4 +1,4 @@
-"""Transformed checkpoints: applies the transforms that a user passes to a load. Any object can be a transform."""
+"""Transformed checkpoints: apply the transforms that a user passes to a load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.runtime import runtime_of
 _METHODS: Final = ("apply", "describe")
 
 _LONGEST: Final = 1200
-"""Limit of a transform and of its error in a message, in characters: names may be hostile, and have any length."""
+"""Maximum length of a transform and of its error in a message, in characters, because names can be hostile."""
 
 
 def apply_transforms(checkpoint: Checkpoint, transforms: Transforms, context: Context) -> Checkpoint:
@@ -37,7 +37,7 @@ def apply_transforms(checkpoint: Checkpoint, transforms: Transforms, context: Co
         context: its memory limit for loads also limits temporary memory of the computation.
 
     Raises:
-        TransformError: a transform failed, such as one that does not match the stored tree; names the transform.
+        TransformError: a transform failed, for example because it matches nothing. The error names the transform.
         CheckpointError: an additional checkpoint cannot be opened.
     """
     expect_transforms(transforms)

@@ -206,7 +206,7 @@ class TreeRewriter:
         self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
 
     def _move_containers(self, path: TreePath, new: TreePath) -> None:
-        """Copy the kinds and attributes of containers for the keys that both paths end with."""
+        """Keep the kinds and attributes of containers on a moved path, as far as both paths end with the same keys."""
         for length in range(len(path) + 1):
             if length and (length > len(new) or path[-length] != new[-length]):
                 return
@@ -314,6 +314,7 @@ class TreeRewriter:
         kind, note, attributes = (None, None, None) if known is None else (known.kind, known.type, known.attributes)
         keys = list(branch.children)
         numbers = {key for key in keys if type(key) is int}
+        # A list or tuple becomes a dict if numbers are missing. A new container of all numbers from 0 becomes a list.
         is_sequence = len(numbers) == len(keys) and numbers == set(range(len(keys)))
         if kind in ("list", "tuple") or (kind is None and keys):
             now: NodeKind = (kind or "list") if is_sequence else "dict"
