@@ -15,7 +15,7 @@ from ckptcore.model import Box, HostArray
 from ckptcore_jax.shardings import box_of, placement_of
 
 _SMALL_BYTES: Final = 1 << 20
-"""Up to this size in bytes, copying on the host is cheaper than a copy between JAX arrays."""
+"""Up to this size in bytes, two copies on the host are cheaper than one copy between JAX arrays."""
 
 _ALIGNMENT: Final = 64
 """Alignment in bytes of host memory that the CPU backend borrows. It copies other memory."""

@@ -74,9 +74,9 @@ class ColocatedExecutor(StagedExecutor):
     """A `ckptcore.protocols.Executor` for `jax.Array`. Its workers are hosts.
 
     Workers are called with `jax.experimental.colocated_python`. A save copies arrays to the CPU
-    device of their host, and a load copies them back from there. Elements do not pass through the
-    controller, except scalars that JAX itself moves. Workers need the same installation as the
-    controller.
+    device of their host. A load copies them from this CPU device to the devices. Elements do not
+    pass through the controller, except scalars that JAX itself moves. Workers need the same
+    installation as the controller.
 
     The workers save arrays that are not committed to devices, but the controller loads them,
     because only the controller can create such arrays.

@@ -191,7 +191,7 @@ class _MixedHandler(ContainerHandler):
 
 
 def merged_with_static(like: Sequence[object], children: Sequence[object]) -> list[object]:
-    """Return the children of `like`, in which `children` replace the ones that are not fully static."""
+    """Return the children of `like`, but with `children` in place of all children that are not fully static."""
     given = iter(children)
     return unwrapped([child if _share_of_static(child) == "all" else next(given) for child in like])
 

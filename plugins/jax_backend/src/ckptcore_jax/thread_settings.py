@@ -39,7 +39,7 @@ def _applied(device: Any, has_64_bits: bool, mesh: Any) -> Iterator[None]:
 
 
 def _mesh() -> Any:
-    """Return the mesh of this thread; None if there is none."""
+    """Return the mesh of this thread, or None if no mesh is set."""
     get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.8.1 lack it
     try:
         mesh = None if get_mesh is None else get_mesh()

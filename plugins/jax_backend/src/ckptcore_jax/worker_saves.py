@@ -78,7 +78,7 @@ class LeavesAtWorkers(LeafHandler):
         return self._handler.replicas(leaf, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the result of `shards` for a leaf at workers of this process. See `LeafHandler`."""
+        """Return the result of `shards` for a leaf at workers if `process` is None. See `LeafHandler`."""
         if process is None and self._executor.takes(leaf):
             return self.shards(leaf, rank, size)
         return self._handler.shards_of(leaf, process, rank, size)
@@ -327,7 +327,7 @@ class _WorkerElements:
             held.wait()
 
     def fail(self, error: BaseException) -> None:
-        """Do nothing. Workers copy all their boxes at once, so no copy is left to cancel. See `StateCopy`."""
+        """Do nothing, because workers begin to copy all their boxes at once. See `StateCopy`."""
 
     def end_writing(self) -> None:
         """See `StateCopy`."""

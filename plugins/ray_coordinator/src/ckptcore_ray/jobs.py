@@ -86,6 +86,8 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
         name=_actor_name(name),
         namespace=namespace,
         num_cpus=0,
+        # Every waiting exchange occupies one call of the actor. 1000 is Ray's default for
+        # asynchronous actors.
         max_concurrency=1000 + _WAITS_PER_RANK * size,
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )

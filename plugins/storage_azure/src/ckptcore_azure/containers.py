@@ -46,6 +46,8 @@ class BlockUpload:
         The name contains the id of this upload, so that blocks of different uploads to one key
         cannot be mixed up.
         """
+        # The number has a fixed width, because all block ids of a blob must have the same length:
+        # https://learn.microsoft.com/rest/api/storageservices/put-block
         name = base64.b64encode(f"{self._put_id}-{number:05}".encode()).decode()
         query = {"comp": "block", "blockid": name}
         self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))

@@ -56,6 +56,8 @@ class CompositeUpload:
             composed = []
             for number, start in enumerate(range(0, len(pieces), MAX_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
+                # No condition: the name contains the id of this upload, so no other process writes
+                # it.
                 self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._put_id)
                 composed.append(name)
             pieces = composed

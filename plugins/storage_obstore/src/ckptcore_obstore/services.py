@@ -61,7 +61,7 @@ class CredentialSource(ABC, Generic[C]):
         """
 
     def renew(self, used: object) -> bool:
-        """Look for other credentials, after the service refused the `used` ones. Return True if there are."""
+        """Get new credentials after the service refused the `used` ones. Return True if they differ."""
         return False
 
 
@@ -182,7 +182,7 @@ class Service(ABC):
         return self.credentials.get()
 
     def renew(self, used: object) -> bool:
-        """Look for other credentials, after the service refused the `used` ones. Return True if there are.
+        """Get new credentials after the service refused the `used` ones. Return True if they differ.
 
         Raises:
             RequestFailed: if there are no credentials.

@@ -48,7 +48,8 @@ class OptimizerCopy:
         self._state = {key: _without_sharing(slots) for key, slots in optimizer.state.items()}
         held = [self._state, [_options(group) for group in self._groups]]
         self._values = _copies(_tensors(held))
-        # A wrapper has attributes of its own, and the optimizer inside it.
+        # A wrapper of another library has its own attributes, and the inner optimizer as one of
+        # them.
         self._attributes = _plain_attributes(optimizer)
         inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         self._inner = [OptimizerCopy(value) for value in inner]

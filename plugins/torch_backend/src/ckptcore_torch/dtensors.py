@@ -76,7 +76,7 @@ class DTensorHandler(LeafHandler):
 
         Raises:
             UnsupportedLeafError: if the elements of the local tensor are not in memory, or if its
-                shape is not the one that follows from the mesh and placements.
+                shape does not match the mesh and placements.
         """
         own = _local_part(leaf)
         if own is None:

@@ -336,7 +336,7 @@ def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> A
 def _refuse_other_wrappers(
     module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any], loaders: Loaders
 ) -> None:
-    """Raise an error if the stored names differ from those of a module only by wrappers inside the names.
+    """Raise an error if the stored names differ from the names of a module only by the parts of wrappers.
 
     If all names differ by the same prefix, raise nothing: the core then suggests the transform that
     removes or adds the prefix.

@@ -147,7 +147,7 @@ def refuse_other_class(
     *,
     by_name: bool = False,
 ) -> None:
-    """Raise an error if the stored state is that of another class of optimizer.
+    """Raise an error if another class of optimizer saved the stored state.
 
     Two versions of a class may have different options, and programs may add entries to groups and
     states. Such differences are accepted. An optimizer with hooks for loading is not checked here,
@@ -229,7 +229,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """A stored group compared with the options of an optimizer.
+    """A comparison of a stored group with the options of an optimizer.
 
     Attributes:
         extra: stored options that the optimizer does not have.
@@ -243,7 +243,7 @@ class _Options:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, stored_groups: Iterable[object]) -> list[_Options]:
-        """Compare groups with the options of an optimizer, and with what programs added to its groups.
+        """Compare groups with the options of an optimizer, and with the entries that programs added to its groups.
 
         Groups whose entries all occur in any class are left out. Groups with the same entries are
         compared once.
@@ -286,7 +286,7 @@ def _lines(groups: Sequence[_Options]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The stored states of parameters compared with those of an optimizer.
+    """A comparison of stored parameter states with the states of an optimizer.
 
     Attributes:
         own: entries that the states of the optimizer have. None if they are unknown, because it has
@@ -334,7 +334,7 @@ class _States:
         return not self.is_of_torch and bool(self.stored) and self.own == self.stored
 
     def are_foreign(self, *, same_options: bool) -> bool:
-        """Return True if the stored states are those of another class.
+        """Return True if an optimizer of another class saved the states.
 
         Extra entries do not count, because programs add entries, also to empty states.
         """
@@ -363,7 +363,7 @@ def _entries(state: object) -> frozenset[str]:
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the name of the optimizer's class if it is PyTorch's own.
 
-    Return None for other classes, also if they derive from one of PyTorch.
+    Return None for other classes, also for subclasses of PyTorch's classes.
     """
     kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("ckptcore_torch."))
     return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None

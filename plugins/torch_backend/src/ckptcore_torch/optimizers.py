@@ -38,8 +38,8 @@ class OptimizerHandler(CheckpointableHandler):
     If the checkpoint and the optimizer have ``param_names``, parameters are matched by name,
     otherwise by position. Options that are not stored keep their values.
 
-    A state dict can also have another form. The one of an optimizer patched by
-    torch.distributed.checkpoint names the parameters, and the one of a container of optimizers has
+    A state dict can also have another form. If torch.distributed.checkpoint has patched an
+    optimizer, its state dict names the parameters. The state dict of a container of optimizers has
     several states. Such a state is saved unchanged, and a load passes it to the optimizer's
     ``load_state_dict``.
     """

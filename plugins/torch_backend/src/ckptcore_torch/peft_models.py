@@ -105,8 +105,9 @@ class PeftAdapter:
         """Return copies of the tensors that PEFT would save with a stored config, as targets of a load.
 
         Args:
-            stored_config: the stored config. It decides what PEFT stores, such as the ranks of AdaLoRA.
-            stored: names of the stored arrays. The result includes those that belong to the base
+            stored_config: the stored config. It determines which tensors PEFT stores, such as the
+                ranks of AdaLoRA.
+            stored: names of the stored arrays. The result includes stored tensors of the base
                 model.
 
         Raises:

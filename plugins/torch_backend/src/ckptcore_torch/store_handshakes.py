@@ -225,10 +225,10 @@ class StoreHandshake:
     def end(self) -> None:
         """Stop answering. Waits up to 5 s for a pending request to the store.
 
-        There are two reasons. A thread that is inside the store at interpreter exit crashes the
-        process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python
-        3.11). If the same processes destroy a group and create another one over the same store, the
-        threads of both runs would answer.
+        This has two reasons. First, a thread that is inside the store at interpreter exit crashes
+        the process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0,
+        Python 3.11). Second, if the same processes destroy a group and create another one over the
+        same store, the threads of both runs would answer.
         """
         self._ended.set()
         if self._answering is not None and self._answering is not threading.current_thread():
@@ -280,6 +280,7 @@ class StoreHandshake:
                         pause = _FIRST_PAUSE_SECONDS
                     met = self._met(self._word, rank)
                     if store.has(met):
+                        # The rank never asks again, so its keys can be removed from the store.
                         for name in (self._hello(rank), self._welcome(rank), met):
                             store.remove(name)
                         unmet.discard(rank)

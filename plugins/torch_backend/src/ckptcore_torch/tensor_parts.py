@@ -70,8 +70,7 @@ class SubclassPartsHandler(CheckpointableHandler):
         """Return the parts of `value`.
 
         Raises:
-            TreeMismatchError: if other parts are stored, or if the parts are those of another
-                class, shape or context.
+            TreeMismatchError: if other parts are stored, or if the class, shape or context differs.
         """
         own = self.flatten(value)
         given = expect_parts(own[PARTS], stored)

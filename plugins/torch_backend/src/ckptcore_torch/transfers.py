@@ -193,6 +193,7 @@ class Transfers:
                     raise PluginError(
                         "internal error: waited for a device copy that is not running; please report this"
                     )
+                # Buffers are in the order of the copies, so the oldest one is the next to arrive.
                 self._empty(self._in_use.popleft())
                 self._stage()
         if copy.error is not None:

@@ -93,8 +93,8 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing directory for the log and the objects; empty for Ceph. Only MiniStack
-            keeps its objects there for a new server in the same directory.
+        directory: an existing directory for the log and the objects. Ceph needs an empty directory.
+            Only MiniStack keeps its objects when a new server starts in the same directory.
         kind: MiniStack stores objects in files; moto stores them in memory; Ceph checks signatures
             and takes half a minute to start. None: the kind in the variable ``CKPTCORE_S3_SERVER``,
             or MiniStack.
