@@ -239,8 +239,7 @@ def _connection(connection: str, named: str) -> dict[str, str]:
 
 
 def _signature(text: str) -> Credential:
-    """Return a credential for a shared access signature, also if it is given as the query of a URL,
-    as the portal shows it.
+    """Return a credential for a shared access signature. The portal also shows it as the query of a URL.
 
     A plus sign belongs to the Base64 of a signature. In a query it would mean a space, so it is
     escaped.
@@ -260,9 +259,7 @@ def _wrong(credential: Credential) -> str | None:
 
 
 def _account_of(endpoint: str) -> str:
-    """Return the account in the URL of a blob service: the first path part, or without a path the
-    first label of the host.
-    """
+    """Return the account in the URL of a blob service: the first path part, or else the first label of the host."""
     parts = urlsplit(endpoint)
     host, path = parts.hostname or "", parts.path.strip("/")
     return path.partition("/")[0] or ("" if _is_address(host) else host.partition(".")[0])

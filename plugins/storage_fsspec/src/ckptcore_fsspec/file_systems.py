@@ -120,8 +120,10 @@ class Connection:
 
     @contextmanager
     def forgetting(self, what: str) -> Iterator[None]:
-        """Convert errors of the body. If the service refuses the credentials, the next request opens the file system
-        again."""
+        """Convert errors of the ``with`` block.
+
+        If the service refuses the credentials, the next request opens the file system again.
+        """
         try:
             with converted_errors(what):
                 yield

@@ -45,9 +45,7 @@ class Loaders:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Loaders:
-        """Find the loaders in a module: hooks, overridden methods of its parts, and its own
-        overridden `load_state_dict`.
-        """
+        """Find the loaders in a module: hooks, overridden methods of parts, and an overridden `load_state_dict`."""
         parts, of_own_entries, of_extra_state = set[str](), set[str](), set[str]()
         are_foreign = False
         for name, part in module.named_modules(remove_duplicate=False):
@@ -162,9 +160,7 @@ class ModuleHandler(CheckpointableHandler):
         return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
-        """Return the state dict with the names that ``like.load_state_dict`` expects, including all
-        names of tied entries.
-        """
+        """Return the state dict with all names that ``like.load_state_dict`` expects, also of tied entries."""
         own = like.state_dict()
         return _with_all_names(own, _with_module_names(like, own, state))
 
@@ -222,8 +218,9 @@ class ModuleHandler(CheckpointableHandler):
 
 
 def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
-    """Return the request for a state dict: the module's tensors to fill, and the stored form of
-    entries that a loader decides about.
+    """Return the request for a state dict: the module's tensors to fill.
+
+    Entries that a loader decides about keep their stored form.
     """
     request: Any = OrderedDict()
     request._metadata = getattr(stored, "_metadata", None) or getattr(state, "_metadata", {})

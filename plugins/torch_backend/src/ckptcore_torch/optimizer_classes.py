@@ -370,8 +370,10 @@ def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _classes_of_torch(options_of_state: frozenset[str]) -> Iterator[frozenset[str]]:
-    """Yield the options of each class of PyTorch that can have written a group: the group has all
-    its options and at least two of its flags, or all if it has fewer.
+    """Yield the options of each class of PyTorch that can have written a group.
+
+    The group must have all options of the class, and at least two of its flags, or all if the class
+    has fewer.
     """
     for options, flags in _options_of_torch():
         if options <= options_of_state and len(flags & options_of_state) >= min(2, len(flags)):

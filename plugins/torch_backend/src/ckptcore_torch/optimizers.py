@@ -51,8 +51,7 @@ class OptimizerHandler(CheckpointableHandler):
         return wrapped_objects(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """Return the request: the state dict with all stored options and the stored structure of
-        each parameter's state.
+        """Return the request: the state dict with all stored options and the stored structure of all states.
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers

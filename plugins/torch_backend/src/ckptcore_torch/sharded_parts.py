@@ -56,8 +56,9 @@ class ShardedParts:
         self._divided = {axis for axis, cuts in enumerate(self._cuts) if cuts}
 
     def stored(self, name: str, part: torch.Tensor, *, is_flat: bool) -> tuple[torch.Tensor, Sequence[int]]:
-        """Return the stored form of an inner tensor, and the number of tiles along each sharding
-        axis of the mesh, empty without tiles.
+        """Return the stored form of an inner tensor, and the number of tiles along each sharding axis of the mesh.
+
+        The numbers are empty if it is not stored as tiles.
 
         Args:
             name: name of the inner tensor.
@@ -80,9 +81,7 @@ class ShardedParts:
         return self._tiles(name, part)
 
     def _grid(self, part: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Return the shapes of a grid with one element per block: the grid of all processes, and
-        the part of this process.
-        """
+        """Return the shapes of a grid with one element per block: of the whole grid, and of this process's part."""
         if len(part) != len(self._local) or 0 in part:
             return None
         shape = []
