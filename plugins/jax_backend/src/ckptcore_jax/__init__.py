@@ -1,7 +1,7 @@
 """The JAX plugin: `jax.Array`, random keys, abstract arrays, and containers registered with `jax.tree_util`.
 
 Programs need not import this package: ckptcore finds `ckptcore_jax.plugin` by its entry point.
-Importing the package does not import JAX. Accessing one of these names does::
+Importing the package does not import JAX. Accessing one of the following names does::
 
     ColocatedExecutor      executor of a single controller, whose workers run JAX's colocated Python
     JaxLeafHandler         leaf handler; use ``JaxLeafHandler(copy=False)`` if no array aliases

@@ -22,22 +22,24 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
     """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
     Each `jax.ShapeDtypeStruct` has the stored sharding, memory kind and weak type. For random keys
-    it has a key dtype, if this JAX has their implementation. It has no sharding in three cases: the
-    available devices do not fit (`sharding_from_notes`), the sharding does not fit the shape, or
-    the array was on one device that is now JAX's default device. An array without a sharding is
-    loaded to the default device, uncommitted, so that it can be used with arrays on other devices.
+    it has a key dtype, if this JAX has their implementation. It has no sharding in three cases: if
+    the available devices do not fit (`sharding_from_notes`), if the sharding does not fit the
+    shape, or if the array was on a single device that is now JAX's default device. An array without
+    a sharding is loaded to the default device, uncommitted, so that it can be used with arrays on
+    other devices.
 
-    Other leaves are the same as in `metadata.abstract`, and are loaded as NumPy arrays or values:
-    values, NumPy scalars, and arrays saved by NumPy or another framework, which have no sharding in
-    their notes. The same applies to arrays that JAX does not support: text, dates, and 64-bit
-    dtypes while jax_enable_x64 is off. If the checkpoint was not written by ckptcore, the result
-    has a `jax.ShapeDtypeStruct` for every array that JAX supports, unless the files name another
+    Other leaves are the same as in `metadata.abstract`, and are loaded as NumPy arrays or values.
+    They are: values; NumPy scalars; arrays saved by NumPy or another framework, which have no
+    sharding in their notes; and arrays that JAX does not support (text, dates, and 64-bit dtypes
+    while jax_enable_x64 is off). If the checkpoint was not written by ckptcore, the result has a
+    `jax.ShapeDtypeStruct` for every array that JAX supports, unless the files name another
     framework, as Orbax does for NumPy arrays.
 
     Does no I/O. Thread-safe.
 
     Args:
-        metadata: metadata of one tree: from `ckptcore.metadata`, or one of its `checkpointables`.
+        metadata: metadata of one tree: the result of `ckptcore.metadata`, or one of its
+            `checkpointables`.
         devices: devices for the arrays; None for `jax.devices()`.
 
     Returns:
@@ -57,7 +59,7 @@ def abstract_arrays(metadata: ckptcore.results.CheckpointMetadata, devices: Sequ
 def abstract_leaves(stored: Sequence[ArrayRecord]) -> Sequence[object]:
     """Return a `jax.ShapeDtypeStruct` for each stored array; None if JAX lacks its dtype or kind.
 
-    Shardings are those of `abstract_arrays`.
+    The shardings are the same as in `abstract_arrays`.
     """
     shardings = _Shardings(None)
     return [
@@ -76,7 +78,7 @@ class _Shardings:
         self._default = jax.device_put(np.zeros((), np.bool_)).sharding
 
     def find(self, notes: Mapping[str, JSON], shape: tuple[int, ...]) -> Sharding | None:
-        """Return the sharding of an array of this shape. None for the default device, or if no sharding fits."""
+        """Return the sharding of an array of this shape. Return None for the default device, or if no sharding fits."""
         key = json.dumps([notes.get("sharding"), notes.get("memory_kind")])
         if key not in self._by_notes:
             sharding = sharding_from_notes(notes, self._devices)

@@ -1,4 +1,4 @@
-"""Creation of JAX arrays from boxes in host memory, in memory of their own."""
+"""Creation of JAX arrays from boxes in host memory. The arrays have their own memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckptcore.model import Box, HostArray
 from ckptcore_jax.shardings import box_of, placement_of
 
 _SMALL_BYTES: Final = 1 << 20
-"""Up to this size, copying twice is cheaper than a copy between arrays."""
+"""Up to this size in bytes, two copies on the host are cheaper than one copy between JAX arrays."""
 
 _ALIGNMENT: Final = 64
-"""The CPU backend borrows host memory that is aligned to so many bytes, and copies other memory."""
+"""Alignment in bytes of host memory that the CPU backend borrows. It copies other memory."""
 
 
 def create_array(
@@ -31,15 +31,15 @@ def create_array(
 ) -> jax.Array:
     """Create an array with these elements, dtype and sharding.
 
-    The array has its own memory, so that it can be donated: a jitted step then reuses the memory
-    instead of allocating a second state.
+    The array has its own memory, so that it can be donated. A jitted step can then reuse this
+    memory and need not allocate a second state.
 
     Args:
         shape: shape of the whole array.
         dtype: dtype of the array. Elements are cast to it.
-        sharding: sharding of the array; None for an uncommitted array on the default device, which
-            needs exactly one box, the whole array.
-        boxes: every box that the sharding has in this process, with its elements.
+        sharding: sharding of the array; None for an uncommitted array on the default device.
+            Without a sharding there must be exactly one box, the whole array.
+        boxes: all boxes of the sharding in this process, with their elements.
         weak_type: True for a weak dtype, like that of a Python scalar, if the dtype can be weak.
 
     Raises:
@@ -65,17 +65,18 @@ def create_array(
 def _transferred(
     shape: tuple[int, ...], sharding: Sharding | None, parts: Sequence[tuple[Box, HostArray]]
 ) -> jax.Array:
-    """Transfer boxes to their devices. An array on the CPU backend does not borrow their memory."""
+    """Transfer boxes to their devices. On the CPU backend, the array does not borrow the memory of the boxes."""
     if not is_on_cpu(sharding, shape):
         return _assembled(shape, sharding, parts)
     if max([part.nbytes for _, part in parts]) > _SMALL_BYTES:
         array: jax.Array = jax.device_put(_assembled(shape, sharding, parts), sharding, may_alias=False)
-        # The copy runs in the background. Without a wait, many read buffers could be in memory.
+        # The copy runs in the background. Wait for it, so that only few read buffers are in memory
+        # at a time.
         array.block_until_ready()
         pointers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
         if pointers.isdisjoint([part.ctypes.data for _, part in parts]):
             return array
-        # Versions before 0.6 do not copy, although `may_alias` is False.
+        # Versions before 0.6 do not copy, even with `may_alias=False`.
     return _assembled(shape, sharding, [(box, _unaligned(part)) for box, part in parts])
 
 
@@ -99,7 +100,7 @@ def is_on_cpu(sharding: Sharding | None, shape: tuple[int, ...]) -> bool:
 
 
 def _unaligned(part: HostArray) -> HostArray:
-    """Copy an array to memory that the CPU backend does not borrow. It is aligned for every dtype."""
+    """Copy an array to memory that the CPU backend does not borrow. The memory is aligned enough for every dtype."""
     memory = np.empty(part.nbytes + 2 * _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT + _ALIGNMENT // 2
     copied = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
@@ -135,20 +136,20 @@ def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
 
 
 def _weak_scalar(element: HostArray, sharding: Sharding | None) -> jax.Array | None:
-    """Create a weakly typed scalar from a Python scalar. Return None if that would change its bits or dtype."""
+    """Create a weakly typed scalar from a Python scalar. Return None if this would change the bits or the dtype."""
     if element.dtype.kind in "fc" and np.isnan(element):  # Python does not preserve the bits of NaNs
         return None
     scalar: jax.Array = jax.device_put(element.item(), sharding)
     if is_on_cpu(sharding, ()):
-        scalar = jax.device_put(scalar, sharding, may_alias=False)  # it can have borrowed the memory of the number
+        scalar = jax.device_put(scalar, sharding, may_alias=False)  # it may borrow the number's memory
     return scalar if scalar.dtype == element.dtype and scalar.weak_type else None
 
 
 def with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """Return a copy of an array with a weak dtype, or the array itself if its dtype cannot be weak."""
     # `.at[...].set` keeps the weak type of its target. This copies the array, which is nearly
-    # always a scalar. With a strong type, jitted functions would be compiled again for the loaded
-    # array, and could return other dtypes.
+    # always a scalar. With a strong type, JAX would compile jitted functions again for the loaded
+    # array, and they could return other dtypes.
     kind = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}.get(array.dtype.kind)
     weak = jnp.full(array.shape, kind) if kind is not None else array
     if not weak.weak_type or weak.dtype != array.dtype:

@@ -1,4 +1,4 @@
-"""Collectives of a jax.distributed job, which send bytes by computations on one device per process."""
+"""Collectives of a jax.distributed job. They send bytes with computations on one device per process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DeviceCollectives:
         self.size: Final = size
 
     def connect(self, key: str, groups: Sequence[Sequence[int]]) -> _MeshChannels:
-        """Connect the groups without waiting. See `ckptcore.protocols.Collectives`.
+        """Prepare the groups without communication. See `ckptcore.protocols.Collectives`.
 
         `key` is not used, because all processes start computations in the same order.
 
@@ -86,7 +86,10 @@ class _DeviceGroup:
 
 
 class _MeshChannels:
-    """Broadcasts by adding the sender's data and zeros of all other members, which every kind of device supports."""
+    """Channels that broadcast with a sum: the sender adds its data, and all other members add zeros.
+
+    Every kind of device supports such a sum.
+    """
 
     depth = 2
 

@@ -28,7 +28,7 @@ from ckptcore_jax.worker_stages import ReadStage, WriteStage
 T = TypeVar("T")
 
 _CACHED: Final = 1 << 14
-"""Cache size for placements of a sharding and a shape. A model has far fewer."""
+"""Cache size for placements. A model has far fewer pairs of sharding and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: for each worker, its boxes, each with a position among all devices: that of the
-            worker's first device that has the box.
+        boxes: for each worker, its boxes. Each box has the position, among all devices, of the
+            worker's first device with this box.
         workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """
@@ -74,12 +74,12 @@ class ColocatedExecutor(StagedExecutor):
     """A `ckptcore.protocols.Executor` for `jax.Array`. Its workers are hosts.
 
     Workers are called with `jax.experimental.colocated_python`. A save copies arrays to the CPU
-    device of their host, and a load copies them back from there. Elements do not pass through the
-    controller, except scalars that JAX itself moves. Workers need the same installation as the
-    controller.
+    device of their host. A load copies them from this CPU device to the devices. Elements do not
+    pass through the controller, except scalars that JAX itself moves. Workers need the same
+    installation as the controller.
 
-    Arrays that are not committed to devices are saved by the workers but loaded by the controller,
-    because JAX creates such arrays only there.
+    The workers save arrays that are not committed to devices, but the controller loads them,
+    because only the controller can create such arrays.
     """
 
     def __init__(self, workers: Sequence[Sequence[jax.Device]] | None = None) -> None:
@@ -124,7 +124,7 @@ class ColocatedExecutor(StagedExecutor):
         return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
 
     def _has(self, sharding: Sharding) -> bool:
-        # The controller cannot access all shards of an array over several processes.
+        # Exclude arrays over several processes: the controller cannot access all their shards.
         return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -141,7 +141,7 @@ class ColocatedExecutor(StagedExecutor):
         ]
 
     def take(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> HeldElements:
-        """Begin to copy the device arrays that contain the boxes of a worker to the memory of its host."""
+        """Begin to copy a worker's device arrays with the boxes to the memory of its host."""
         parts: list[jax.Array] = []
         cuts = []
         for leaf in leaves:
@@ -230,7 +230,7 @@ class ColocatedExecutor(StagedExecutor):
 
 
 def _data_sharding(abstract: Any) -> Sharding:
-    """Return the sharding of the array with a leaf's elements: the leaf itself, or the data of random keys."""
+    """Return the sharding of the array that contains a leaf's elements: the leaf itself, or the data of random keys."""
     sharding = concrete_sharding(abstract.sharding)
     of_data = random_keys.data_sharding(sharding) if random_keys.is_key(abstract.dtype) else sharding
     if of_data is None:
@@ -247,7 +247,8 @@ def _dtype_name(abstract: Any) -> str:
 def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
     """Return the CPU device on the host of each device.
 
-    JAX may pair devices by their order, so this requests the CPU devices of all devices.
+    JAX may match CPU devices by the order of the devices. Therefore this function requests the CPU
+    devices of all devices at once.
     """
     if all(device.platform == "cpu" for device in devices):
         return devices
@@ -278,8 +279,8 @@ def _start(work: Callable[[], T]) -> Future[T]:
 def devices_by_host(devices: Sequence[Any]) -> Sequence[Sequence[Any]]:
     """Group devices by host, in the order of the first device of each host.
 
-    A host is a process. With Pathways, the controller sees all devices in one process; there a host
-    is a task of a slice, from ``slice_index`` and ``virtual_task_index``.
+    Each process is a host. With Pathways, the controller sees all devices in one process. A host is
+    then a task of a slice, given by ``slice_index`` and ``virtual_task_index``.
     """
     hosts: dict[tuple[object, object], list[Any]] = {}
     for device in devices:

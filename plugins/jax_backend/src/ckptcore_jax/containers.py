@@ -26,13 +26,14 @@ from ckptcore_jax.static_content import (
 class RegisteredContainer(ContainerHandler):
     """Handler of registered containers: flattens them as JAX does.
 
-    Only JAX's children are saved. The rest of a container, and functions, classes and shardings
-    among its children and in their lists, tuples and dicts, such as the activations of an Equinox
-    module, are not saved. A load takes them from the abstract tree.
+    Only the children that JAX sees are saved. Static content among them is not saved: functions,
+    classes and shardings, also inside lists, tuples and dicts. An example is the activation
+    function of an Equinox module. A load takes static content and the rest of the container from
+    the abstract tree.
 
-    A child can be replaced in place if the type was registered with names of attributes or keys,
-    and the container has the child under that name or key. Other containers are rebuilt, for
-    example frozen dataclasses.
+    A child can be replaced in place if the type was registered with attribute names or keys, and if
+    the container has the child under that name or key. Other containers, such as frozen
+    dataclasses, are rebuilt.
     """
 
     priority = Priority.REGISTERED
@@ -41,7 +42,8 @@ class RegisteredContainer(ContainerHandler):
         """Flatten one level.
 
         Raises:
-            UnsupportedKeyError: if two children have the same key. The core refuses keys of other types.
+            UnsupportedKeyError: if two children have the same key. The core refuses keys of
+                unsupported types.
         """
         children = _children(value)
         keys = tuple([_key_of(entry) for entry, _ in children])
@@ -58,7 +60,7 @@ class RegisteredContainer(ContainerHandler):
         return tree_util.tree_unflatten(structure, merged_with_static([child for _, child in keyed], children))
 
     def is_object(self, value: Any) -> bool:
-        """Return False: JAX programs treat registered containers as values, and create new ones."""
+        """Return False, because JAX programs treat registered containers as values and create new ones."""
         return False
 
     def replaceable(self, target: Any) -> Collection[int]:
@@ -92,13 +94,13 @@ class RegisteredContainer(ContainerHandler):
 
 
 class _RegisteredSubclass(RegisteredContainer):
-    """Handler of registered subclasses of dict, list and tuple, whose children can differ from their items."""
+    """Handler of registered subclasses of dict, list and tuple. Their children can differ from their items."""
 
     priority = Priority.EXACT + 1
 
 
 class _EquinoxModule(RegisteredContainer):
-    """Handler of modules of Equinox, whose children can be any objects."""
+    """Handler of Equinox modules. Their children can be any objects."""
 
     @property
     def remedy(self) -> str:
@@ -107,7 +109,10 @@ class _EquinoxModule(RegisteredContainer):
 
 
 class JoinPointHandler(ContainerHandler):
-    """Handler of the leaves of `jax.example_libraries.optimizers.unpack_optimizer_state`: pytrees as leaves."""
+    """Handler of the leaves that `jax.example_libraries.optimizers.unpack_optimizer_state` returns.
+
+    Each contains a pytree.
+    """
 
     priority = Priority.FRAMEWORK
 
@@ -131,29 +136,32 @@ class JoinPointHandler(ContainerHandler):
 class _FlaxGraph(ContainerHandler):
     """Handler of Flax NNX modules, optimizers and random streams, which programs change in place.
 
-    Their parts can refer to each other and to their owner, and can share variables. So they are
-    taken apart as ``nnx.state`` does: the first path of a shared variable has it, and other paths
-    are not stored. A module and its state have the same form, and load into each other.
+    Their parts can refer to each other and to their owner, and can share variables. Therefore they
+    are flattened with ``nnx.state``: a shared variable is stored under its first path only. A
+    module and its state have the same stored form, so one can be loaded into the other.
     """
 
     priority = Priority.REGISTERED
 
     def flatten(self, value: Any) -> Flattened:
-        """Return the states of its attributes. Attributes without a state, such as None, are not saved."""
+        """Return the states of the object's attributes. Attributes without a state, such as None, are not saved."""
         state = _nnx().state(value)
         return Flattened("object", tuple(state), list(state.values()), _name_of(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """Build an object that shares variables, and refers to parts, as `like` does."""
+        """Build an object with the same shared variables and references between parts as `like`."""
         graph, state = _nnx().split(like)
         return _nnx().merge(graph, type(state)(dict(zip(state, children, strict=True))))
 
     def keeps_identity(self, value: Any) -> bool:
-        """Return True: programs refer to it as an object."""
+        """Return True, because programs keep references to such objects."""
         return True
 
     def is_object(self, value: Any) -> bool:
-        """Return True if any leaf in it is not an abstract array. False for a result of ``nnx.eval_shape``."""
+        """Return True if any leaf of the object is not an abstract array.
+
+        A result of ``nnx.eval_shape`` is not an object.
+        """
         leaves = tree_util.tree_leaves(_nnx().state(value))
         return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
 
@@ -162,7 +170,7 @@ class _FlaxGraph(ContainerHandler):
         return range(len(_nnx().state(target)))
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Update the variables, which stay the same objects."""
+        """Update the variables in place. They stay the same objects."""
         state = _nnx().state(target)
         keys = tuple(state)
         _nnx().update(target, type(state)({keys[position]: child for position, child in children.items()}))
@@ -172,7 +180,7 @@ class _FlaxVariable(RegisteredContainer):
     """Handler of Flax NNX variables."""
 
     def keeps_identity(self, value: Any) -> bool:
-        """Return True: several modules may share a variable."""
+        """Return True, because several modules may share a variable."""
         return True
 
     def replaceable(self, target: Any) -> Collection[int]:
@@ -180,7 +188,7 @@ class _FlaxVariable(RegisteredContainer):
         return range(len(_children(target)))
 
     def replace(self, target: Any, children: Mapping[int, object]) -> None:
-        """Set the value without the hooks for assignments, as ``nnx.update`` does."""
+        """Set the value without calling the hooks for assignments, as ``nnx.update`` does."""
         for child in children.values():
             target.set_raw_value(child)
 
@@ -195,7 +203,10 @@ _FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
-    """Return the handler of containers of a type. None if the type is a leaf for JAX, or if the core handles it."""
+    """Return the handler of containers of a type.
+
+    Return None if the type is a leaf for JAX, or if the core handles it.
+    """
     optimizers = sys.modules.get("jax.example_libraries.optimizers")  # values of its types exist only then
     if optimizers is not None and value_type is optimizers.JoinPoint:
         return _JOIN_POINT_HANDLER

@@ -1,4 +1,4 @@
-"""Conformance tests of executors, which save and load with layouts that check the workers."""
+"""Conformance tests of executors. They save and load with layouts that check the workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExecutorTests:
 
     @pytest.fixture
     def executor(self) -> StagedExecutor:
-        """Return an executor with at least two workers. No test changes it, but for the one that calls `lose`."""
+        """Return an executor with at least two workers. Only the test that calls `lose` changes it."""
         raise NotImplementedError("define the fixture `executor`")
 
     def context(self, executor: StagedExecutor) -> ckptcore.Context:
@@ -62,7 +62,10 @@ class ExecutorTests:
         raise NotImplementedError("define the method `disturb`")
 
     def abstract(self, executor: StagedExecutor, spec: ArraySpec) -> Any:
-        """Return an abstract split leaf without using workers. Called only after `lose`."""
+        """Return an abstract leaf that is divided like the result of `split`, without using workers.
+
+        Called only after `lose`.
+        """
         raise NotImplementedError("define the method `abstract`")
 
     def lose(self, executor: StagedExecutor, worker: int) -> None:
@@ -221,7 +224,7 @@ def _numbers(workers: int) -> HostArray:
 
 @dataclass(frozen=True)
 class _SharingLayout(ckptcore.SafetensorsLayout):
-    """Writes a part of each box on every process that has it."""
+    """Layout that lets every process with a replica of a box write a part of the box."""
 
     @property
     def shares_replicas(self) -> bool:
@@ -230,7 +233,7 @@ class _SharingLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _SentLayout(ckptcore.SafetensorsLayout):
-    """Fails on a worker that has the controller's object and not a pickled copy."""
+    """Layout that fails on a worker if the worker has the controller's object instead of a pickled copy."""
 
     sent: bool = False
 
@@ -247,7 +250,7 @@ class _SentLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _ReportingLayout(ckptcore.SafetensorsLayout):
-    """Adds text to the receipts of workers, and compares it on the controller.
+    """Layout that adds text to all receipts, and compares the text on the controller.
 
     Attributes:
         length: length of the text.
@@ -275,7 +278,7 @@ class _ReportingLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _MeetingLayout(ckptcore.SafetensorsLayout):
-    """Waits on each worker until all workers write.
+    """Layout that waits on each worker until all workers write.
 
     Attributes:
         directory: directory with a file for each worker that writes.
@@ -299,7 +302,7 @@ class _MeetingLayout(ckptcore.SafetensorsLayout):
 
 @dataclass(frozen=True)
 class _FailingLayout(ckptcore.SafetensorsLayout):
-    """Fails on the second worker."""
+    """Layout that fails on the second worker."""
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         if snapshot.plan.rank == 2:

@@ -1,6 +1,7 @@
 """Coordinators of a jax.distributed job over its key-value service. They use no devices. Thread-safe.
 
-`JobService` wraps the service. Only it uses a private module of JAX."""
+`JobService` gives access to the service. Only `service_of_job` uses a private module of JAX.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _MODULE = "jax._src.distributed"
 
 @runtime_checkable
 class KeyValueClient(Protocol):
-    """Methods of the client of JAX's service (``DistributedRuntimeClient`` of jaxlib since 0.4.34).
+    """Methods of the client of JAX's key-value service (``DistributedRuntimeClient`` of jaxlib since 0.4.34).
 
     Keys are paths; repeated slashes are ignored. Every method can be called in any thread and
     releases the interpreter lock while it waits. Errors are RuntimeErrors whose message begins with
@@ -29,11 +30,11 @@ class KeyValueClient(Protocol):
     """
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
-        """Set a key. Status ALREADY_EXISTS if it is set and overwriting is not allowed."""
+        """Set a key. Fails with the status ALREADY_EXISTS if the key is set and overwriting is not allowed."""
         ...
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """Wait until a key is set, and return its value. Status DEADLINE_EXCEEDED after the timeout."""
+        """Wait until a key is set, and return its value. Fails with the status DEADLINE_EXCEEDED after the timeout."""
         ...
 
     def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
@@ -47,7 +48,7 @@ class KeyValueClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobService:
-    """The service for one process of a job.
+    """The key-value service of a job, as one process sees it.
 
     Attributes:
         client: client of the service.
@@ -106,15 +107,15 @@ _INLINE_BYTES: Final = 1 << 10
 This saves a call, and keeps a listing of the heads of a thousand ranks below 4 MiB.
 """
 _WAIT_SECONDS: Final = 1.0
-"""Maximum duration of one call that waits for a key, in seconds. The interpreter handles no signals during the call."""
+"""Maximum duration of one call that waits for a key, in seconds. Python handles no signals during such a call."""
 
 
 class KeyValueCoordinator:
     """Coordinator over the key-value service of a JAX job, which runs in process 0.
 
-    A payload is stored as pieces of at most 1 MiB, and a head with the number of pieces. The head
-    itself contains a payload of at most 1 KiB. The last receiver of a payload removes it. Keys of
-    an incomplete exchange can remain in the service until the job ends.
+    A payload is stored as pieces of at most 1 MiB, and a head with the number of pieces. A payload
+    of at most 1 KiB is stored in the head itself, without pieces. The last receiver of a payload
+    removes it. Keys of an incomplete exchange can remain in the service until the job ends.
 
     Attributes:
         rank: rank of this process: its id in `jax.distributed.initialize`, or its position in a group (`within`).
@@ -137,10 +138,11 @@ class KeyValueCoordinator:
 
     @classmethod
     def of_job(cls, *, timeout_seconds: float = 600.0) -> KeyValueCoordinator:
-        """Return a coordinator of the initialized JAX job, with this timeout.
+        """Return a new coordinator of the initialized JAX job, with its own timeout.
 
-        JAX terminates all processes if one sends no heartbeat for ``heartbeat_timeout_seconds`` of
-        `jax.distributed.initialize` (default: 100). Use a shorter timeout to get an error first.
+        JAX terminates all processes if one process sends no heartbeat for
+        ``heartbeat_timeout_seconds``, an argument of `jax.distributed.initialize` (default: 100).
+        Use a shorter timeout to get an error first.
 
         Raises:
             PluginError: if JAX is not initialized, or if this version of JAX is not supported.
@@ -160,7 +162,7 @@ class KeyValueCoordinator:
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Gather payloads at the leader. See `ckptcore.protocols.Coordinator`.
 
-        Only the leader waits. It removes the payloads, also after an error.
+        Only the leader waits. It then removes the payloads, also after an error.
         """
         prefix = f"ckptcore/gather/{quote(key, safe='')}"
         if self.rank:
@@ -191,7 +193,10 @@ class KeyValueCoordinator:
         return received
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Ranks for which the leader waits in a gather. See `ckptcore.protocols.ReportsAwaited`."""
+        """Ranks for which this rank waits: missing ranks of a gather for the leader, the leader for other ranks.
+
+        See `ckptcore.protocols.ReportsAwaited`.
+        """
         if self.rank:
             return (0,)
         others = range(1, self.size)
@@ -199,7 +204,7 @@ class KeyValueCoordinator:
         return [rank for rank in others if rank not in heads]
 
     def _set_payload(self, prefix: str, payload: bytes) -> None:
-        """Set the payload of this rank. The head is set last, so that its pieces exist."""
+        """Set the payload of this rank. The head is set last, so all pieces exist once the head exists."""
         inline = len(payload) <= _INLINE_BYTES
         starts = range(0, 0 if inline else len(payload), _PIECE_BYTES)
         try:
@@ -222,7 +227,7 @@ class KeyValueCoordinator:
                 missing = [rank for rank in ranks if rank not in heads]
                 if missing:
                     raise self._timed_out(key, missing)
-                break  # the missing heads were set after the timeout
+                break  # the missing heads were set meanwhile
             heads[rank] = head
         return [self._read_payload(key, prefix, rank, heads[rank]) for rank in ranks]
 
@@ -231,7 +236,7 @@ class KeyValueCoordinator:
         pieces = []
         for number in range(int(count)):
             piece = self._wait(_piece_key(prefix, rank, number), time.monotonic() + self._timeout_seconds)
-            if piece is None:  # another process removed it: pieces exist before their head
+            if piece is None:  # another process has removed it, because pieces are set before their head
                 raise self._timed_out(key, [rank])
             pieces.append(piece)
         return b"".join(pieces) if pieces else inline
@@ -290,8 +295,8 @@ class KeyValueCoordinator:
 def coordinator_of_job() -> JobCoordinator | None:
     """Return the coordinator of this process's job, or None without a job or for one process.
 
-    The coordinator is the same until `jax.distributed.shutdown`, and a new one after another
-    `jax.distributed.initialize`.
+    The coordinator is the same object until `jax.distributed.shutdown`. After another
+    `jax.distributed.initialize` it is a new one.
 
     Raises:
         PluginError: if this version of JAX is not supported.
@@ -329,8 +334,8 @@ class _JobCoordinators:
     def of(self, service: JobService | None) -> JobCoordinator | None:
         """Return the coordinator of a service, or None without a service or for one process.
 
-        Only the latest is cached, because JAX has one service at a time. It is identified by its
-        client object.
+        Only the latest coordinator is cached, because JAX has one service at a time. The service is
+        identified by its client object.
         """
         with self._lock:
             client = None if service is None else service.client

@@ -34,7 +34,7 @@ from ckptcore_jax.shardings import concrete_sharding, placement_of, shards_in_pr
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
 )
-"""Dtypes that JAX packs on devices but NumPy does not, so that NumPy cannot view them."""
+"""Dtypes whose elements JAX packs on devices. NumPy does not pack them, so it cannot view such arrays."""
 
 
 UNSUPPORTED_DTYPES: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
@@ -45,12 +45,12 @@ UNSUPPORTED_DTYPES: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1",
 class JaxLeafHandler(LeafHandler):
     """Handler of `jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
-    An asynchronous save copies arrays in host memory before it returns: arrays of the CPU backend
-    and arrays that are offloaded to the host (``memory_kind="pinned_host"``). Such an array can
-    alias memory of NumPy or PyTorch that the caller changes (`jax.device_put` of a NumPy array,
-    also with ``may_alias=False``, `jax.dlpack.from_dlpack`, `jax.make_array_from_callback`), and
-    JAX does not expose the owner of its memory. Arrays in accelerator memory are not copied again
-    after the transfer to the host.
+    An asynchronous save copies arrays in host memory before it returns: arrays of the CPU backend,
+    and arrays that are offloaded to the host (``memory_kind="pinned_host"``). The copy is needed
+    because such an array can alias memory of NumPy or PyTorch, which the caller may change.
+    Examples are arrays made by `jax.device_put` from a NumPy array (also with ``may_alias=False``),
+    `jax.dlpack.from_dlpack` or `jax.make_array_from_callback`. JAX does not expose the owner of the
+    memory. Arrays in accelerator memory are not copied again after the transfer to the host.
 
     Attributes:
         copy: True if an asynchronous save copies arrays in host memory. False keeps views; use it
@@ -74,11 +74,11 @@ class JaxLeafHandler(LeafHandler):
         return _record_of(leaf.shape, leaf.dtype, concrete_sharding(leaf.sharding), getattr(leaf, "weak_type", False))
 
     def abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        """Return shape, dtype, weak type and sharding with its memory kind.
+        """Return an abstract array with the shape, dtype, weak type and sharding of a leaf, including its memory kind.
 
-        The result has no sharding if the array is uncommitted. A sharding over an abstract mesh is
-        moved to the mesh that is set in this thread. Random keys keep their dtype. The array can be
-        deleted, donated or not yet computed.
+        The result has no sharding if the array is uncommitted. If the sharding is over an abstract
+        mesh, the result uses the mesh that is set in this thread. Random keys keep their dtype. The
+        array can be deleted, donated or not yet computed.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         sharding = concrete_sharding(leaf.sharding)
@@ -95,7 +95,7 @@ class JaxLeafHandler(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         """Return the addresses of an array's elements on the CPU backend, or else an id of the array object.
 
-        None for abstract, deleted and empty arrays.
+        Return None for abstract, deleted and empty arrays.
         """
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
@@ -122,11 +122,11 @@ class JaxLeafHandler(LeafHandler):
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         """Return each box on a process's devices once, or the whole array without a sharding.
 
-        Returns None if the process has no device of the array. `process` is a JAX process index, or
+        Return None if the process has no device of the array. `process` is a JAX process index, or
         None for this process.
 
         Raises:
-            UnsupportedLeafError: see `shards`, but abstract, deleted and donated arrays are
+            UnsupportedLeafError: as for `shards`, but abstract, deleted and donated arrays are
                 accepted.
         """
         shape, sharding = _data_shape(leaf), _data_sharding(leaf)
@@ -139,7 +139,7 @@ class JaxLeafHandler(LeafHandler):
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """Return the host memory of a save. Views of arrays on the CPU backend need none.
 
-        Such arrays need memory for copies in an asynchronous save, unless `copy` is False.
+        In an asynchronous save, these arrays also need memory for copies, unless `copy` is False.
         """
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # all JAX leaves are arrays
@@ -153,7 +153,7 @@ class JaxLeafHandler(LeafHandler):
     def replicas(self, leaf: Any, size: int) -> int:
         """Return the number of processes that have each box, or 1 if the number varies.
 
-        Returns `size` for an array in a single process, because every process may have an equal
+        Return `size` for an array in a single process, because every process may have an equal
         array.
         """
         sharding = concrete_sharding(leaf.sharding)
@@ -171,7 +171,7 @@ class JaxLeafHandler(LeafHandler):
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Return views of arrays in host memory, and start transfers from other devices.
 
-        Waits until arrays in host memory are computed. A view keeps their memory alive.
+        Waits until arrays in host memory are computed. A view keeps the memory of its array alive.
         """
         leaf = data_array(with_elements(leaf))
         shape, sharding = leaf.shape, leaf.sharding
@@ -184,8 +184,8 @@ class JaxLeafHandler(LeafHandler):
         transfers = []
         for box in boxes:
             position, slices = _find_box(placement.boxes, box, leaf)
-            # JAX caches the host copy in the array object. Use a new array object with the same
-            # elements, so that the host copy is freed with it.
+            # JAX caches the host copy in the array object. Use a new array object over the same
+            # elements, so that the host copy is freed together with this object.
             part = leaf.addressable_data(position)
             alias = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
             alias.copy_to_host_async()
@@ -214,7 +214,7 @@ class JaxLeafHandler(LeafHandler):
         Raises:
             UnsupportedLeafError: if the stored leaf cannot be converted.
         """
-        assert isinstance(stored, ArrayRecord)  # a load has refused values that cannot become arrays
+        assert isinstance(stored, ArrayRecord)  # the load refuses stored values earlier
         sharding = concrete_sharding(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.expect_same_impl(abstract.dtype, stored)
@@ -254,7 +254,7 @@ class _DeviceTransfer:
 
 
 class _RefusingHandler(JaxLeafHandler):
-    """Refuses JAX values that look like arrays but have no elements, or that can change during a save."""
+    """Handler that refuses JAX values that look like arrays, but have no elements or can change during a save."""
 
     __slots__ = ()
 
@@ -319,7 +319,7 @@ def is_committed(abstract: Any) -> bool:
 
 
 def data_array(leaf: Any) -> Any:
-    """Return the array with the elements of a leaf: the leaf itself, or the data of random keys."""
+    """Return the array that contains the elements of a leaf: the leaf itself, or the data of random keys."""
     return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
 
 
@@ -330,7 +330,7 @@ def _data_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _data_sharding(leaf: Any) -> Sharding | None:
-    """Return the sharding of `data_array`, also for an abstract leaf, or None."""
+    """Return the sharding of `data_array`, also for an abstract leaf. Return None if there is none."""
     sharding = concrete_sharding(leaf.sharding)
     if sharding is not None and random_keys.is_key(leaf.dtype):
         return random_keys.data_sharding(sharding)
@@ -364,7 +364,7 @@ def _view_box(leaf: Any, positions: Mapping[Box, int], box: Box) -> HostArray:
 
 
 def _find_box(positions: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:
-    """Return the position of a device with a box, and the slices of the box within the device's data.
+    """Return the position of a device that has a box, and the slices of the box within the device's data.
 
     Args:
         positions: `Placement.boxes` of the array.

@@ -17,8 +17,8 @@ _PLATFORMS: Final = frozenset({"proxy", "pathways"})
 def executor_of_pathways() -> ColocatedExecutor | None:
     """Return an executor whose workers are the hosts of Pathways, or None on other platforms.
 
-    Returns None also for a job of several processes, which has no single controller. Starts no JAX
-    backend on other platforms.
+    Return None also for a job of several processes, because it has no single controller. On other
+    platforms, this function does not start a JAX backend.
     """
     config: Any = jax.config  # its options are untyped
     named = {name.strip() for name in (config.jax_platforms or "").split(",")}

@@ -13,7 +13,10 @@ from ckptcore.protocols import AbstractLeaves, Collectives, ContainerHandler, Co
 
 @hookimpl
 def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
-    """Return the handler of `jax.Array` and `jax.ShapeDtypeStruct`, or one that refuses tracers and references."""
+    """Return the handler of `jax.Array` and `jax.ShapeDtypeStruct`.
+
+    Tracers and references get a handler that refuses them.
+    """
     if not _has_jax():
         return None
     from ckptcore_jax.leaves import leaf_handler
@@ -55,7 +58,7 @@ def ckpt_coordinator() -> Coordinator | None:
 
 @hookimpl
 def ckpt_executor() -> Executor | None:
-    """Return the executor of Pathways, if JAX uses it. Then this process is the only controller."""
+    """Return the executor of Pathways, if JAX uses Pathways. This process is then the only controller."""
     if not _has_jax():
         return None
     from ckptcore_jax.pathways import executor_of_pathways
@@ -75,7 +78,7 @@ def ckpt_collectives() -> Collectives | None:
 
 @hookimpl
 def ckpt_thread_settings() -> AbstractContextManager[None] | None:
-    """Return the settings of JAX in this thread, for the thread of a load."""
+    """Return the JAX settings of this thread, to apply them in the thread of a load."""
     if not _has_jax():
         return None
     from ckptcore_jax.thread_settings import thread_settings

@@ -24,7 +24,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def data_of(keys: Any) -> jax.Array:
-    """Return the data of random keys, which shares their memory."""
+    """Return the data of random keys. It shares the memory of the keys."""
     return jax.random.key_data(keys)
 
 
@@ -36,7 +36,7 @@ def data_shape(dtype: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def impl_name(dtype: Any) -> str:
-    """Return the name of a key implementation for `jax.random.wrap_key_data`."""
+    """Return the name of a key implementation that `jax.random.wrap_key_data` accepts."""
     # Names returned by `key_impl` vary among versions of JAX, but accepted names do not.
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
@@ -45,7 +45,10 @@ def impl_name(dtype: Any) -> str:
 
 
 def dtype_of(stored: ArrayRecord) -> Any | None:
-    """Return the dtype of stored keys, or None if JAX lacks their implementation or their data has another format."""
+    """Return the dtype of stored keys.
+
+    Return None if JAX lacks their implementation, or if their data has another format.
+    """
     impl = stored.notes.get("impl")
     dtype = _dtype_of_impl(impl) if stored.kind == KIND and isinstance(impl, str) else None
     if dtype is None:
@@ -94,11 +97,12 @@ def expect_same_impl(dtype: Any, stored: ArrayRecord) -> None:
 
 
 def data_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Return the sharding for the data of keys with this sharding, or None if there is none.
+    """Return the sharding for the data of keys that have this sharding. Return None if it cannot be derived.
 
     The data has additional axes after the axes of the keys. The additional axes are not sharded.
     Therefore a NamedSharding or SingleDeviceSharding of the keys is valid for their data too. For
-    other kinds of sharding, and without a sharding, this returns None: the default device.
+    other kinds of sharding, and without a sharding, the result is None, which means the default
+    device.
     """
     return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
 
@@ -110,7 +114,7 @@ def build_keys(
 
     Args:
         dtype, sharding: dtype and sharding of the keys.
-        boxes: every box of the data in this process, sharded by `data_sharding(sharding)`.
+        boxes: all boxes of the data in this process, for the sharding `data_sharding(sharding)`.
         shape: shape of the data.
     """
     reusable = data_sharding(sharding)
@@ -127,7 +131,7 @@ def wrap_data(dtype: Any, data: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _impl(dtype: Any) -> Any:
-    # `key_impl` requires keys, but uses only their dtype. Tracing creates one without a device.
+    # `key_impl` requires keys, but uses only their dtype. Tracing creates a key without a device.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), _abstract_key(dtype))
     return impls[0]

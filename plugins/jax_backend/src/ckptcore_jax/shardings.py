@@ -16,14 +16,14 @@ from ckptcore.model import JSON, Box, Shard
 from ckptcore.planning import cuts_of
 
 _CACHED = 1 << 12
-"""Cache size for notes of shardings. A model has far fewer."""
+"""Cache size for notes of shardings. A model has far fewer shardings."""
 
 
 def concrete_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Return a sharding over concrete devices: replace an abstract mesh by the mesh of `jax.set_mesh` in this thread.
+    """Replace an abstract mesh in a sharding by the mesh that `jax.set_mesh` set in this thread.
 
     Raises:
-        UnsupportedLeafError: if no mesh is set, or one with other axes.
+        UnsupportedLeafError: if no mesh is set, or if the mesh has other axes.
     """
     abstract_mesh: Any = getattr(jax.sharding, "AbstractMesh", None)  # versions before 0.5 have none
     if not isinstance(sharding, NamedSharding) or abstract_mesh is None or not isinstance(sharding.mesh, abstract_mesh):
@@ -63,13 +63,13 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
 
     A list of ids needs about five bytes per device: 0.3 kB for 64 devices, 20 kB for 4096. A
     checkpoint stores equal notes once, so ten different shardings over 4096 devices take 0.2 MB.
-    Random keys have additional notes, so their lists are stored again. `jax.make_mesh` reorders
-    devices only on TPUs. A `jax.sharding.Mesh` over `jax.devices()` in order needs no list.
+    Random keys have additional notes, so their notes, with the list, are stored separately.
+    `jax.make_mesh` reorders devices only on TPUs. A `jax.sharding.Mesh` over `jax.devices()` in
+    order needs no list.
 
     All processes of a job return the same notes. If all devices of a sharding belong to one
-    process, the notes name the corresponding devices of process 0 instead: its first device for the
-    first device of the other process, and so on. Thread-safe. Equal shardings return the same
-    object.
+    process, the notes name the devices of process 0 at the same positions instead. Thread-safe. The
+    result is the same object for equal shardings.
     """
     notes: dict[str, JSON] = {"sharding": _sharding_to_json(sharding)}
     kind = sharding.memory_kind
@@ -81,10 +81,11 @@ def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
 def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device] | None = None) -> Sharding | None:
     """Return the sharding in the notes of a record, on the available devices.
 
-    A mesh consists of the devices with the stored ids. If no device has one of the ids, the first
-    of `devices` are used instead: the first for the smallest id, and so on. A single-device
-    sharding uses the device with the stored name, or else the first device. If all these devices
-    belong to one process, the corresponding devices of the calling process are used, if they exist.
+    A mesh consists of the devices with the stored ids. If some id is missing among `devices`, the
+    mesh uses the first devices instead: the first device for the smallest id, and so on. A
+    single-device sharding uses the device with the stored name, or the first device if that name is
+    missing. If all chosen devices belong to one process, the calling process uses its own devices
+    at the same positions, if they exist.
 
     Args:
         notes: notes of a `ckptcore.model.ArrayRecord`, from any version and any plugin. They can be
@@ -156,12 +157,15 @@ def _default_memory_kind(sharding: Sharding) -> str | None:
 
 
 def _same_everywhere(devices: Sequence[Any]) -> Sequence[Any]:
-    """Replace devices of one process by those of process 0, so that all processes write equal notes."""
+    """Replace the devices of one process by the devices of process 0, so that all processes write equal notes."""
     return _in_process(devices, 0)
 
 
 def _in_process(devices: Sequence[Any], process: int) -> Sequence[Any]:
-    """If all devices are in one process, replace them by those of `process` at the same positions, if they exist."""
+    """If all devices belong to one process, replace them by the devices of `process` at the same positions.
+
+    Return the devices unchanged if `process` has no such devices.
+    """
     owners = {device.process_index for device in devices}
     if owners == {process} or len(owners) != 1:
         return devices
@@ -196,7 +200,7 @@ def _named_sharding(noted: Mapping[str, JSON], memory_kind: JSON, devices: Seque
             return None
         shape.append(size)
         count *= size
-        if count > len(devices):  # check before allocating memory of a size from a file
+        if count > len(devices):  # check first: the size of the grid comes from a file
             return None
     chosen, spec = _mesh_devices(noted.get("devices"), count, devices), _partition_spec(noted.get("spec"), sizes)
     if chosen is None or spec is None:
@@ -211,7 +215,7 @@ def _named_sharding(noted: Mapping[str, JSON], memory_kind: JSON, devices: Seque
         TypeError,
         KeyError,
         RuntimeError,
-    ):  # more axes than a mesh can have, or unknown axis types
+    ):  # too many axes for a mesh, or unknown axis types
         return None
 
 
@@ -267,7 +271,7 @@ def _with_memory_kind(make: Any, kind: JSON) -> Sharding:
 
 
 _CACHED_PLACEMENTS = 1 << 14
-"""Cache size for boxes of a sharding and a shape. A model has far fewer."""
+"""Cache size for the boxes of a sharding and a shape. A model has far fewer such pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +281,14 @@ class Placement:
     Attributes:
         boxes: each box in this process, with the position of its first device among the array's
             devices in this process.
-        holders: each box, with the JAX indices of the processes that have it, in the order of the
-            devices.
-        replicas: number of processes that have each box, or 1 if it varies. None for an array in a
-            single process, this or another one, because each process may have such an array.
+        holders: each box in the job, with the JAX indices of the processes that have it, in the
+            order of the devices.
+        replicas: number of processes that have each box, or 1 if this number varies. None if all
+            devices of the array are in one process, because each process may have such an array.
         cuts: boundaries between boxes along each axis; None if there is only one box.
         devices: number of devices with the array in all processes.
         local: True if all devices are in this process.
-        on_cpu: True if the devices belong to the CPU backend, so that NumPy can view the elements.
+        on_cpu: True if the devices belong to the CPU backend. NumPy can then view the elements.
             False for arrays that an accelerator offloads to host memory.
         notes: the sharding as JSON, see `ckptcore_jax.shardings.notes_of`.
     """
@@ -350,8 +354,8 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
 def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...] | None:
     """Return each box in this process once, or None if the process has no device of the array.
 
-    Replicas of a box are counted by process, not by device. An array on devices of this process
-    only is assumed equal on all processes.
+    Replicas of a box are counted by process, not by device. An array whose devices are all in this
+    process is assumed to be equal on all processes.
 
     Args:
         sharding, shape: sharding and shape of the array.

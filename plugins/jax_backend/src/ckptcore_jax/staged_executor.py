@@ -18,8 +18,9 @@ __all__ = ["StagedExecutor"]
 class StagedExecutor(ABC):
     """A `ckptcore.protocols.Executor` whose workers run stages.
 
-    Subclasses implement the leaf types, and the transport of stages and elements. Every method that calls a worker
-    raises `RankFailedError` with its name if the worker failed. Thread-safe.
+    Subclasses implement the leaf types, and the transport of stages and elements. Every method that
+    calls a worker raises `RankFailedError` if the worker failed. The error names the worker.
+    Thread-safe.
     """
 
     @property
@@ -41,10 +42,13 @@ class StagedExecutor(ABC):
 
     @abstractmethod
     def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
-        """Return the boxes that a worker holds, each once. Replicas are counted by worker, not by device.
+        """Return the boxes that a worker holds.
+
+        Each box is returned once. Replicas are counted by worker, not by device.
 
         Raises:
-            UnsupportedLeafError: if the leaf has no elements, or some are not at these workers.
+            UnsupportedLeafError: if the leaf has no elements, or if these workers do not hold all
+                of them.
         """
 
     @abstractmethod
@@ -62,7 +66,7 @@ class StagedExecutor(ABC):
         Args:
             worker: number of the worker.
             leaves: the leaves, with the boxes to keep.
-            copied: True to copy them, so that later changes of the leaves do not affect an
+            copied: True to copy the boxes. Later changes of the leaves then do not affect an
                 asynchronous save.
         """
 

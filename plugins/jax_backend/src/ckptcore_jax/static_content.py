@@ -1,4 +1,4 @@
-"""Static content of registered containers: code, shardings and the like, also in lists, tuples and dicts."""
+"""Static content of registered containers, such as functions and shardings, also inside lists, tuples and dicts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _FUNCTION_TYPES: Final = frozenset(
     }
     | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
 )
-"""Types of functions. Without subclasses: a callable module is a container, a callable array a leaf."""
+"""Types of functions.
+
+Subclasses do not count, because a callable module is a container, and a callable array is a leaf.
+"""
 
 _STATIC_TYPES: Final = (
     type,  # classes, also dtypes such as jax.numpy.float32
@@ -40,7 +43,7 @@ _STATIC_TYPES: Final = (
     *(found for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
       if isinstance(found := getattr(jax.sharding, name, None), type)),
 )  # fmt: skip
-"""Types of other objects that describe a program or its devices, and that are leaves for JAX."""
+"""Other types of static content. Their objects describe a program or its devices, and are leaves for JAX."""
 
 PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
 """Types that `jax.tree_util` and ckptcore flatten without registration, like most named tuples."""
@@ -51,7 +54,7 @@ _Share: TypeAlias = Literal["none", "some", "all"]
 
 
 def _share_of_static(value: object, depth: int = 0) -> _Share:
-    """Return how much of a child is static. All, if it is static itself, or a container of static content only."""
+    """Return which share of a child is static: all of a static object, or of a container with only static content."""
     kind: type = type(value)
     if _is_data_type(kind):
         return "none"
@@ -69,7 +72,10 @@ def _share_of_static(value: object, depth: int = 0) -> _Share:
 
 @functools.lru_cache(maxsize=1024)
 def _is_data_type(kind: type) -> bool:
-    """Return True for types of arrays and plain values, whose objects need no look: a state can have a million."""
+    """Return True for types of arrays and plain values.
+
+    Their objects are not inspected, because a state can have a million.
+    """
     is_container = kind in PYTHON_TYPES - {type(None)} or issubclass(kind, tuple)
     is_callable = any("__call__" in vars(base) for base in kind.__mro__)
     return not (is_container or is_callable or issubclass(kind, _STATIC_TYPES) or _is_of_equinox(kind))
@@ -88,7 +94,7 @@ def _is_static(value: object) -> bool:
 
 
 def is_plain_named_tuple(value: object) -> bool:
-    """Return True for a named tuple whose children are its fields: JAX has no function for its type."""
+    """Return True for a named tuple whose children are its fields: its type has no registered flatten function."""
     if not isinstance(value, tuple) or not hasattr(value, "_fields"):
         return False
     _, static = tree_util.default_registry.flatten_one_level(value)
@@ -96,14 +102,14 @@ def is_plain_named_tuple(value: object) -> bool:
 
 
 def _children_of(value: Any) -> Collection[object]:
-    """Return the children of a container that is not registered; nothing for other values."""
+    """Return the children of a container that is not registered, and an empty collection for other values."""
     if type(value) not in PYTHON_TYPES and not is_plain_named_tuple(value):
         return ()
     return value.values() if isinstance(value, dict) else value
 
 
 class MixedContainer:
-    """A list, tuple or dict in a registered container, of which some content is static.
+    """A list, tuple or dict inside a registered container, with some static content.
 
     Attributes:
         content: the container itself.
@@ -117,20 +123,24 @@ class MixedContainer:
 
 
 def without_static(children: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return the children with content to save, each with its key. They are `MixedContainer`s if some is static."""
+    """Return the children with content to save, each with its key.
+
+    Partly static children become `MixedContainer` objects.
+    """
     shares = [(key, child, _share_of_static(child)) for key, child in children]
     return [(key, _wrapped(child, share)) for key, child, share in shares if share != "all"]
 
 
 def _wrapped(child: object, share: _Share) -> object:
-    """Return a child, as a `MixedContainer` if it has static content."""
+    """Return a child, inside a `MixedContainer` if it has static content."""
     return child if share == "none" else MixedContainer(child)
 
 
 class _MixedHandler(ContainerHandler):
-    """Handler of `MixedContainer`: static content is not saved, and a load takes it from the caller's container.
+    """Handler of `MixedContainer`. Static content is not saved. A load takes it from the caller's container.
 
-    In a list or tuple, None is saved in its place, as ``eqx.filter`` has it: other items keep their indices.
+    In a list or tuple, None is saved in place of a static item, as ``eqx.filter`` does, so that
+    other items keep their indices.
     """
 
     priority = Priority.EXACT
@@ -152,7 +162,7 @@ class _MixedHandler(ContainerHandler):
         return Flattened("dict" if isinstance(content, dict) else "object", keys, children, name)
 
     def unflatten(self, like: MixedContainer, children: Sequence[object]) -> object:
-        """Return a container of the type of the content, with its static content."""
+        """Return a container of the same type as the content, with the given children and the static content."""
         content: Any = like.content
         if type(content) in _SEQUENCES:
             pairs = zip(content, unwrapped(children), strict=True)
@@ -181,13 +191,13 @@ class _MixedHandler(ContainerHandler):
 
 
 def merged_with_static(like: Sequence[object], children: Sequence[object]) -> list[object]:
-    """Return given children in the places of those that are not static, and the static ones of `like` in theirs."""
+    """Return the children of `like`, but with `children` in place of all children that are not fully static."""
     given = iter(children)
     return unwrapped([child if _share_of_static(child) == "all" else next(given) for child in like])
 
 
 def unwrapped(children: Iterable[object]) -> list[object]:
-    """Return the containers themselves in place of `MixedContainer`s."""
+    """Replace every `MixedContainer` by the container in it."""
     return [child.content if isinstance(child, MixedContainer) else child for child in children]
 
 

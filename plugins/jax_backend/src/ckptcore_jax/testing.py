@@ -39,7 +39,7 @@ class _WithoutKeys:
 
 
 def _sharding(shape: tuple[int, ...]) -> NamedSharding:
-    """Return a sharding over all devices along the first divisible axis, or else a replicated one."""
+    """Return a sharding over all devices along the first divisible axis. Without such an axis, it is replicated."""
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     spec: Any = PartitionSpec  # the constructor is untyped in JAX
     for axis, extent in enumerate(shape):
@@ -61,12 +61,12 @@ def enable_x64() -> Any:
     """Return a context manager that enables 64-bit dtypes."""
     import jax.experimental
 
-    module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # older versions have it there
+    module: Any = jax if hasattr(jax, "enable_x64") else jax.experimental  # its place in older versions
     return module.enable_x64(True)
 
 
 def host_memory() -> str:
-    """Return the kind of memory to which arrays are offloaded. Before version 0.7, JAX has only one kind on a CPU."""
+    """Return the memory kind for offloaded arrays. Before version 0.7, JAX has only one memory kind on CPUs."""
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     return "pinned_host" if "pinned_host" in kinds else str(jax.devices()[0].default_memory().kind)
 

@@ -1,4 +1,4 @@
-"""Settings of JAX for the thread of a load: those of its caller, without checks that would refuse it."""
+"""Settings of JAX for the thread of a load: the settings of its caller, without checks that would refuse the load."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import jax.experimental
 def thread_settings() -> AbstractContextManager[None]:
     """Return a context manager that applies the settings of this thread to the thread that enters it.
 
-    The default device, 64-bit numbers and the mesh are copied: they decide about loaded arrays. Checks
-    for NaN, infinities, transfers, ranks and dtypes are off: loaded arrays have the elements that are
-    stored, and a load is a transfer that the caller asked for.
+    The settings for the default device, 64-bit numbers and the mesh are copied, because they
+    determine the loaded arrays. Checks for NaN, infinities, transfers, ranks and dtypes are off,
+    because a load must return the stored elements, and because the caller requested its transfers.
     """
     options: Any = jax.config  # its attributes are defined at run time
     return _applied(options.jax_default_device, bool(options.jax_enable_x64), _mesh())
@@ -23,7 +23,7 @@ def thread_settings() -> AbstractContextManager[None]:
 
 @contextmanager
 def _applied(device: Any, has_64_bits: bool, mesh: Any) -> Iterator[None]:
-    # Versions before 0.8 have it only in `jax.experimental`.
+    # Versions before 0.8 have `enable_x64` only in `jax.experimental`.
     enable_x64: Any = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
     with (
         jax.default_device(device),
@@ -39,10 +39,10 @@ def _applied(device: Any, has_64_bits: bool, mesh: Any) -> Iterator[None]:
 
 
 def _mesh() -> Any:
-    """Return the mesh of this thread; None if there is none."""
+    """Return the mesh of this thread, or None if no mesh is set."""
     get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.8.1 lack it
     try:
         mesh = None if get_mesh is None else get_mesh()
-    except ValueError:  # JAX traces a function: its mesh can neither be found nor set
+    except ValueError:  # inside a traced function, a mesh cannot be read or set
         return None
     return None if mesh is None or mesh.empty else mesh

@@ -1,8 +1,8 @@
-"""Link from a single controller to one worker, with colocated Python.
+"""Links from a single controller to its workers. Each link calls one worker with colocated Python.
 
-A message is a scalar array of NumPy's variable-length string dtype, which JAX itself uses to send
-the specifications of a colocated function's results. Its bytes are base64-encoded, because NumPy
-strings are text.
+A message is a scalar array of NumPy's variable-length string dtype. JAX itself uses this dtype to
+send the specifications of a colocated function's results. The bytes of a message are
+base64-encoded, because NumPy strings are text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptcore.model import HostArray, dtype_from_name
 from ckptcore_jax.array_creation import cast_elements
 
 Cuts: TypeAlias = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
-"""For each leaf of a write stage, its boxes: the number of the array that contains the box, and the slices."""
+"""Boxes of each leaf of a write stage: for each box, the number of the array that contains it, and the slices."""
 
 ReadSpecs: TypeAlias = Sequence[tuple[Sequence[tuple[int, ...]], str]]
 """For each leaf of a read stage, the shapes of its boxes, and their dtype."""
@@ -52,7 +52,7 @@ class WorkerLink:
                 f"colocated Python needs NumPy 2, found {np.__version__}: install 'ckptcore-jax[colocated]'"
             )
         try:
-            # JAX imports it in the first call, but with a less helpful error.
+            # JAX would import it in the first call, and its error is less helpful.
             import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # it has no types
             from jax.experimental import colocated_python
         except ImportError as error:
@@ -129,8 +129,8 @@ def _run_write_stage(message: jax.Array, *arrays: jax.Array) -> jax.Array:
 def _run_read_stage(message: jax.Array) -> list[jax.Array]:
     """Run a read stage. Return its report and the boxes as arrays. Runs on a worker.
 
-    If the stage fails, the boxes are zeros, because the caller has fixed the number and shapes of
-    the results.
+    If the stage fails, the boxes are filled with zeros, because colocated Python fixes the number
+    and shapes of the results before the call.
     """
     stage, specs = pickle.loads(_decode_message(message))
     report, read = stage()
@@ -142,7 +142,7 @@ def _run_read_stage(message: jax.Array) -> list[jax.Array]:
         else:
             elements += [np.zeros(shape, dtype) for shape in shapes]
     device = _device_of(message)
-    with jax.enable_x64(True):  # the controller determines the dtypes, regardless of this process's setting
+    with jax.enable_x64(True):  # the controller chose the dtypes, so ignore this process's setting
         arrays = jax.device_put(elements, device)
     return [_encode_message(report, device), *arrays]
 

@@ -1,4 +1,4 @@
-"""`WorkerLoad`: a read strategy by which the workers of a single controller read their leaves. Imports no JAX."""
+"""`WorkerLoad`: a read strategy for a single controller, whose workers read their own leaves. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StagedReadResult:
 
 
 class WorkerLoad:
-    """Load like another strategy, and let workers read and build the leaves at them.
+    """Load like another strategy, but workers read and build the leaves on their devices.
 
     See `ckptcore.protocols.ReadStrategy`.
     """
@@ -94,7 +94,7 @@ class WorkerLoad:
             context: the options of the controller.
 
         Raises:
-            CheckpointError: the first error of a worker; further errors are its notes.
+            CheckpointError: the first error of a worker, with further errors as notes.
         """
         executor, save_id = self._executor, None if checkpoint.root is None else checkpoint.root.save_id
         options, recipes = WorkerOptions.of(context), DerivationRecipe.all_of(checkpoint)
@@ -118,16 +118,16 @@ class WorkerLoad:
 
 
 class _TargetAtWorkers(LoadTarget[T]):
-    """The target of a load, with leaves that workers build."""
+    """Wrapper of a load target whose leaves are partly built by workers."""
 
     def __init__(self, target: LoadTarget[T], executor: StagedExecutor) -> None:
         self._target = target
         self._executor = executor
 
     def match(self, load: Load[T], checkpoint: Checkpoint) -> Matched:
-        """Match the leaves, and choose those that workers build."""
+        """Match the leaves, and mark the leaves that workers build."""
         matched = self._target.match(load, checkpoint)
-        wrapped: dict[int, LeafHandler] = {}  # one for each handler, so that tied leaves have the same
+        wrapped: dict[int, LeafHandler] = {}  # one for each handler, so that tied leaves share it
         handlers = list(matched.handlers)
         for position, (handler, abstract) in enumerate(zip(matched.handlers, matched.leaves, strict=True)):
             if handler is not None and position not in matched.arrays and self._executor.makes(abstract):

@@ -1,6 +1,7 @@
-"""`WorkerSave`: a save strategy by which the workers of a single controller write their leaves. Imports no JAX.
+"""`WorkerSave`: a save strategy for a single controller, whose workers write their own leaves. Imports no JAX.
 
-`LeavesAtWorkers` wraps handlers of leaves whose elements are at the workers."""
+`LeavesAtWorkers` wraps the handlers of leaves whose elements are at the workers.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class LeavesAtWorkers(LeafHandler):
-    """A leaf handler of a controller, which holds no boxes of leaves at its workers.
+    """A leaf handler of a controller for leaves at its workers. The controller itself has no boxes of them.
 
-    Other leaves are handled as by the wrapped handler.
+    The wrapped handler handles other leaves.
     """
 
     def __init__(self, handler: LeafHandler, executor: StagedExecutor) -> None:
@@ -60,12 +61,12 @@ class LeavesAtWorkers(LeafHandler):
         return self._handler.parts_handler(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return the identity that the executor knows, for leaves at workers."""
+        """Return the identity of a leaf. For leaves at workers, the executor determines it."""
         is_remote = self._executor.takes(leaf) or self._executor.makes(leaf)
         return (self._executor if is_remote else self._handler).identity(leaf)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return no box for a leaf at workers, once they have its elements."""
+        """Return no box for a leaf at workers, and check that the workers have its elements."""
         if not self._executor.takes(leaf):
             return self._handler.shards(leaf, rank, size)
         for worker in range(len(self._executor.workers)):
@@ -77,7 +78,7 @@ class LeavesAtWorkers(LeafHandler):
         return self._handler.replicas(leaf, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return what `shards` returns in this process, for a leaf at workers."""
+        """Return the result of `shards` for a leaf at workers if `process` is None. See `LeafHandler`."""
         if process is None and self._executor.takes(leaf):
             return self.shards(leaf, rank, size)
         return self._handler.shards_of(leaf, process, rank, size)
@@ -99,7 +100,7 @@ class LeavesAtWorkers(LeafHandler):
         return self._handler.sample(leaf, stored, box)
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """Return the boxes of the worker that reads most of a leaf. They are read there."""
+        """Return the boxes of the worker that reads the largest part of a leaf. The worker reads them itself."""
         workers = range(len(self._executor.workers))
         wanted = [self._executor.wanted(abstract, stored, worker) for worker in workers]
         return max(wanted, key=lambda boxes: sum([box.size for box in boxes]), default=())
@@ -156,7 +157,7 @@ class HeldElements(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSave(PlainSave):
-    """Save like another strategy, and let workers write the leaves at them. See `ckptcore.protocols.SaveStrategy`.
+    """Save like another strategy, but workers write the leaves that they hold. See `ckptcore.protocols.SaveStrategy`.
 
     In the checkpoint the controller is rank 0, and the workers follow.
 
@@ -171,13 +172,13 @@ class WorkerSave(PlainSave):
     held: _WorkerElements | None = None
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Prepare the save, and plan the boxes that each worker writes of it and of its further saves."""
+        """Prepare the save, and plan which of its boxes each worker writes, also for its further saves."""
         save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
         held = _WorkerElements(self.executor, save)
         if not held.shares:
             return save
         for one in (save, *save.further):
-            one.strategy.begin(one)  # refuses what it cannot commit, before anything is captured
+            one.strategy.begin(one)  # raises errors before any array is captured
         further = [self._with_workers(one, held) for one in save.further]
         own = self._with_workers(save, held)
         return own._replace(further=further, capture_elsewhere=held.start, nbytes_elsewhere=held.nbytes)
@@ -187,7 +188,7 @@ class WorkerSave(PlainSave):
         return save._replace(strategy=strategy, receive_elsewhere=held.receive)
 
     def _cut(self, draft: SaveDraft, description: PartDescription) -> PartDescription:
-        """Cut large arrays for the workers that hold replicas of them."""
+        """Cut large arrays that several workers hold, so that each of these workers writes a part."""
         workers, context = len(self.executor.workers), draft.save.context
         if not isinstance(description, TreeDescription) or workers < 2:
             return description
@@ -212,12 +213,13 @@ class WorkerSave(PlainSave):
 
 @dataclass(slots=True, eq=False)
 class _WorkerShares:
-    """The boxes that workers write of a part.
+    """The boxes of a part that workers write.
 
     Attributes:
         part: the part; the reference keeps its id valid.
         plans: the plans of the workers.
-        held: by worker, the plan with the positions of its boxes among those that the worker holds; after `start`.
+        held: share of each worker: its plan, and the positions of the plan's boxes among all boxes
+            that the worker holds. Empty before `start`.
     """
 
     part: SavePart
@@ -230,19 +232,19 @@ class _WorkerElements:
 
     Attributes:
         executor: the workers.
-        shares: what workers write, by id of the part.
-        by_worker: the elements that each worker holds; a worker without any is left out.
-        commits: by save id, the commits that workers write for.
+        shares: boxes that workers write, by id of the part.
+        by_worker: elements that each worker holds. Workers without elements are left out.
+        commits: commits for which workers write, by save id.
     """
 
     def __init__(self, executor: StagedExecutor, save: Save) -> None:
-        """Plan what workers write. Parts of further saves have the same boxes as those of the save."""
+        """Plan the writes of the workers. Parts of further saves have the same boxes as the parts of the save."""
         self.executor = executor
         self.shares: dict[int, _WorkerShares] = {}
         self.by_worker: dict[int, HeldElements] = {}
         self.commits: dict[str, _WorkerCommit] = {}
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
-        """By worker and id of a leaf, the boxes that the worker writes of it."""
+        """Boxes of a leaf that a worker writes, by worker and id of the leaf."""
         for each in (save, *save.further):
             for part in each.parts:
                 self._plan(part, is_further=each is not save)
@@ -267,11 +269,11 @@ class _WorkerElements:
             self._boxes.update({(worker, id(leaves[item.leaf])): item.boxes for item in plans[-1].items})
         part.layout.check(plan.tree, 1 + workers)
         part.plan = plan._replace(size=1 + workers)
-        part.own = False  # finished with the receipts of the workers, at the commit
+        part.own = False  # complete only with the receipts of the workers
         self.shares[id(part)] = _WorkerShares(part, plans, [])
 
     def _leaves(self, part: SavePart) -> Iterator[tuple[int, object]]:
-        """Yield the leaves of a part that are at workers, with their numbers."""
+        """Yield the leaves of a part that are at workers, each with its number."""
         source, tree = part.source, part.plan.tree
         assert source is not None  # not captured yet
         if isinstance(source, FilesDescription):
@@ -325,7 +327,7 @@ class _WorkerElements:
             held.wait()
 
     def fail(self, error: BaseException) -> None:
-        """See `StateCopy`. Workers copy all of their boxes at once."""
+        """Do nothing, because workers begin to copy all their boxes at once. See `StateCopy`."""
 
     def end_writing(self) -> None:
         """See `StateCopy`."""
@@ -334,7 +336,7 @@ class _WorkerElements:
 
 
 class _WorkerCommit:
-    """The commit of another strategy, with the writes of workers between its claim and its commit. See `SaveCommit`."""
+    """The commit of another strategy. Workers write between its claim and its commit. See `SaveCommit`."""
 
     def __init__(self, commit: SaveCommit, save: Save, held: _WorkerElements) -> None:
         self._commit = commit
@@ -342,7 +344,7 @@ class _WorkerCommit:
         self._held = held
         self._shares = [held.shares[id(part)] for part in save.parts if id(part) in held.shares]
         self._begun: list[tuple[int, Pending[bytes]]] = []
-        """The number and the pending report of each worker that writes."""
+        """Number and pending report of each worker that writes."""
 
     @property
     def meaning(self) -> str:
@@ -360,7 +362,7 @@ class _WorkerCommit:
         return self._commit.store
 
     def claim(self) -> None:
-        """Claim the location, and let the workers begin to write, while the controller writes its own boxes."""
+        """Claim the location, and start the writes of the workers. The controller writes its own boxes meanwhile."""
         self._commit.claim()
         self._held.wait()
         location, claimed, options = (
@@ -411,7 +413,7 @@ class _WorkerCommit:
         self._commit.settle(error)
 
     def abort(self) -> None:
-        """Wait for the workers, which may not write after the objects are removed."""
+        """Wait for the workers, because they must not write after the objects are removed. Then abort."""
         self._held.commits.pop(self._save.info.save_id, None)
         with suppress(Exception):
             self._receipts()
@@ -419,7 +421,7 @@ class _WorkerCommit:
 
 
 def raise_first(failed: Sequence[Exception]) -> None:
-    """Raise the first error with the others as notes, or return if there are none."""
+    """Raise the first error with the other errors as notes. Return if there are no errors."""
     if failed:
         for other in failed[1:]:
             failed[0].add_note(f"and then: {type(other).__name__}: {other}")

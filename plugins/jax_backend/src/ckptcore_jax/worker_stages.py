@@ -1,7 +1,7 @@
 """Stages: functions that the workers of a single controller run to write a part of a save or to read boxes.
 
 Stages and their reports are pickled. They contain no arrays, threads or open storages. A stage does
-not raise an error, but returns it in its report. Imports no JAX.
+not raise errors. Its report contains the error instead. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WorkerPart:
             checkpoint.
         layout: layout of the part.
         plan: the items that the worker writes.
-        held: for each item of the plan, the position of its leaf among the worker's held leaves.
+        held: for each item of the plan, the index of its leaf among the worker's held leaves.
     """
 
     directory: str
@@ -146,7 +146,8 @@ class WriteParts:
             inside = subdirectory(store, part.directory)
             recorder = ObjectRecorder(inside, runtime.io_threads, checksums=self.options.io.checksums)
             state = part.layout.write(_WorkerSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
-            # Without the items of the plan, which the controller adds.
+            # Leave out the items of the plan. The controller has them, and adds them to the
+            # receipt.
             receipts.append(Receipt(part.plan.rank, (), state, recorder.objects))
         return receipts
 
@@ -168,7 +169,7 @@ class LeafReads:
 
 @dataclass(frozen=True, slots=True)
 class DerivationRecipe:
-    """The derivations of a derived checkpoint, for a worker, which opens the source checkpoints itself.
+    """The derivations of a derived checkpoint, as sent to a worker. The worker opens the source checkpoints itself.
 
     Attributes:
         tree, derivations, values, most_bytes: see `ckptcore.opening.derived.Derived`.
@@ -210,7 +211,7 @@ class DerivationRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ReadBoxes:
-    """Open the checkpoint of the controller, and read boxes. The report contains only an error, if any.
+    """Open the checkpoint of the controller, and read boxes. The report is empty, or contains an error.
 
     Attributes:
         address: address of the checkpoint.
@@ -231,8 +232,8 @@ class ReadBoxes:
         """Read the boxes.
 
         Returns:
-            The report, and for each leaf the elements of its boxes: new C-contiguous arrays of the
-            stored dtype. No leaves after an error.
+            The report, and for each leaf the elements of its boxes, as new C-contiguous arrays of
+            the stored dtype. After an error the result has no leaves.
         """
         try:
             return _success_report(None), self._read()
@@ -294,7 +295,7 @@ def read_report(report: bytes, worker: str) -> Any:
 
     Raises:
         CheckpointError: the error of the stage.
-        RankFailedError: for other errors of the stage, with their text.
+        RankFailedError: for any other error of the stage. The message contains its text.
     """
     message, result = pickle.loads(report)
     if message is None:

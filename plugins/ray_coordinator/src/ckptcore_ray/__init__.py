@@ -6,8 +6,7 @@
     coordinator   RayCoordinator: one rank of a job
     membership    join_job: sets the rank of this process, for the hook
     job_actor     the actor through which the ranks of a job communicate
-    exchanges     the exchanges of one incarnation of a job, without Ray
-    outcomes      results of an exchange
+    exchanges     the exchanges of one incarnation of a job and their outcomes, without Ray
     progress      progress of the ranks, for the driver
 """
 

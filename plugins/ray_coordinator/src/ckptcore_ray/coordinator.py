@@ -1,4 +1,4 @@
-"""`RayCoordinator`: one rank of a job of Ray actors, which communicate through the job's actor."""
+"""`RayCoordinator`: one rank of a job of Ray actors. The ranks communicate through the job's actor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _ANSWER_SECONDS: Final = 60.0
 class RayCoordinator:
     """A rank of a job. Thread-safe.
 
-    Exchanges raise an error on the event loop of an asynchronous actor, because they would block
-    it.
+    An exchange that is called on the event loop of an asynchronous actor raises an error, because
+    it would block the loop.
 
     The constructor joins the job. If a rank joins a second time, for example after a restart, the
-    next incarnation of the job begins. Then the current or next exchange of every other rank raises
-    an error, and each of these ranks must join again, with a new coordinator in a new Context and a
-    new Checkpointer.
-    Ranks that joined with `ckptcore_ray.membership.join_job` can keep their Contexts.
+    next incarnation of the job begins. The current or next exchange of every other rank then raises
+    an error. Each of these ranks must join again, with a new coordinator in a new Context and a new
+    Checkpointer. Ranks that joined with `ckptcore_ray.membership.join_job` can keep their Contexts.
 
     Attributes:
         rank: number of this rank.
@@ -67,8 +66,8 @@ class RayCoordinator:
         self.size: Final = size
         self._timeout_seconds: Final = timeout_seconds
         self._actor: Final[Any] = known.actor
-        # Ray does not count an actor's handle to itself as a reference, so the job keeps no actor
-        # alive.
+        # Ray does not count an actor's handle to itself as a reference, so the job does not keep
+        # the actors of its ranks alive.
         member = context.current_actor if self._in_actor else None
         try:
             self._membership: Final[RankMembership] = (

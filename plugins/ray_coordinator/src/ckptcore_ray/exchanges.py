@@ -42,8 +42,8 @@ class MissingRanks:
     """Some ranks did not reach the exchange before the timeout.
 
     Attributes:
-        ranks: these ranks, in order. A rank that reaches a gather after the timeout of the leader
-            gets only its own number.
+        ranks: the missing ranks, in order. A rank that reaches a gather after the timeout of the
+            leader gets only its own number.
     """
 
     ranks: tuple[int, ...]
@@ -110,7 +110,7 @@ class _Exchange:
         return tuple(sorted(self.needed - self.payloads.keys()))
 
     def delivered(self) -> Delivered:
-        """Return the payloads, sorted by rank. All must be present."""
+        """Return the payloads in the order of the ranks. All payloads must be present."""
         return Delivered(tuple(self.payloads[rank] for rank in sorted(self.needed)))
 
     def finish(self, outcome: Outcome) -> None:
@@ -200,15 +200,16 @@ class Exchanges:
     def lose(self, rank: int, reason: str) -> None:
         """Record that a rank failed. If another rank waits for it, now or later, end all exchanges.
 
-        Until then, exchanges that do not need the failed rank continue. Payloads that were already
-        passed are still delivered afterwards, so that late ranks learn about a completed commit.
+        Until another rank waits for the failed rank, exchanges that do not need it continue.
+        Payloads that were passed before the end are still delivered, so that late ranks learn about
+        a completed commit.
         """
         self._failed.setdefault(rank, reason)
         if rank in self.awaited():
             self.end(LostRank(rank, self._failed[rank]))
 
     def end(self, outcome: Outcome) -> None:
-        """End all exchanges, present and future, with an outcome, unless they have ended before.
+        """End all current and future exchanges with an outcome. Has no effect if they have ended before.
 
         A broadcast whose payload was already passed still delivers it.
         """
@@ -261,7 +262,7 @@ class Exchanges:
         return [exchange for queue in self._open.values() for exchange in queue]
 
     def _enter(self, kind: _Kind, rank: int, key: str, needed: frozenset[int]) -> _Exchange:
-        """Return the exchange for the rank's next use of a key: the first that the rank has not entered."""
+        """Return the exchange for the rank's next use of a key: the first exchange that the rank has not entered."""
         queue = self._open.setdefault((kind, key), deque())
         exchange = next((exchange for exchange in queue if rank not in exchange.entered), None)
         if exchange is None:
@@ -282,7 +283,7 @@ class Exchanges:
                 del self._open[kind, exchange.key]
 
     async def _wait(self, exchange: _Exchange, rank: int, seconds: float) -> Outcome:
-        """Wait for the payloads, and return them."""
+        """Wait for the needed payloads, and return them."""
         if exchange.missing and self._over is None:
             failed = next((missing for missing in exchange.missing if missing in self._failed), None)
             if failed is not None:

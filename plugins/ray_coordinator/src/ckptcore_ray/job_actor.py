@@ -1,4 +1,4 @@
-"""The actor of a job: assigns ranks, runs their exchanges, and checks that awaited ranks are alive."""
+"""Actor of a job: registers ranks, runs their exchanges, and checks that awaited ranks are alive."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JobActor:
 
     A job has one incarnation at a time. If a rank joins again, for example after a restart of its
     process, the next incarnation begins, and all exchanges of the previous one end. Therefore
-    messages of earlier processes never reach exchanges of the new incarnation.
+    messages of earlier processes cannot reach exchanges of the new incarnation.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -66,7 +66,7 @@ class JobActor:
         Args:
             rank: number of the rank.
             member: handle of the actor in which the rank runs; None if the rank is not in an actor.
-            token: `process_token` of its process.
+            token: result of `process_token` in the rank's process.
         """
         if self._incarnation == 0 or rank in self._members or self._exchanges.is_over:
             self._begin(f"rank {rank} joined the job again")

@@ -17,20 +17,20 @@ from ckptcore_ray.progress import JobProgress
 __all__ = ["RayJob", "find_job", "lost_job_message", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
-"""Maximum number of simultaneous exchanges of one rank: one for each thread that saves."""
+"""Maximum number of simultaneous exchanges of one rank. Each thread that saves has one exchange at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A job of several ranks. A ``with`` block stops the job at its end.
+    """A job of several ranks. If it is used in a ``with`` statement, the job stops at the end of the block.
 
-    The driver must keep a reference to it: Ray terminates the actor of the job when the handle
-    returned by `make_job` is deleted.
+    The driver must keep a reference to the object that `make_job` returned. Ray terminates the
+    actor of the job when this object is deleted.
 
     Attributes:
         name: name of the job.
         size: number of ranks.
-        namespace: Ray namespace of its actor; None for the namespace of the driver.
+        namespace: Ray namespace of the job's actor; None for the namespace of the driver.
         actor: handle of the actor through which the ranks communicate.
     """
 
@@ -40,7 +40,7 @@ class RayJob:
     actor: Any
 
     def progress(self) -> JobProgress:
-        """Return the progress of the ranks: which have joined, wait or have failed. Blocks briefly.
+        """Return the progress of the ranks: which ranks have joined, are waiting or have failed. Blocks briefly.
 
         Raises:
             RankFailedError: if the job's actor has failed.
@@ -86,6 +86,8 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
         name=_actor_name(name),
         namespace=namespace,
         num_cpus=0,
+        # Every waiting exchange occupies one call of the actor. 1000 is Ray's default for
+        # asynchronous actors.
         max_concurrency=1000 + _WAITS_PER_RANK * size,
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
@@ -113,7 +115,7 @@ def find_job(name: str, *, namespace: str | None = None) -> RayJob:
 
     Raises:
         PluginError: if there is no such job.
-        RankFailedError: if its actor has failed.
+        RankFailedError: if the job's actor has failed.
     """
     try:
         actor: Any = ray.get_actor(_actor_name(name), namespace)

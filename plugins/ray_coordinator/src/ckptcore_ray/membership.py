@@ -43,7 +43,7 @@ def join_job(
 
 
 def leave_job() -> None:
-    """Make saves and loads of this process independent of the job again.
+    """Make saves and loads of this process independent of the job. The opposite of `join_job`.
 
     The rank stays a member of the job, so other ranks still wait for it.
     """

@@ -36,7 +36,7 @@ class RankProgress:
     Attributes:
         rank: number of the rank.
         state: state of the rank.
-        reason: how the actor of the rank failed; empty if it did not.
+        reason: how the actor of the rank failed. Empty if it did not fail.
         exchanges: number of exchanges that the rank has entered.
         last: key of the latest exchange; None before the first.
         waiting: exchanges in which the rank waits, oldest first.
@@ -58,8 +58,8 @@ class JobProgress:
         name: name of the job.
         incarnation: number of the current incarnation; 0 before the first rank joined.
         ranks: progress of each rank, in order.
-        held_bytes: total size of the payloads that the actor of the job keeps for ranks that need
-            them.
+        held_bytes: total size of the payloads that the actor of the job still keeps for other
+            ranks.
     """
 
     name: str

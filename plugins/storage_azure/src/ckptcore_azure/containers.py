@@ -30,8 +30,8 @@ from ckptcore_azure.settings import Settings, settings_of
 class BlockUpload:
     """A `PendingUpload` of blocks, which one request commits. Thread-safe.
 
-    The first block begins it. Azure removes blocks that were not committed after a week.
-    See https://learn.microsoft.com/rest/api/storageservices/put-block-list.
+    The upload begins with its first block. Azure removes uncommitted blocks after a week. See
+    https://learn.microsoft.com/rest/api/storageservices/put-block-list.
     """
 
     def __init__(self, bucket: BucketRequests, key: str) -> None:
@@ -43,8 +43,11 @@ class BlockUpload:
     def put_part(self, number: int, data: Buffer) -> str:
         """Upload a block, counted from 1. Return its name.
 
-        The name contains the id of this upload, so that blocks of two uploads to one key never mix.
+        The name contains the id of this upload, so that blocks of different uploads to one key
+        cannot be mixed up.
         """
+        # The number has a fixed width, because all block ids of a blob must have the same length:
+        # https://learn.microsoft.com/rest/api/storageservices/put-block
         name = base64.b64encode(f"{self._put_id}-{number:05}".encode()).decode()
         query = {"comp": "block", "blockid": name}
         self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
@@ -62,17 +65,18 @@ class BlockUpload:
         try:
             self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, headers=headers, body=body))
         except RequestFailed as error:
-            # An earlier try may have committed the blocks although its response was lost.
+            # Check if an earlier try committed the blocks, but its response was lost.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION):
                 raise
             if self._bucket.tag_if_put_by(self._key, self._put_id) is None:
                 raise
 
     def abort(self) -> None:
-        """See `PendingUpload`: discard all uncommitted blocks of the key.
+        """Discard all uncommitted blocks of the key. See `PendingUpload`.
 
-        No request does only that. An empty blob is committed, without these blocks, and deleted. If a blob exists at
-        the key, nothing happens: the blocks may be those of a writer that is allowed to replace it.
+        Azure has no request to discard blocks. Instead, this commits an empty blob without these
+        blocks, and deletes it. If a blob exists at the key, nothing is discarded, because the
+        blocks may belong to a writer that may replace the blob.
         """
         eraser = BlockUpload(self._bucket, self._key)
         try:
@@ -105,7 +109,11 @@ class AzureRequests(PlainRequests):
         headers: Mapping[str, str] | None = None,
         body: Buffer = b"",
     ) -> Response:
-        """Send one request. See `PlainRequests`. The length of the body is signed."""
+        """Send one request.
+
+        The length of the body is set as a header, because it is part of the signature. See
+        `PlainRequests`.
+        """
         given = {**(headers or {}), "x-ms-version": _VERSION}
         if len(body) or method in ("PUT", "POST"):
             given["content-length"] = str(len(body))
@@ -123,7 +131,7 @@ def list_blobs(
     Args:
         bucket: the container.
         prefix: beginning of the keys.
-        delimiter: end of common prefixes.
+        delimiter: character at which common prefixes end; empty to list all keys.
         uncommitted: include keys that have only uncommitted blocks.
 
     Raises:
@@ -137,7 +145,7 @@ def list_blobs(
     while True:
         response = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_response(response.body)
-        # Accounts with a hierarchical namespace list directories, too.
+        # Accounts with a hierarchical namespace also list directories.
         blobs = [
             item
             for item in root.iterfind(".//{*}Blob")
@@ -156,7 +164,7 @@ def list_blobs(
 
 
 def _name(element: ElementTree.Element) -> str:
-    """Return a name. Azure escapes those that XML cannot represent."""
+    """Return the name in an element. Azure escapes names that XML cannot represent."""
     name_element = element.find("{*}Name")
     name = "" if name_element is None else name_element.text or ""
     return unquote(name) if name_element is not None and name_element.get("Encoded") == "true" else name
@@ -167,13 +175,16 @@ _MAX_BATCH_SIZE: Final = 256
 
 _MAX_PARTS: Final = 254
 _MAX_LENGTH: Final = 1024 - len(TEMPORARY_INFIX) - 32
-"""Limits of a key, the latter without what `CopiedUpload` adds."""
+"""Limits of a key: number of parts between slashes, and length without the suffix that `CopiedUpload` adds."""
 
 _COPY_STATUS: Final = "x-ms-copy-status"
 _FIRST_COPY_SECONDS: Final = 0.05
 _MAX_COPY_SECONDS: Final = 2.0
 _ALL_COPY_SECONDS: Final = 3600.0
-"""Time between two looks at a running copy, and in total. A copy in one account is usually done with its request."""
+"""Time between two checks of a running copy (first and longest), and in total.
+
+A copy inside one account is usually complete when its request returns.
+"""
 
 
 class AzureContainer(Bucket):
@@ -190,13 +201,13 @@ class AzureContainer(Bucket):
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload of blocks.
 
-        A put of another process to the same key would discard them. New blobs are therefore uploaded under another
-        name, and copied.
+        A put of another process to the same key would discard the blocks. Therefore new blobs are
+        uploaded under another name, and then copied.
         """
         return CopiedUpload(self, key, partial(BlockUpload, self), self._copy) if if_absent else BlockUpload(self, key)
 
     def _copy(self, source: str, key: str, condition: PutCondition | None, put_id: str) -> None:
-        """Copy a blob inside the service, and wait until that is done. The source is kept."""
+        """Copy a blob inside the service, and wait until the copy is complete. The source is kept."""
         service = self._azure
         url = f"{service.bucket_url}/{quote(source, safe='/-_.~')}"
         signature = service.signature()
@@ -207,7 +218,7 @@ class AzureContainer(Bucket):
         try:
             status = self.run(lambda: self.plain.send("PUT", key, headers=headers)).headers.get(_COPY_STATUS)
         except RequestFailed as error:
-            # An earlier try may have succeeded although its response was lost.
+            # Check if an earlier try succeeded, but its response was lost.
             if error.failure.kind is not FailureKind.CONDITION or self.tag_if_put_by(key, put_id) is None:
                 raise
             status = self._copy_status(key)
@@ -222,8 +233,8 @@ class AzureContainer(Bucket):
             raise RequestFailed(Failure(FailureKind.SERVER, None, "", message))
 
     def _discard_copy(self, key: str, put_id: str) -> None:
-        """Delete what a copy that failed, or takes too long, left at its key, unless it is of another put."""
-        with suppress(RequestFailed):  # the failure of the copy tells more
+        """Delete the blob of a copy that failed or timed out. Keep it if another put wrote it."""
+        with suppress(RequestFailed):  # the failure of the copy is more informative
             headers = self.run_head(key, lambda: self.plain.send("HEAD", key)).headers
             if headers.get(self.service.metadata_prefix + PUT_ID_KEY) != put_id:
                 return
@@ -241,16 +252,17 @@ class AzureContainer(Bucket):
         return list_blobs(self, prefix, delimiter)
 
     def find_uploads(self, prefix: str) -> tuple[Sequence[PendingUpload], Sequence[str]]:
-        """Return the uploads of blocks to keys with a prefix that were not committed, and the keys of temporary blobs.
+        """Return the uncommitted uploads to keys with a prefix, and the keys of temporary blobs.
 
-        If the service lists no uncommitted blobs, as in accounts with a hierarchical namespace, return the latter.
+        If the service cannot list uncommitted blobs, as in accounts with a hierarchical namespace,
+        return only the keys of temporary blobs.
         """
         sizes: dict[str, int] | None = None
         with self.warning_of_uploads():
             sizes = self._sizes(list_blobs(self, prefix, uncommitted=True))
         if sizes is None:
             return (), [key for key in self._sizes(self.list_pages(prefix)) if self.is_temporary(key)]
-        # Uncommitted blobs have no size, and a request for one fails.
+        # An uncommitted blob has no size, and a HEAD request for it fails.
         uploads = [key for key, size in sizes.items() if not size and self.head(key) is None]
         temporary = [key for key in sizes if self.is_temporary(key) and key not in uploads]
         return [BlockUpload(self, key) for key in uploads], temporary
@@ -261,7 +273,8 @@ class AzureContainer(Bucket):
     def broken_rule(self, key: str) -> str | None:
         """See https://learn.microsoft.com/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata.
 
-        The service drops dots at the end of parts and replaces backslashes, so that different keys become one.
+        The service drops dots at the end of parts and replaces backslashes. Without this check,
+        different keys would become equal.
         """
         parts = key.split("/")
         if any(part.endswith(".") for part in parts):
@@ -276,12 +289,15 @@ class AzureContainer(Bucket):
         return None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
-        """Delete blobs in batches, or with a shared access signature one by one. A missing blob is not an error.
+        """Delete blobs in batches.
 
-        `check` is called before each try, with a signature by several threads.
+        With a shared access signature, delete them one by one. A missing blob is not an error.
+
+        `check` is called before each try. With a signature, several threads call it.
         """
         if self._azure.has_signature and len(keys) > 1:
-            # The service may refuse a batch with a signature that allows each deletion, and Azurite fails.
+            # The service may refuse a batch even if the signature allows each single deletion, and
+            # Azurite fails.
             workers = min(len(keys), self._azure.tuning.concurrency)
             with ThreadPoolExecutor(workers, "ckptcore-azure-delete") as threads:
                 for _ in threads.map(lambda key: self.run(partial(self._delete_plain, key), check), keys):
@@ -294,7 +310,8 @@ class AzureContainer(Bucket):
         import obstore
 
         if len(keys) > 1:
-            # obstore raises the first failure of a batch. After a missing blob others may have failed.
+            # obstore raises only the first failure of a batch. If a blob was missing, other
+            # deletions may have failed too, so delete all blobs one by one.
             with suppress(FileNotFoundError):
                 obstore.delete(self._obstore(), keys)
                 return
@@ -314,7 +331,7 @@ _CLOUDS: Final = (
     "fabric.microsoft.com",
 )
 _SERVICE: Final = re.compile(rf"[a-z0-9]{{3,24}}(\.z[0-9]{{1,2}})?\.(dfs|blob)\.({'|'.join(map(re.escape, _CLOUDS))})")
-"""Hosts that a URL may name. Requests carry credentials, which no other host may get because of a location.
+"""Hosts that a URL may name. Requests carry credentials, so a location must not send them to any other host.
 
 See https://learn.microsoft.com/azure/storage/common/storage-account-overview#storage-account-endpoints.
 """
@@ -334,7 +351,7 @@ class AzureContainers:
         """Open ``az://CONTAINER/DIRECTORY`` or ``abfss://CONTAINER@HOST/DIRECTORY``. Makes no request.
 
         Args:
-            scheme: ``abfs``, ``abfss``, ``az`` or ``azure``; they mean the same.
+            scheme: ``abfs``, ``abfss``, ``az`` or ``azure``. All have the same meaning.
             url: the URL.
             options: options of the scheme.
 

@@ -1,4 +1,4 @@
-"""Credentials: configured ones, or tokens that azure-identity finds for the owner of the process."""
+"""Credentials: configured credentials, or tokens that azure-identity finds for the user of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.redaction import chainable, redacted
 
 _SCOPE: Final = "https://storage.azure.com/.default"
 _EARLIER: Final = timedelta(minutes=5)
-"""Time before the end of a token from which a new one is used."""
+"""A token is replaced this long before it expires."""
 
 _MAX_MESSAGE_LENGTH: Final = 300
 
@@ -23,9 +23,10 @@ class Credential:
     """A credential that authorizes requests.
 
     Attributes:
-        kind: the key of the account, a shared access signature, an OAuth 2.0 token, or none.
-        secret: the credential itself; a signature without ``?``.
-        expires: time from which a new one is needed; None if unknown.
+        kind: the key of the account, a shared access signature, an OAuth 2.0 token, or no
+            credential.
+        secret: the credential itself. A signature does not begin with ``?``.
+        expires: time from which a new credential is needed; None if unknown.
     """
 
     kind: Literal["key", "sas", "token", "anonymous"]
@@ -34,14 +35,14 @@ class Credential:
 
 
 ANONYMOUS: Final = Credential("anonymous")
-"""For requests without credentials."""
+"""The credential of requests without authorization."""
 
 
 class DefaultTokens(LibraryCredentials[Credential]):
-    """Tokens of Microsoft Entra ID, which `azure.identity.DefaultAzureCredential` finds.
+    """Tokens of Microsoft Entra ID, found by `azure.identity.DefaultAzureCredential`.
 
-    It looks at the variables ``AZURE_CLIENT_ID`` and others, the identity of a pod or machine, and the logins of the
-    command line tools.
+    It reads environment variables such as ``AZURE_CLIENT_ID``, the identity of the pod or machine,
+    and the logins of the command line tools.
     """
 
     def find(self) -> Credential:

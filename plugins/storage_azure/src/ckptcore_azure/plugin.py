@@ -19,7 +19,7 @@ _OLD_SCHEMES: Final = ("wasb", "wasbs")
 
 
 class AzurePlugin:
-    """Opens ``az://container/directory``, and the spellings of Hadoop and fsspec. Thread-safe."""
+    """Opens ``az://container/directory``. Also accepts the spellings of Hadoop and fsspec. Thread-safe."""
 
     def __init__(self) -> None:
         """Initialise without opening a container."""
@@ -32,7 +32,7 @@ class AzurePlugin:
 
     @hookimpl
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
-        """Return an opener that names the URL to use, for the old spellings of Hadoop."""
+        """Return an opener for the old spellings of Hadoop. It raises an error that names the URL to use."""
         return _refuse if scheme in _OLD_SCHEMES else None
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -54,4 +54,4 @@ def _refuse(url: str, options: StorageOptions) -> StorageBackend:
 
 
 PLUGIN: Final = AzurePlugin()
-"""The entry point. It keeps connections open while the process lives."""
+"""The entry point. It keeps connections open until the process ends."""

@@ -1,9 +1,9 @@
-"""Refusals of Azure Blob Storage: the errors of the calls that this plugin makes, with what refused and what to do.
+"""Refusals of Azure Blob Storage: errors of this plugin's requests, each with a kind, a reason and a remedy.
 
-The codes are those of https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes and
-https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes. Those of calls that the plugin does
-not make, such as those about leases, tags, page blobs or new containers, are left out. A refusal without an own text
-has that of its kind.
+The codes come from https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes
+and https://learn.microsoft.com/rest/api/storageservices/common-rest-api-error-codes. Codes of
+requests that the plugin does not send, such as codes about leases, tags, page blobs or new
+containers, are left out. A refusal without its own text uses the text of its kind.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "AccountBeingCreated": Refusal(409, _K.SERVER, "the storage account is being created"),
     "Md5Mismatch": Refusal(400, _K.CONNECTION, "the request was damaged on its way"),
     "IncompleteBody": Refusal(400, _K.CONNECTION, "the request was damaged on its way"),
-    # requests that a service does not take
+    # requests that a service does not accept
     "AccountRequiresHttps": Refusal(400, _K.OTHER, "the service accepts only HTTPS", "Write https:// in the endpoint"),
     "FeatureVersionMismatch": Refusal(409, _K.UNSUPPORTED),
     "NotImplemented": Refusal(501, _K.UNSUPPORTED),

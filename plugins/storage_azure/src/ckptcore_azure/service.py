@@ -1,4 +1,4 @@
-"""`AzureService`: the service of one container, and signatures of requests with the key of a storage account."""
+"""`AzureService`: the service of one container. Also signs requests with the key of a storage account."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SIGNED: Final = (
     "if-unmodified-since",
     "range",
 )
-"""Headers that are signed by their values, in this order."""
+"""Headers whose values are signed, in this order."""
 
 
 def shared_key_headers(
     method: str, url: str, headers: Mapping[str, str], account: str, key: str, *, now: datetime | None = None
 ) -> Mapping[str, str]:
-    """Return the headers of a request, with a signature by the key of a storage account.
+    """Return the headers of a request, with a signature made with the key of a storage account.
 
     See https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key.
 
@@ -58,7 +58,7 @@ def shared_key_headers(
     """
     sent = {**headers, "x-ms-date": format_datetime(now or datetime.now(UTC), usegmt=True)}
     lines = [method, *[sent.get(name, "") for name in _SIGNED]]
-    if sent.get("content-length") == "0":  # signed as an empty value since version 2015-02-21 of the protocol
+    if sent.get("content-length") == "0":  # an empty value is signed since version 2015-02-21 of the protocol
         lines[1 + _SIGNED.index("content-length")] = ""
     lines += [f"{name}:{' '.join(sent[name].split())}" for name in sorted(sent) if name.startswith("x-ms-")]
     parts = urlsplit(url)
@@ -118,7 +118,7 @@ class AzureService(Service):
 
         settings = self._settings
         if os.environ.get("AZURE_ENCRYPTION_KEY"):
-            # obstore reads it, without a way to prevent that. Uploads in blocks would lack it.
+            # obstore always reads this variable, but uploads in blocks would not use the key.
             message = "AZURE_ENCRYPTION_KEY is set, but customer-provided encryption keys are not supported"
             raise RequestFailed(Failure(FailureKind.SETTINGS, None, "", message))
         anonymous = settings.credential is ANONYMOUS
@@ -155,7 +155,7 @@ class AzureService(Service):
         return dict(parse_qsl(credential.secret, keep_blank_values=True)) if credential.kind == "sas" else {}
 
     def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Return all headers of a request, with its authorization, unless that is part of the URL."""
+        """Return all headers of a request. They include the authorization, unless it is part of the URL."""
         credential = self.credentials.get()
         if credential.kind == "key":
             return shared_key_headers(method, url, headers, self._settings.account, credential.secret)

@@ -22,7 +22,7 @@ from ckptcore_azure.credentials import ANONYMOUS, Credential
 EMULATOR_ACCOUNT: Final = "devstoreaccount1"
 EMULATOR_KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _EMULATOR_URL: Final = f"http://127.0.0.1:10000/{EMULATOR_ACCOUNT}"
-"""The account of every emulator: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite"""
+"""URL of every emulator's account: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite"""
 
 _SUFFIX: Final = "core.windows.net"
 _NAME: Final = re.compile(r"[a-z0-9]{3,24}")
@@ -43,7 +43,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "use_emulator": flag("use the emulator Azurite, at `endpoint` or http://127.0.0.1:10000/devstoreaccount1"),
     **tuning_options(),
 }
-"""The options of ``Context(storage={"az": {...}})`` by name. ``azure``, ``abfs`` and ``abfss`` have the same."""
+"""The options of ``Context(storage={"az": {...}})`` by name.
+
+``azure``, ``abfs`` and ``abfss`` have the same options.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,8 @@ class Settings:
         endpoint: URL of the account's blob service, without ``/`` at the end.
         credential: the credential; None for tokens that azure-identity finds.
         tuning: tuning of requests.
-        environment: the variables that azure-identity reads. Containers with other variables are others.
+        environment: the variables that azure-identity reads. They are part of the settings, so a
+            change of them opens the container again.
     """
 
     container: str
@@ -79,9 +83,10 @@ def settings_of(
 ) -> Settings:
     """Return the settings of a container. Makes no request and reads no file.
 
-    The URL takes precedence over options, and these over the environment. Credentials of the environment are used
-    only for the account that it names, or if it names none. An account whose name is part of a URL is that account only
-    if the URL is that of the same service.
+    The URL takes precedence over options, and options take precedence over the environment.
+    Credentials of the environment are used if the environment names no account, or the account of
+    the location. If only the host in a URL names the account, the endpoint must also be that of the
+    account in the environment, because another service can have an account of the same name.
 
     Args:
         container: name of the container.
@@ -124,7 +129,7 @@ def settings_of(
     if not account and not endpoint:
         account, endpoint = ambient.account, ambient.endpoint
     is_found = ambient.account in ("", account or _account_of(endpoint))
-    if ambient.account and (host or not account):  # the name is part of a URL, which may be that of another service
+    if ambient.account and (host or not account):  # a URL names the account, perhaps for another service
         is_found = is_found and endpoint.rstrip("/") == (ambient.endpoint or _endpoint_of(ambient.account)).rstrip("/")
     account = account or _account_of(endpoint)
     if credential is None and not kinds and is_found:
@@ -151,7 +156,7 @@ def settings_of(
 
 
 def _named_account(given: Mapping[str, Any], host: str, named: str) -> str:
-    """Return the account that the URL or the option names; empty if neither does."""
+    """Return the account that the URL or the option names. Empty if neither names one."""
     account = host.partition(".")[0]
     if account and given.get("account_name") not in (None, "", account):
         raise ValueError(f"{named}: account_name is {given['account_name']!r}, but the URL names {account!r}")
@@ -165,7 +170,7 @@ def _named_account(given: Mapping[str, Any], host: str, named: str) -> str:
 
 
 def _account_of_string(connection: Mapping[str, str]) -> str:
-    """Return the account of a connection string; empty if its endpoint may have any name."""
+    """Return the account of a connection string. Empty if it names none and its endpoint does not show the account."""
     account, blobs = connection.get("accountname", ""), connection.get("blobendpoint", "")
     if not account and (".blob." in blobs or _is_address(urlsplit(blobs).hostname or "")):
         return _account_of(blobs)
@@ -234,15 +239,16 @@ def _connection(connection: str, named: str) -> dict[str, str]:
 
 
 def _signature(text: str) -> Credential:
-    """Return a shared access signature. The portal shows it also as the query of a URL.
+    """Return a credential for a shared access signature. The portal also shows it as the query of a URL.
 
-    A plus sign belongs to the Base64 of a signature. In a query it would be a space.
+    A plus sign belongs to the Base64 of a signature. In a query it would mean a space, so it is
+    escaped.
     """
     return Credential("sas", text.strip().rpartition("?")[2].replace("+", "%2B"))
 
 
 def _wrong(credential: Credential) -> str | None:
-    """Return what is wrong with a credential, without showing it, or None."""
+    """Return the problem of a credential as text that does not show it, or None if it is valid."""
     if credential.kind == "sas" and not dict(parse_qsl(credential.secret)).get("sig"):
         return "the shared access signature has no part sig=...; expected one such as sv=...&sig=..."
     try:
@@ -253,7 +259,7 @@ def _wrong(credential: Credential) -> str | None:
 
 
 def _account_of(endpoint: str) -> str:
-    """Return the account in the URL of a blob service: its first path part at an IP address, else its first label."""
+    """Return the account in the URL of a blob service: the first path part, or else the first label of the host."""
     parts = urlsplit(endpoint)
     host, path = parts.hostname or "", parts.path.strip("/")
     return path.partition("/")[0] or ("" if _is_address(host) else host.partition(".")[0])

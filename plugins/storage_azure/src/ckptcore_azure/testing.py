@@ -1,4 +1,4 @@
-"""Azurite for tests: Microsoft's emulator, a program for Node.js. `SAMPLE` starts it with the first location."""
+"""Azurite for tests: Microsoft's emulator, a program for Node.js. The first location of `SAMPLE` starts it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore_azure.settings import EMULATOR_ACCOUNT, EMULATOR_KEY, settings_of
 
 _PROGRAM: Final = "azurite-blob"
 _INSTALLED: Final = Path(sys.prefix, "azurite", "node_modules", ".bin")
-"""The directory that `make azurite` installs it in."""
+"""The directory into which `make azurite` installs Azurite."""
 
 DIALECT: Final = StoreDialect(
     is_list=lambda request: request.method == "GET" and request.query.get("comp") == "list",
@@ -71,7 +71,7 @@ class Azurite:
         }
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a container. Return its name, a new one by default."""
+        """Create a container, and return its name. The default is a new random name."""
         name = name or f"container-{uuid.uuid4().hex[:12]}"
         service = AzureService(settings_of(name, self.options))
         AzureRequests(service).send_to("PUT", service.bucket_url, query={"restype": "container"})
@@ -80,13 +80,13 @@ class Azurite:
 
 @contextmanager
 def azurite(directory: Path) -> Iterator[Azurite]:
-    """Run Azurite while the context is entered. Skip the test if it is not installed.
+    """Run Azurite while the context is entered. Skip the test if Azurite is not installed.
 
     Args:
         directory: an existing directory for the log and the blobs.
 
     Raises:
-        RuntimeError: if it does not start.
+        RuntimeError: if Azurite does not start.
     """
     program = shutil.which(_PROGRAM, path=os.pathsep.join([str(_INSTALLED), os.environ.get("PATH", os.defpath)]))
     if program is None:

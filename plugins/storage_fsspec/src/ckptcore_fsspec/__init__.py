@@ -8,11 +8,8 @@ Importing it does not import fsspec.
     opening        opens a storage from a URL and options
     file_systems   cache of fsspec file systems in this process
     storage        objects below a path of a file system, also read-only
-    write_methods  writing of objects: streamed, spooled, or renamed
-    ranges         reads of several ranges of one object
-    writing        puts pieces in the order of their bytes
+    write_methods  writing of objects, and the order of pieces that arrive out of order
     web            http:// and https://
-    requests       requests to a web server
     failures       conversion of errors
 """
 

@@ -29,7 +29,7 @@ _REFUSED_KEYS: Final = (
     "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch",
     "TokenRefreshRequired",
 )  # fmt: skip
-"""Codes of S3 for credentials that are invalid."""
+"""Error codes of S3 for invalid credentials."""
 
 _STATUS_NAMES: Final = ("status", "status_code", "code")
 """Attributes with the HTTP status, in errors of aiohttp, Azure, httpx, requests and gcsfs."""
@@ -37,7 +37,8 @@ _STATUS_NAMES: Final = ("status", "status_code", "code")
 
 def first_line(error: BaseException) -> str:
     """Return the type and the start of the message of an error, in one line."""
-    # redact before cutting, which could hide the end of a password in a URL
+    # redact before cutting: a cut could remove the end of a password in a URL, so that it is not
+    # recognised
     text = redacted(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:_MAX_MESSAGE_LENGTH]}" if text else type(error).__name__
 
@@ -95,14 +96,14 @@ def failure(error: BaseException, what: str) -> StorageError:
 
 
 def is_about_credentials(error: StorageError) -> bool:
-    """Return True if other credentials may help. An answer of S3 to a HEAD request has only the status."""
+    """Return True if other credentials may help. S3 answers a HEAD request only with a status, so 400 and 403 count."""
     return isinstance(error, StorageCredentialsError) or (
         error.__cause__ is not None and _code(error.__cause__) in ("400", "403")
     )
 
 
 def _code(error: BaseException) -> str:
-    """Return the error code of S3, which s3fs has in the cause of its errors; empty if there is none."""
+    """Return the error code of S3, which s3fs stores in the cause of its errors. Empty if there is no code."""
     response = getattr(error.__cause__ or error, "response", None)
     details = response.get("Error") if isinstance(response, Mapping) else None
     return str(details.get("Code", "")) if isinstance(details, Mapping) else ""

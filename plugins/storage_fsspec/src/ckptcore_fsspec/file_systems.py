@@ -26,9 +26,9 @@ PREFIX: Final = "fsspec+"
 
 
 class FileSystem(Protocol):
-    """The methods of `fsspec.AbstractFileSystem` in use. fsspec has no types.
+    """The used methods of `fsspec.AbstractFileSystem`, because fsspec has no type annotations.
 
-    Paths have no scheme, except on the web.
+    Paths have no scheme, except for ``http`` and ``https``.
     """
 
     async_impl: bool
@@ -105,8 +105,9 @@ class Connection:
     def request(self, what: str, send: Callable[[FileSystem], T]) -> T:
         """Send a request, and convert its errors; see `converted_errors`.
 
-        If the service refuses the credentials, open the file system again, which looks for them again, and send the
-        request once more: another program may have renewed them.
+        If the service refuses the credentials, open the file system again, and send the request
+        once more. The new file system object reads the credentials again, because another program
+        may have renewed them.
         """
         try:
             with self.forgetting(what):
@@ -119,8 +120,10 @@ class Connection:
 
     @contextmanager
     def forgetting(self, what: str) -> Iterator[None]:
-        """Convert errors of the body. If the service refuses the credentials, the next request opens the file system
-        again."""
+        """Convert errors of the ``with`` block.
+
+        If the service refuses the credentials, the next request opens the file system again.
+        """
         try:
             with converted_errors(what):
                 yield
@@ -131,15 +134,15 @@ class Connection:
             raise
 
     def _owner(self) -> tuple[dict[tuple[str, str], FileSystem], tuple[str, str]]:
-        """Return the file systems that this one belongs to, and its key there."""
+        """Return the cache that contains this file system, and its key in the cache."""
         is_shared = getattr(self._type, "async_impl", False)
         return _process_systems(os.getpid()) if is_shared else _thread_systems(), (self.protocol, self._options)
 
     def _open(self) -> FileSystem:
         options = json.loads(self._options)
         try:
-            # Bypass fsspec's instance cache: other code relies on cached listings, and this
-            # instance must not cache any.
+            # Bypass fsspec's cache of instances. Other code relies on cached listings, but this
+            # instance must not cache listings.
             system = self._type(**options, skip_instance_cache=True)
         except CheckpointError:
             raise
@@ -159,7 +162,7 @@ class Connection:
 
 @functools.lru_cache(maxsize=1)
 def _process_systems(process: int) -> dict[tuple[str, str], FileSystem]:
-    """File systems shared by all threads of a process. Those of a parent process are dropped."""
+    """Return the file systems that all threads of a process share. File systems of a parent process are dropped."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Opens a storage from a URL and options."""
+"""Opening of a storage from a URL and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptcore_fsspec.web import WebStorage
 _WEB: Final = ("http", "https")
 
 _READ_ONLY: Final = ("data", "git", "github", "gist", "hf")
-"""File systems that are read-only, or that store each object as a version of the whole."""
+"""File systems that are read-only, or that create a new version of the whole repository for each written object."""
 
 
 def _reset_after_fork() -> None:
@@ -28,7 +28,7 @@ def _reset_after_fork() -> None:
 
 
 if not hasattr(fsspec.asyn, "reset_after_fork"):
-    # Before version 2025.5 a child would wait forever for a thread of its parent.
+    # Before version 2025.5 of fsspec, a forked child would wait forever for a thread of its parent.
     os.register_at_fork(after_in_child=_reset_after_fork)
 
 
@@ -43,7 +43,7 @@ def open_url(url: str, options: StorageOptions) -> StorageBackend:
     Args:
         url: ``SCHEME://...`` or ``fsspec+SCHEME://...``. The rest has fsspec's form, without
             escapes except on the web.
-        options: its `config` contains fsspec's ``storage_options``.
+        options: options of the storage. Their `config` contains fsspec's ``storage_options``.
 
     Raises:
         InvalidLocationError: if the URL is invalid, or the options are not JSON.

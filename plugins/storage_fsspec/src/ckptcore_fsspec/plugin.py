@@ -8,7 +8,7 @@ from ckptcore.protocols import StorageOpener
 
 @hookimpl
 def ckpt_storage_for(scheme: str) -> StorageOpener | None:
-    """Return the opener of a scheme that fsspec knows, with or without ``fsspec+``."""
+    """Return the opener of a scheme that fsspec knows, with or without the prefix ``fsspec+``."""
     from ckptcore_fsspec.opening import open_url, opens
 
     return open_url if opens(scheme) else None

@@ -57,8 +57,8 @@ def fill(
         key, url: the object and its directory, for errors.
         ranges: offsets and buffers.
         read: reads a range; returns fewer bytes at the end of the object.
-        size: returns the size of the object in bytes. Called only if all buffers are empty, to
-            check that the object exists, or if `read` returns no bytes.
+        size: returns the size of the object in bytes. Called only in two cases: if all buffers are
+            empty, to check that the object exists, and if `read` returns no bytes.
 
     Raises:
         CorruptCheckpointError: if the object is too short.
@@ -102,16 +102,16 @@ def _requests(pieces: Sequence[_BufferRange]) -> Iterator[Sequence[_BufferRange]
 
 
 _UNSIZED_READ_BYTES: Final = 64 << 20
-"""Largest range that is read without knowing the size of the object."""
+"""Largest range, in bytes, that is read without first requesting the size of the object."""
 
 
 class FsspecStorage(StorageBackend):
     """Objects by key. Thread-safe.
 
-    `put` refuses conditions, because fsspec has no conditional puts by a tag.
+    `put` refuses conditions, because fsspec has no conditional puts.
     """
 
-    # No part size, because fsspec buffers written pieces itself.
+    # There is no part size, because fsspec buffers written pieces itself.
     capabilities = StorageCapabilities(request_bytes=4 << 20, concurrency=8)
 
     def __init__(self, connection: Connection, url: str) -> None:
@@ -133,7 +133,8 @@ class FsspecStorage(StorageBackend):
             return b""
         if stop is not None and stop - start > _UNSIZED_READ_BYTES:
             stop = max(start, min(stop, self.size(key)))  # local files allocate memory for the whole range
-        # Read a whole object without a range: it may be empty, and a range needs at least one byte.
+        # Read a whole object without a range, because it may be empty, and a range needs at least
+        # one byte.
         first = start if start or stop is not None else None
         if isinstance(self._connection.get(), LocalFileSystem):
             self.size(key)  # a named pipe would block the reader, and a device may never end
@@ -212,7 +213,7 @@ class FsspecStorage(StorageBackend):
         )
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Check only that the objects exist: fsspec has no sync."""
+        """Check that the objects exist. Does not flush anything, because fsspec has no sync."""
         for key in keys:
             self.size(key)
 
@@ -241,7 +242,7 @@ class FsspecStorage(StorageBackend):
         return sorted(self._connection.request(f"cannot list {self._url}", names))
 
     def list_sizes(self, prefix: str = "") -> Mapping[str, int] | None:
-        """List the sizes in bytes of all objects in a directory, by key. None if listings do not have all sizes."""
+        """List the sizes in bytes of all objects in a directory, by key. Return None if listings lack some sizes."""
         below = self._directory(prefix)
         if not _lists_recursively(self._connection.get()):
             return None
@@ -278,7 +279,7 @@ class ReadOnlyStorage(FsspecStorage):
         raise self._read_only_error(key)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Raise an error if there are keys."""
+        """Raise an error if `keys` is not empty."""
         for key in keys:
             raise self._read_only_error(key)
 
@@ -294,7 +295,7 @@ _AZURE: Final = re.compile(r"(?:fsspec\+)?https://(\w+)\.blob\.(core\.[\w.]+)/([
 
 
 def _writable(url: str) -> str:
-    """Return how to write to a place that has a read-only URL, if there is a way."""
+    """Return advice on how to write to the location of a read-only URL."""
     if (match := _HUB_BUCKET.match(url)) is not None:
         namespace, bucket = match.groups()
         return (
@@ -312,10 +313,11 @@ def _tag(data: bytes) -> str:
 
 
 def _lists_recursively(system: FileSystem) -> bool:
-    """Return True if a file system lists recursively by itself.
+    """Return True if a file system has its own recursive listing.
 
-    Otherwise `_walk` lists, because fsspec's own walk skips directories that it cannot list. Such a
-    directory must be an error, because callers would not delete the objects in it.
+    For other file systems `_walk` is used, because fsspec's own walk skips directories that it
+    cannot list. Such a directory must cause an error. Otherwise callers would not delete the
+    objects in it.
     """
     own: Any = type(system)
     if system.async_impl:
@@ -324,7 +326,7 @@ def _lists_recursively(system: FileSystem) -> bool:
 
 
 def _listed_sizes(system: FileSystem, below: str) -> Mapping[str, object]:
-    """Return the paths of all objects below a directory, with their sizes as the file system states them."""
+    """Return the paths of all objects below a directory, with the sizes that the file system reports."""
     try:
         entries = system.find(below, detail=True)
     except MISSING_OBJECT_ERRORS:

@@ -1,8 +1,9 @@
 """Storage of ``http://`` and ``https://`` URLs, with or without range requests.
 
-fsspec's own requests confuse a range with the whole object, which servers without range support
-send (Python's ``http.server``), and an unreachable server with a missing object. These requests use
-fsspec's session and options.
+This module sends its own requests, with fsspec's session and options. fsspec's requests have two
+defects. If a server without range support sends the whole object (such as Python's
+``http.server``), fsspec takes it for the range. And fsspec takes an unreachable server for a
+missing object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Response:
         data: the requested bytes, or fewer at the end of the object.
         size: size of the object in bytes; None if unknown.
         takes_ranges: True if the server sent only the requested range. False if it sent the whole
-            object, of which only the bytes up to the end of the range were read.
+            object. In this case only the bytes up to the end of the range were read.
         version: strong ETag for later conditional requests, or None.
     """
 
@@ -78,7 +79,7 @@ async def _fetch(
     import aiohttp
 
     options = dict(system.kwargs)
-    # Ranges of a compressed response would be different.
+    # Request an uncompressed response, because ranges would count compressed bytes.
     headers = {**options.pop("headers", {}), "Accept-Encoding": "identity"}
     if start or stop is not None:
         headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
@@ -109,7 +110,7 @@ async def _fetch(
 
 
 def _content_range(headers: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Return the start of the range and the size of the object; None if unknown."""
+    """Return the start of the range and the size of the object. Each is None if unknown."""
     matched = _CONTENT_RANGE.fullmatch(headers.get("Content-Range", "").strip())
     if matched is None:
         return None, None
@@ -133,7 +134,7 @@ async def _skip(content: Any, nbytes: int) -> None:
 
 
 async def _read(content: Any, limit: int | None, file: TemporaryFile | None) -> bytes:
-    """Read up to the end or a limit, and return the data or write it to a file."""
+    """Read up to the end or a limit. Return the data, or write it to `file`."""
     pieces: list[bytes] = []
     left = limit
     while left is None or left:
@@ -152,14 +153,14 @@ async def _read(content: Any, limit: int | None, file: TemporaryFile | None) -> 
 logger = logger_named("ckptcore_fsspec.web")
 
 _MAX_DIRECTORIES: Final = 10_000
-"""Limit of directories, because a server can generate them endlessly."""
+"""Maximum number of listed directories, because a server can generate directories endlessly."""
 
 
 class WebStorage(ReadOnlyStorage):
     """Objects below a URL. Thread-safe.
 
-    Listing needs a server that shows directories as pages with links. Loading a ckptcore checkpoint
-    does not list.
+    Lists work only if the server shows directories as pages with links. Loading a ckptcore
+    checkpoint needs no lists.
     """
 
     def __init__(self, connection: Connection, url: str) -> None:
@@ -220,7 +221,7 @@ class WebStorage(ReadOnlyStorage):
         """List the keys of all objects in a directory, sorted. The server must show directories."""
         left = [check_directory_key(prefix)]
         keys: list[str] = []
-        for looked_into in range(_MAX_DIRECTORIES + 1):  # noqa: B007  # the error has it
+        for looked_into in range(_MAX_DIRECTORIES + 1):  # noqa: B007  # used in the error
             if not left:
                 return iter(sorted(keys))
             directory = left.pop()
@@ -260,7 +261,7 @@ class WebStorage(ReadOnlyStorage):
 class _RangedObject:
     """An object on a server with range requests. Thread-safe.
 
-    If the server sends a strong ETag, reads fail after the object was changed on the server.
+    If the server sends a strong ETag, reads fail if the object has changed on the server.
     """
 
     def __init__(self, key: str, url: str, read: Callable[[int, int], Response], size: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""Writing of objects to a file system: streamed, spooled, or renamed."""
+"""Methods of writing objects to a file system: as a stream, from a spool file, or with a rename."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ T = TypeVar("T")
 _DELETIONS_AT_ONCE: Final = 32
 
 _PART_BYTES: Final = 8 << 20
-"""Size of one request of a stream. Object stores accept at most 10000 of them per object."""
+"""Size of one request of a stream. Object stores accept at most 10000 requests per object."""
 
 _REMOVES_EMPTY_DIRECTORIES_ONLY: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 """File systems whose `rmdir` removes only empty directories.
 
-In some other fsspec file systems it also removes the contents.
+In some other file systems of fsspec, `rmdir` also removes the contents.
 """
 
 _RENAME_REPLACES: Final = frozenset({"file", "local", "sftp", "ssh"})
 """File systems whose `mv` replaces a file atomically."""
 
 _MAX_TRIES: Final = 100
-"""Number of tries to create a directory that other threads or processes remove while empty."""
+"""Number of tries to create a directory, because other threads or processes may remove it while it is empty."""
 
 
 class Sink(Protocol):
@@ -53,7 +53,7 @@ class Sink(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discard the written data. May raise; may follow a failed `finish`."""
+        """Discard the written data. Can be called after a failed `finish`. May raise errors."""
         ...
 
 
@@ -77,8 +77,8 @@ def write_method_of(system: FileSystem, root: str) -> WriteMethod:
     """Return the method of writing for a file system."""
     if system.async_impl:
         return _StreamedWrites(system)
-    # A file system with its own `mv` has real files, which readers could see while they are
-    # incomplete. Others put whole objects in one call.
+    # A file system with its own `mv` has real files, and readers could see incomplete ones. Other
+    # file systems put a whole object in one call.
     return _SpooledWrites(system) if type(system).mv is AbstractFileSystem.mv else _RenamedWrites(system, root)
 
 
@@ -130,7 +130,8 @@ class _Stream:
         try:
             self._file.discard()
         finally:
-            # Otherwise the garbage collector would close the file, which sends the rest.
+            # Mark the file as closed. Otherwise the garbage collector closes it, and closing sends
+            # the remaining data.
             if isinstance(self._file, AbstractBufferedFile):
                 self._file.closed = True
 
@@ -169,7 +170,7 @@ class _Spool:
 
     def finish(self) -> None:
         position = 0
-        # Do not use `put_file`: it creates directories that remain.
+        # Do not use `put_file`, because it creates directories, which are never removed.
         with self._system.open(self._path, "wb") as target:
             while piece := self._file.read_at(position, _PART_BYTES):
                 target.write(piece)
@@ -181,7 +182,7 @@ class _Spool:
 
 
 class _RenamedWrites:
-    """Writes to file systems with directories: to a temporary file, which is then renamed."""
+    """Writes to file systems with directories. Data goes to a temporary file, which is then renamed."""
 
     def __init__(self, system: FileSystem, root: str) -> None:
         self._system = system
@@ -213,7 +214,7 @@ class _RenamedWrites:
                     raise
                 with suppress(
                     FileExistsError, *MISSING_OBJECT_ERRORS
-                ):  # other threads also create and remove directories
+                ):  # other threads create and remove directories, too
                     self._system.makedirs(directory, exist_ok=True)
         raise AssertionError("unreachable")
 
@@ -259,7 +260,7 @@ class _RenamedFile:
         with suppress(*MISSING_OBJECT_ERRORS):
             system.rm_file(self._path)
         system.mv(self._part, self._path)
-        with suppress(*MISSING_OBJECT_ERRORS):  # WebHDFS does not report that a rename failed
+        with suppress(*MISSING_OBJECT_ERRORS):  # WebHDFS does not report a failed rename
             system.info(self._part)
             raise FileExistsError(f"cannot rename {self._part} to {self._path}: the target exists")
 
@@ -288,9 +289,9 @@ _COPY_BYTES: Final = 1 << 20
 class InOrderWriter:
     """Writes pieces of an object to a stream in the order of their offsets. Thread-safe.
 
-    The next piece goes to the stream at once. Early pieces are kept until their turn, in memory up
-    to a limit and then in a local file. While a thread writes, others wait, so that most
-    pieces are not copied.
+    The next piece goes to the stream at once. Pieces that arrive too early are kept in memory up to
+    a limit, and then in a local file. While one thread writes, other threads wait, so that most
+    pieces need not be copied.
     """
 
     def __init__(
@@ -323,8 +324,8 @@ class InOrderWriter:
 
         Raises:
             StorageError: if the stream failed.
-            ValueError: outside the object's size, for a range already written, or after `finish` or
-                `abort`.
+            ValueError: if the range is outside the object's size or was already written, or after
+                `finish` or `abort`.
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
@@ -355,7 +356,7 @@ class InOrderWriter:
         self._early[offset] = len(data)
 
     def _write_early(self, sink: Sink) -> None:
-        """Write the early pieces that are next."""
+        """Write early pieces, as long as the next piece is among them."""
         while (piece := self._early.pop(self._position, None)) is not None:
             if isinstance(piece, bytes):
                 self._buffered_bytes -= len(piece)

@@ -23,9 +23,9 @@ from ckptcore_gcs.settings import Settings, settings_of
 class CompositeUpload:
     """An object composed of temporary objects by the JSON API. Thread-safe.
 
-    A composition takes a condition and at most 32 sources, so larger numbers are composed in
-    several levels. Some emulators ignore the condition, so the upload also checks that the object
-    is absent.
+    A composition has at most 32 sources, so more sources are composed in several levels. It accepts
+    a condition. Some emulators ignore the condition, so the upload also checks that the object is
+    absent.
     """
 
     def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
@@ -43,7 +43,7 @@ class CompositeUpload:
         return name
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Compose the object of its parts, and delete them.
+        """Compose the object of its parts, and delete the temporary objects.
 
         See `ckptcore_obstore.uploads.PendingUpload.complete`.
         """
@@ -56,6 +56,8 @@ class CompositeUpload:
             composed = []
             for number, start in enumerate(range(0, len(pieces), MAX_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
+                # No condition: the name contains the id of this upload, so no other process writes
+                # it.
                 self._json.compose(name, pieces[start : start + MAX_COMPONENTS], None, self._put_id)
                 composed.append(name)
             pieces = composed
@@ -100,8 +102,9 @@ class GcsBucket(Bucket):
     def begin_upload(self, key: str, *, if_absent: bool) -> PendingUpload:
         """Begin an upload in parts, with the method of the option ``uploads``.
 
-        In the XML API, uploads in parts take no precondition ("Preconditions are not supported in the requests",
-        https://cloud.google.com/storage/docs/multipart-uploads#considerations), so new objects are copied.
+        In the XML API, uploads in parts accept no precondition ("Preconditions are not supported in
+        the requests", https://cloud.google.com/storage/docs/multipart-uploads#considerations), so a
+        new object is uploaded under another name, and then copied.
         """
         if self._gcs.settings.uploads == "composite":
             return CompositeUpload(self, self.json, key)

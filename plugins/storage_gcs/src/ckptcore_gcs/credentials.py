@@ -37,9 +37,9 @@ class Token:
 class DefaultTokens(LibraryCredentials[Token]):
     """Application default credentials, found and refreshed by google-auth.
 
-    google-auth looks at ``GOOGLE_APPLICATION_CREDENTIALS``, the gcloud login and the metadata
-    server, or reads the given file. A file can hold a service account, a user, a federated identity
-    or an impersonated account.
+    google-auth reads the given file. Without a file, it searches
+    ``GOOGLE_APPLICATION_CREDENTIALS``, the gcloud login and the metadata server. A file can hold a
+    service account, a user, a federated identity or an impersonated account.
     """
 
     def __init__(self, file: str | None) -> None:
@@ -58,7 +58,7 @@ class DefaultTokens(LibraryCredentials[Token]):
                 self.library.refresh(_connection())
         except GoogleAuthError as error:
             raise RequestFailed(_failure_of(error)) from chainable(error)
-        except OSError as error:  # a file that the credentials name, with the token of a pod
+        except OSError as error:  # the credentials name a file with the token of a pod
             message = f"cannot get a token: {redacted(str(error))}"
             raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", message)) from chainable(error)
         expiry = self.library.expiry
@@ -76,7 +76,7 @@ class DefaultTokens(LibraryCredentials[Token]):
             # google-auth warns about files from untrusted sources (DeprecationWarning). This file
             # was named by the user of the program.
             loaded: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
-        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: it is JSON, but no object
+        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two: JSON, but not an object
             what = f"the file {named!r} of {source}" if named else "the file of the gcloud login"
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             message = redacted(f"cannot read {what}: {reason}")[:_MAX_MESSAGE_LENGTH]
@@ -85,7 +85,7 @@ class DefaultTokens(LibraryCredentials[Token]):
 
 
 def _connection() -> Any:
-    """Return the transport of token requests. Proxies are taken from the environment."""
+    """Return the transport of token requests. It uses the proxy of the environment."""
     import urllib3
     from google.auth.transport.urllib3 import Request
 

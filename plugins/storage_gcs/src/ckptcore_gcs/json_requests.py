@@ -1,4 +1,4 @@
-"""Requests of the JSON API, for operations that the XML API lacks.
+"""Requests to the JSON API, for operations that the XML API lacks.
 
 See https://cloud.google.com/storage/docs/json_api/v1.
 """
@@ -48,8 +48,8 @@ class JsonRequests:
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         """Put an object in one request, without retries. Return its generation.
 
-        Uses a multipart upload, with metadata and data in one body, because all servers enforce
-        conditions on it.
+        Uses a multipart upload, which has metadata and data in one body, because all servers
+        enforce conditions on such uploads.
         """
         boundary = uuid.uuid4().hex
         resource = json.dumps({"name": key, **_properties(put_id)})
@@ -93,7 +93,7 @@ class JsonRequests:
         try:
             response = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
         except RequestFailed as error:
-            # An earlier try may have succeeded although its response was lost.
+            # Check if an earlier try succeeded, but its response was lost.
             if error.failure.kind is not FailureKind.CONDITION or self._bucket.tag_if_put_by(key, put_id) is None:
                 raise
             return {}
@@ -113,8 +113,8 @@ class JsonRequests:
                 return
             failures = self._send_batch(left)
             left = [key for key, failure in zip(left, failures, strict=True) if failure is not None]
-            # Raise a permanent failure if there is one, because it ends the retries. Otherwise all
-            # remaining deletions are retried.
+            # Raise a permanent failure if one exists, because it ends the retries. After a
+            # transient failure, all remaining deletions are retried.
             refused = [failure for failure in failures if failure is not None]
             for failure in sorted(refused, key=lambda found: found.kind.is_transient):
                 raise RequestFailed(failure)
@@ -130,7 +130,7 @@ class JsonRequests:
                 raise
 
     def _send_batch(self, keys: Sequence[str]) -> list[Failure | None]:
-        """Delete objects in one request. Return the failure of each; None if it was deleted or was missing."""
+        """Delete objects in one request. Return a failure for each object; None if it was deleted or missing."""
         boundary = uuid.uuid4().hex
         parts = [
             f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"

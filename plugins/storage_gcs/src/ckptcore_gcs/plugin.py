@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GcsPlugin:
-    """Opens ``gs://bucket/directory``, and fsspec's spelling ``gcs://``. Thread-safe."""
+    """Opens ``gs://bucket/directory``. Also accepts fsspec's spelling ``gcs://``. Thread-safe."""
 
     def __init__(self) -> None:
         """Initialise without opening a bucket."""
@@ -34,4 +34,4 @@ class GcsPlugin:
 
 
 PLUGIN: Final = GcsPlugin()
-"""The entry point. It keeps connections open while the process lives."""
+"""The entry point. It keeps connections open until the process ends."""

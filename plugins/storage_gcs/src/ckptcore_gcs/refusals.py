@@ -1,9 +1,9 @@
-"""Refusals of Google Cloud Storage: the errors of the calls that this plugin makes, with what refused and what to do.
+"""Refusals of Google Cloud Storage: errors of this plugin's requests, each with a kind, a reason and a remedy.
 
-The codes are those of https://cloud.google.com/storage/docs/xml-api/reference-status, and the reasons those of
-https://cloud.google.com/storage/docs/json_api/v1/status-codes, which begin with a small letter there. Those of calls
-that the plugin does not make, such as those about ACLs or new buckets, are left out. A refusal without an own text has
-that of its kind.
+The codes come from https://cloud.google.com/storage/docs/xml-api/reference-status, and the reasons
+from https://cloud.google.com/storage/docs/json_api/v1/status-codes, where they begin with a small
+letter. Errors of requests that the plugin does not send, such as errors about ACLs or new buckets,
+are left out. A refusal without its own text uses the text of its kind.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     # full or busy
     "InsufficientQuota": Refusal(507, _K.FULL),
     "QuotaExceeded": Refusal(507, _K.FULL),
-    "quotaExceeded": Refusal(403, _K.THROTTLED),  # the reason is about the rate of requests
+    "quotaExceeded": Refusal(403, _K.THROTTLED),  # the JSON API reports too many requests with this reason
     "SlowDown": Refusal(429, _K.THROTTLED),
     "RateLimitExceeded": Refusal(429, _K.THROTTLED),
     "UserRateLimitExceeded": Refusal(403, _K.THROTTLED),
@@ -114,7 +114,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "Conflict": Refusal(409, _K.SERVER, "a conflicting operation is running"),
     "UploadBrokenConnection": Refusal(408, _K.TIMEOUT),
     "CrcMismatch": SHARED_REFUSALS["BadDigest"],
-    # requests that a service does not take
+    # requests that a service does not accept
     "TurnedDown": Refusal(400, _K.UNSUPPORTED),
     "PermanentRedirect": Refusal(301, _K.REGION, "the bucket has another endpoint"),
     "TemporaryRedirect": Refusal(307, _K.REGION, "the bucket has another endpoint"),
@@ -127,4 +127,4 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "ParseError": Refusal(400, _K.OTHER),
     "WrongUrlForUpload": Refusal(400, _K.OTHER),
 }
-"""By code, or by reason with a capital letter."""
+"""Refusals by code of the XML API, or by reason of the JSON API with a capital first letter."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _PERMISSION: Final = re.compile(r"does not have ([a-zA-Z]+\.[a-zA-Z.]+) access")
-"""The message of a missing permission."""
+"""Finds the permission in the message about a missing permission."""
 
 _REMEDIES: Final = {
     FailureKind.NO_BUCKET: "Check the name of the bucket, or create it",
@@ -51,7 +51,7 @@ class GcsService(Service):
         if settings.anonymous or settings.access_token is not None:
             source = FixedCredentials(Token("" if settings.anonymous else settings.access_token or ""))
         else:
-            source = DefaultTokens(settings.credentials_file)  # registers a callback of forks that is never removed
+            source = DefaultTokens(settings.credentials_file)  # registers a fork callback, which is never removed
         super().__init__(f"gs://{settings.bucket}", settings.tuning, source)
         self.settings: Final = settings
 
@@ -67,8 +67,8 @@ class GcsService(Service):
         settings, client = self.settings, client_options(self)
         if settings.user_project:
             client["default_headers"] = {"x-goog-user-project": settings.user_project}
-        # With this key obstore does not search the environment, where it may find a key it cannot
-        # read.
+        # With this key, obstore does not search the environment, where it may find a key that it
+        # cannot read.
         key = {
             "gcs_base_url": settings.endpoint,
             "disable_oauth": True,
@@ -121,7 +121,7 @@ class GcsService(Service):
         return {"e_tag": "", "version": condition.tag}
 
     def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
-        """Return headers of a condition. Generation 0 means no object.
+        """Return the headers of a condition. Generation 0 means that the object must not exist.
 
         See https://cloud.google.com/storage/docs/request-preconditions.
         """

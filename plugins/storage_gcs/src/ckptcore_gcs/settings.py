@@ -45,7 +45,8 @@ class Settings:
         user_project: project that requests are billed to; empty for the project of the credentials.
         uploads: method of uploading large objects.
         tuning: tuning of requests.
-        environment: the variables that google-auth reads. Buckets with other variables are others.
+        environment: the variables that google-auth reads. They are part of the settings, so a
+            change of them opens the bucket again.
     """
 
     bucket: str
@@ -63,10 +64,11 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     """Return the settings of a bucket. Makes no request and reads no file.
 
     Options take precedence over the environment. As in Google's libraries,
-    ``STORAGE_EMULATOR_HOST`` names an emulator, ``GOOGLE_CLOUD_UNIVERSE_DOMAIN`` a cloud other than
-    the public one, and ``GOOGLE_CLOUD_QUOTA_PROJECT`` the project billed. Requests to an emulator
-    are anonymous unless an option sets credentials. ``CKPTCORE_GCS_UPLOADS`` is the default of the
-    option ``uploads``: most emulators lack uploads in parts.
+    ``STORAGE_EMULATOR_HOST`` names an emulator, ``GOOGLE_CLOUD_UNIVERSE_DOMAIN`` names a cloud
+    other than the public one, and ``GOOGLE_CLOUD_QUOTA_PROJECT`` names the project that is billed.
+    Requests to an emulator are anonymous unless an option sets credentials.
+    ``CKPTCORE_GCS_UPLOADS`` sets the default of the option ``uploads``, because most emulators do
+    not support uploads in parts.
 
     Raises:
         InvalidLocationError: for an invalid endpoint.

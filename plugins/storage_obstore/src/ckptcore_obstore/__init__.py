@@ -6,10 +6,10 @@
     writer           objects written in pieces and uploaded in parts
     buckets          operations on the objects of one bucket
     uploads          lists of keys, uploads in parts, and uploads under a temporary name
-    bucket_requests  requests to one bucket by obstore or HTTP, and the errors that users see
+    bucket_requests  requests to one bucket with obstore or HTTP, and the errors that users see
     retrying         retries, with backoff and jitter, and the adaptive limit of concurrent requests
     services         the base of each cloud's service, and sources of credentials
     options          validation of storage options
     failures         classification of failed requests
-    forks, runtimes  forked children, and the process that obstore runs in
+    forks, runtimes  reset of objects in forked children, and the process that obstore runs in
 """

@@ -1,4 +1,4 @@
-"""Requests to one bucket, by obstore or HTTP. They share connections, a retry policy and a limit."""
+"""Requests to one bucket, sent with obstore or plain HTTP. They share connections, a retry policy and a limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 _TUNNEL: Final = re.compile(r"Tunnel connection failed: (\d{3}) ?([^'\")]*)")
-"""The message of `http.client` if a proxy refuses to connect to a host."""
+"""Matches the message of `http.client` if a proxy refuses to connect to a host."""
 
 _SEND_BYTES: Final = 1 << 20
 """Bytes sent in one step. The connect timeout applies to each step, not to the whole body."""
@@ -75,8 +75,9 @@ class PlainRequests:
     A forked child opens its own connections.
 
     Attributes:
-        has_digests: True to send a digest of each uploaded body. Buckets with Object Lock require it. Other services
-            need none: TLS protects the transfer, and every load verifies checksums.
+        has_digests: True to send a digest of each uploaded body. Buckets with Object Lock require
+            digests. Elsewhere they are not needed, because TLS protects the transfer, and every
+            load verifies checksums.
     """
 
     def __init__(self, service: Service) -> None:
@@ -106,10 +107,10 @@ class PlainRequests:
             method: in upper case.
             key: key of an object; empty for the bucket.
             query, headers: parameters and headers of the request; header names in lower case.
-            body: contiguous bytes; not copied.
+            body: contiguous bytes. They are not copied.
 
         Raises:
-            RequestFailed: also for a response with an error status.
+            RequestFailed: if the request fails, or if the response has an error status.
         """
         return self.send_to(
             method, f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}", query=query, headers=headers, body=body
@@ -126,7 +127,7 @@ class PlainRequests:
     ) -> Response:
         """Send one request to any URL of the service.
 
-        See `send`. The URL must be escaped and have no query.
+        The URL must be escaped and must not have a query. See `send`.
         """
         import urllib3
 
@@ -137,7 +138,7 @@ class PlainRequests:
         if self.has_digests and method == "PUT":
             given["content-md5"] = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
         sent = dict(self._service.sign(method, url, given))
-        if body or method in ("PUT", "POST"):  # services answer 411 if it is missing, also without a body
+        if body or method in ("PUT", "POST"):  # services answer 411 if the header is missing, even for an empty body
             sent["content-length"] = str(len(body))
         try:
             pieces: Any = _pieces(body) if body else None  # urllib3's annotations lack memoryview
@@ -196,7 +197,7 @@ def _proxy_failure(error: BaseException, proxy: str) -> Failure:
 
 def proxy_of(url: str) -> str | None:
     """Return the URL of the proxy for requests to a URL, from the environment; None for a direct connection."""
-    import urllib.request  # slow, and only the first request needs it
+    import urllib.request  # slow import, needed only for the first request
 
     host = urlsplit(url)
     proxy = urllib.request.getproxies().get(host.scheme)
@@ -204,7 +205,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def _redact(record: logging.LogRecord) -> bool:
-    """Redact a record of urllib3, which logs URLs with their queries if its level is DEBUG. Always return True."""
+    """Redact a record of urllib3, which logs URLs with their queries at level DEBUG. Always return True."""
     if isinstance(record.args, tuple):
         record.args = tuple([redacted(item) if isinstance(item, str) else item for item in record.args])
     return True
@@ -252,7 +253,7 @@ class BucketRequests:
     Attributes:
         service: the bucket's service.
         limit: limit of concurrent requests.
-        plain: single HTTP requests, to be sent with `run`.
+        plain: single HTTP requests without retries. Pass them to `run` for retries.
     """
 
     def __init__(self, service: Service) -> None:
@@ -263,10 +264,10 @@ class BucketRequests:
         self._renewals = 0
 
     def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request of obstore or HTTP, and retry transient failures; see `try_request`.
+        """Send a request with obstore or HTTP, and retry transient failures; see `try_request`.
 
-        If the service refuses the credentials, and there are new ones, or if it wants a digest of each upload, the
-        request is sent again.
+        The request is sent once more in two cases: if the service refuses the credentials and new
+        ones are found, or if it requires a digest of each upload.
         """
         used: object = None
         had_digests, renewals = self.plain.has_digests, self._renewals
@@ -286,15 +287,19 @@ class BucketRequests:
         return self._try(with_credentials, check)
 
     def _mend(self, failure: Failure, used: object, renewals: int) -> bool:
-        """Return True if a request that failed may succeed now. `renewals` is their number when it began."""
+        """Return True if a failed request may succeed now.
+
+        `renewals` is the number of renewals when the request began.
+        """
         if failure.kind is FailureKind.CREDENTIALS and failure.status is not None:
             if self.service.renew(used):
                 self.forget_store()
                 self._renewals += 1
                 return True
-            return self._renewals != renewals  # another thread has renewed them, after this one was signed
+            return self._renewals != renewals  # another thread renewed the credentials meanwhile
         if failure.kind is FailureKind.REGION and not failure.code:
-            # obstore drops the details of a redirection. Any other request gets the same answer, so send one by HTTP.
+            # obstore drops the details of a redirection. Any other request gets the same response,
+            # so send one with HTTP to get the details.
             self._try(lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), lambda: None)
         return False
 
@@ -302,7 +307,7 @@ class BucketRequests:
         return try_request(lambda: self._converting_errors(request), self.service.tuning.retries, self.limit, check)
 
     def _converting_errors(self, request: Callable[[], T]) -> T:
-        """Run a request of obstore or HTTP, and convert errors of obstore to `RequestFailed`."""
+        """Run a request with obstore or HTTP, and convert errors of obstore to `RequestFailed`."""
         from obstore.exceptions import BaseError
 
         try:
@@ -314,17 +319,20 @@ class BucketRequests:
             if failure.kind is FailureKind.OTHER and isinstance(error, FileNotFoundError):
                 failure = Failure(FailureKind.MISSING, None, "", failure.message)
             if failure.kind is FailureKind.PROXY:
-                # obstore drops the answer of the proxy. Any other request gets the same, so send one by HTTP.
+                # obstore drops the response of the proxy. Any other request gets the same response,
+                # so send one with HTTP, which raises an error with the details.
                 self.plain.send("GET", query={"list-type": "2", "max-keys": "1"})
-                failure = replace(failure, kind=FailureKind.CONNECTION)  # it has passed
+                failure = replace(failure, kind=FailureKind.CONNECTION)  # the proxy let this request pass
             raise RequestFailed(failure) from chainable(error)
 
     def forget_store(self) -> None:
-        """Drop what has the old credentials."""
+        """Drop objects that hold the old credentials. Subclasses with such objects override this."""
 
     def run_head(self, key: str, request: Callable[[], T]) -> T:
-        """Send a HEAD request for an object. A response to it has no body with the reason of a failure, but one to a
-        GET request has."""
+        """Send a HEAD request for an object.
+
+        If it fails, send a GET request, whose response has a body with the reason.
+        """
         try:
             return self.run(request)
         except RequestFailed as error:
@@ -352,7 +360,7 @@ class BucketRequests:
         return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
 
     def tag_if_put_by(self, key: str, put_id: str) -> str | None:
-        """Return the tag of an object if the put with this id wrote it, else None."""
+        """Return the tag of an object if the put with this id wrote it. Otherwise return None."""
         there = self.head(key)
         return there.tag if there is not None and there.put_id == put_id else None
 
@@ -391,7 +399,7 @@ def error_of(failed: RequestFailed, service: Service, what: str) -> StorageError
     if kind is FailureKind.PROXY:
         remedy = _proxy_remedy(service)
     if kind is FailureKind.HOST:
-        failure = replace(failure, kind=FailureKind.CONNECTION)  # what to do is the same
+        failure = replace(failure, kind=FailureKind.CONNECTION)  # the remedy is the same
     remedy = remedy or service.remedy(failure)
     text = f"cannot {what}: {cause or kind.value}; found {failure.description.removesuffix('.')}{tries}. {remedy}"
     return _ERRORS.get(kind, StorageError)(text)
@@ -409,7 +417,7 @@ def _proxy_remedy(service: Service) -> str:
 
 @converts_errors
 def converted_errors(service: Service, what: str) -> Iterator[None]:
-    """Convert a `RequestFailed` of the block with `error_of`."""
+    """Convert a `RequestFailed` of the ``with`` block with `error_of`."""
     try:
         yield
     except RequestFailed as failed:

@@ -1,4 +1,4 @@
-"""Buckets: objects by full key, read and written by obstore or HTTP."""
+"""Buckets: objects by full key, read and written with obstore or plain HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ See https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html.
 """
 
 _REFUSALS: Final = (FailureKind.PERMISSION, FailureKind.RETAINED, FailureKind.UNSUPPORTED)
-"""Failures if a service does not allow to list, abort or delete uploads."""
+"""Kinds of failures of a service that does not allow uploads to be listed, aborted or deleted."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
 """RFC 9110, section 14.4."""
@@ -50,7 +50,7 @@ class ReadResult:
 
 
 class Bucket(BucketRequests):
-    """Objects of a bucket by full key. Thread-safe, within one process.
+    """Objects of a bucket by full key. Thread-safe. Use it only in the process that created it.
 
     Every method retries transient failures and then raises `RequestFailed`.
 
@@ -69,7 +69,7 @@ class Bucket(BucketRequests):
         self._warned: set[str] = set()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> ReadResult:
-        """Read bytes `start` to `stop` of an object, at least one of which must exist."""
+        """Read bytes `start` to `stop` of an object. At least one of these bytes must exist."""
         if not _obstore_accepts(key):
             return self.run(lambda: self._read_plain(key, start, stop))
         return self.run(lambda: self._read(key, start, stop))
@@ -93,7 +93,8 @@ class Bucket(BucketRequests):
             headers["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         response = self.plain.send("GET", key, headers=headers)
         if is_part:
-            # Check the range as obstore does: some services and caches send the whole object.
+            # Check the range, as obstore does, because some services and caches send the whole
+            # object.
             content_range = response.headers.get("content-range", "")
             sent = _CONTENT_RANGE.match(content_range) if response.status == 206 else None
             nbytes = len(response.body)
@@ -120,11 +121,11 @@ class Bucket(BucketRequests):
             return self.run(lambda: self._put(key, data, condition, put_id))
         except RequestFailed as error:
             if isinstance(condition, IfTag) and error.failure.kind is FailureKind.MISSING:
-                # S3 answers 404 if the object that should have the tag is missing.
+                # S3 answers 404 if the condition requires a tag and the object is missing.
                 error.failure = replace(error.failure, kind=FailureKind.CONDITION)
             if condition is None or error.failure.kind is not FailureKind.CONDITION:
                 raise
-            # An earlier try, or a duplicate sent by the network, may have succeeded although its
+            # An earlier try, or a duplicate sent by the network, may have succeeded, but its
             # response was lost.
             there = self.head(key)
             if there is not None and there.put_id == put_id:
@@ -162,10 +163,13 @@ class Bucket(BucketRequests):
         return Upload.begin(self, key)
 
     def abort_uploads(self, prefix: str) -> int:
-        """Abort all uploads to keys with a prefix, so that completing them fails, and delete their temporary objects.
+        """Abort all uploads to keys with a prefix, and delete their temporary objects.
 
-        Return the number of uploads. If the service does not list, abort or delete them, they remain, which a warning
-        says once: new objects do not replace others, and no root names an object of another save.
+        To complete such an upload then fails.
+
+        Return the number of uploads. If the service does not list, abort or delete uploads, they
+        remain, and one warning is logged. Remaining uploads do no harm: new objects do not replace
+        others, and no root refers to an object of another save.
         """
         uploads, temporary = self.find_uploads(prefix)
         count = 0
@@ -185,10 +189,10 @@ class Bucket(BucketRequests):
         return uploads, [key for page in self.list_pages(prefix) for key in page.keys if self.is_temporary(key)]
 
     def delete_temporary(self, keys: Sequence[str], *, is_done: bool = False) -> bool:
-        """Delete temporary objects of uploads. Return False if they stay, which a warning says once.
+        """Delete temporary objects of uploads. Return False if they cannot be deleted, and log one warning.
 
         Args:
-            keys: their keys.
+            keys: keys of the temporary objects.
             is_done: True if the upload succeeded, so that nothing depends on the deletion.
 
         Raises:
@@ -209,7 +213,7 @@ class Bucket(BucketRequests):
 
     @contextmanager
     def warning_of_uploads(self) -> Iterator[None]:
-        """Warn if the service does not list or abort uploads."""
+        """Log a warning instead of an error if the service does not list or abort uploads."""
         try:
             yield
         except RequestFailed as error:
@@ -221,7 +225,7 @@ class Bucket(BucketRequests):
             )  # fmt: skip
 
     def _warn(self, what: str, error: RequestFailed, remedy: str) -> None:
-        """Log a warning, once."""
+        """Log a warning. Log each warning only once."""
         if what not in self._warned:
             self._warned.add(what)
             _LOG.warning(
@@ -233,11 +237,14 @@ class Bucket(BucketRequests):
         return list_objects(self, prefix, delimiter)
 
     def is_temporary(self, key: str) -> bool:
-        """Return True for the temporary objects of an unfinished upload, which lists omit."""
+        """Return True for the key of a temporary object of an upload. Lists omit these objects."""
         return self.has_temporary and upload_id_of(key) is not None
 
     def broken_rule(self, key: str) -> str | None:
-        """Return the rule for keys that a key breaks, if the service would change or refuse it; else None."""
+        """Return the service's rule for keys that a key breaks.
+
+        Return None if the service accepts the key unchanged.
+        """
         return None
 
     def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
@@ -253,7 +260,7 @@ class Bucket(BucketRequests):
             except RequestFailed as error:
                 if error.failure.kind is not FailureKind.UNSUPPORTED:
                     raise
-                for key in some:  # not all services can delete several objects in one request
+                for key in some:  # some services cannot delete several objects at once
                     self.run(partial(self._delete_plain, key), check)
         for key in keys:
             if not _obstore_accepts(key):
@@ -276,7 +283,7 @@ class Bucket(BucketRequests):
                 raise
 
     def forget_store(self) -> None:
-        """Open the store again for the next request: obstore keeps credentials."""
+        """Open the store again for the next request, because obstore keeps the old credentials."""
         with self._lock:
             self._store = None
 
@@ -288,9 +295,9 @@ class Bucket(BucketRequests):
 
 
 def _obstore_accepts(key: str) -> bool:
-    """Return True if obstore works in this process and accepts a key.
+    """Return True if obstore works in this process and accepts the key.
 
-    Parts of a key must not contain ASCII control characters
+    obstore does not accept ASCII control characters in a key
     (`object_store::path::PathPart::parse`).
     """
     from ckptcore_obstore.runtimes import runs_here

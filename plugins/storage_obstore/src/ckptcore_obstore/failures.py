@@ -1,4 +1,4 @@
-"""Failures of requests, classified by the remedy."""
+"""Failures of requests, classified by their remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore.redaction import redacted
 
 
 class FailureKind(enum.Enum):
-    """Kind of a failure, with its text in errors."""
+    """Kind of a failure. The value is the text in errors."""
 
     MISSING = "the object does not exist"
     NO_BUCKET = "the bucket does not exist"
@@ -73,17 +73,17 @@ _KINDS_BY_STATUS: Final = {
 
 _MAX_MESSAGE_LENGTH: Final = 300
 _MAX_BODY_LENGTH: Final = 10_000
-"""Maximum length of a service's message in an error."""
+"""Maximum lengths of a message in an error, and of the text that is searched for an XML or JSON body."""
 
 
 class Refusal(NamedTuple):
     """A refusal that a service documents.
 
     Attributes:
-        status: its usual HTTP status.
-        kind: its kind.
-        cause: what refused, and why; empty for the text of the kind.
-        remedy: what to do, as a sentence without the full stop; empty for that of the kind.
+        status: usual HTTP status of the refusal.
+        kind: kind of the refusal.
+        cause: reason of the refusal; empty for the text of the kind.
+        remedy: advice, as a sentence without the full stop; empty for the advice of the kind.
     """
 
     status: int
@@ -93,7 +93,7 @@ class Refusal(NamedTuple):
 
 
 Refusals: TypeAlias = Mapping[str, Refusal]
-"""The refusals of a service by code. A code such as ``KMS.*`` is for all others that begin so."""
+"""The refusals of a service by code. A code such as ``KMS.*`` stands for all other codes that begin with ``KMS.``."""
 
 
 _K: Final = FailureKind
@@ -134,7 +134,7 @@ SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
     "RequestTimeout": Refusal(400, _K.TIMEOUT),  # the service did not receive the body in time
     "IncompleteBody": Refusal(400, _K.CONNECTION, _BROKEN),
     "BadDigest": Refusal(400, _K.CONNECTION, _BROKEN),
-    # requests that a service does not take
+    # requests that a service does not accept
     "NotImplemented": Refusal(501, _K.UNSUPPORTED),
     "MethodNotAllowed": Refusal(405, _K.UNSUPPORTED),
     "InvalidArgument": Refusal(400, _K.OTHER),
@@ -146,13 +146,13 @@ SHARED_REFUSALS: Final[Mapping[str, Refusal]] = {
     "MissingRequestBodyError": Refusal(400, _K.OTHER),
     "UnexpectedContent": Refusal(400, _K.OTHER),
 }
-"""Refusals that several services have by one code, with one cause and remedy."""
+"""Refusals that several services have in common, with the same code, cause and remedy."""
 
 
 def refusal_of(code: str, refusals: Refusals) -> Refusal | None:
     """Return the refusal with a code, or None if the service does not document it.
 
-    Reasons in JSON are codes of XML that begin with a small letter.
+    A reason in JSON can be a code of XML with a small first letter.
     """
     names = (code, code[:1].upper() + code[1:], f"{code.partition('.')[0]}.*")
     return next((refusals[name] for name in names if name in refusals), None)
@@ -186,7 +186,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Tries of a request that failed.
+    """Statistics of the tries of a failed request.
 
     Attributes:
         tries: number of tries.
@@ -204,7 +204,7 @@ class RequestFailed(Exception):
 
     Attributes:
         failure: the last failure.
-        tried: tries of the request; `try_request` sets them.
+        tried: statistics of its tries, set by `try_request`.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -216,7 +216,7 @@ class RequestFailed(Exception):
 def failure_of_response(status: int, body: bytes, refusals: Refusals, region: str = "") -> Failure:
     """Classify a response with an error in XML or JSON.
 
-    `region` is the bucket's region from the headers.
+    `region` is the region of the bucket in the headers of the response; empty if unknown.
     """
     code, message, hints = _read_json(body) or _read_xml(body)
     if region and "Region" not in dict(hints):
@@ -228,14 +228,15 @@ def failure_of_response(status: int, body: bytes, refusals: Refusals, region: st
 
 
 _NEEDS_DIGEST: Final = re.compile(r"content-md5.*\brequired\b|\brequired\b.*content-md5", re.IGNORECASE | re.DOTALL)
-"""S3 answers InvalidRequest: "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with
-Object Lock parameters"."""
+"""Matches the message of S3 with the code InvalidRequest: "Content-MD5 OR x-amz-checksum- HTTP
+header is required for Put Object requests with Object Lock parameters".
+"""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
 _JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
 _DELETE_FAILURE: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
-"""Message for one object of a request that deletes several."""
+"""Matches obstore's message for one failed object of a request that deletes several objects."""
 
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
@@ -244,8 +245,8 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
     """Classify the text of an obstore error.
 
     object_store formats a response as ``... Server returned non-2xx status code: 404 Not Found:
-    BODY``. obstore appends a dump of Rust structures. Only the kind and the cause of a connection
-    error are taken from the dump.
+    BODY``. obstore appends a dump of Rust structures. From the dump, this function takes only the
+    kind and the cause of a connection error.
     """
     cleaned = _DEBUG.sub("", text)
     status = _STATUS.search(cleaned)
@@ -257,7 +258,7 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
     if (failed := _DELETE_FAILURE.search(cleaned)) is not None:
         return Failure(_kind(200, failed[2], refusals), None, failed[2], _one_line(failed[1]))
     kind = FailureKind.OTHER
-    if "Wanted range starting at" in cleaned:  # object_store's text for an answer without the first byte
+    if "Wanted range starting at" in cleaned:  # object_store's text for a response that lacks the first byte
         kind = FailureKind.RANGE
     elif "TunnelUnsuccessful" in text or "ProxyAuthRequired" in text:
         kind = FailureKind.PROXY
@@ -275,9 +276,10 @@ def failure_of_text(text: str, refusals: Refusals) -> Failure:
 
 
 def is_unknown_host(text: str) -> bool:
-    """Return True for the text of a failed connection if the name service knows no such host.
+    """Return True if the text of a failed connection says that the name service does not know the host.
 
-    Such an answer is final. A name service that does not answer is a "temporary failure".
+    This answer is final. If a name service does not answer, the text is a "temporary failure"
+    instead.
     """
     return re.search(r"Name or service not known|nodename nor servname|No such host is known", text) is not None
 
@@ -300,8 +302,8 @@ def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | No
         error = json.loads(body)["error"]
         reasons = [str(found["reason"]) for found in error.get("errors") or [] if "reason" in found]
         reason, message = (reasons or [""])[0], str(error.get("message", ""))
-        # "notFound" covers objects and buckets. Only the message differs: "The specified bucket
-        # does not exist."
+        # The reason "notFound" is the same for objects and buckets. Only the message differs: "The
+        # specified bucket does not exist."
         if reason == "notFound" and "specified bucket" in message:
             reason = "NoSuchBucket"
         return reason, message, ()
@@ -324,5 +326,5 @@ def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 
 
 def _one_line(text: str) -> str:
-    line = redacted(" ".join(text.split()))  # cutting could hide the end of a password
+    line = redacted(" ".join(text.split()))  # redact before the cut, which could hide the end of a password
     return line if len(line) <= _MAX_MESSAGE_LENGTH else line[: _MAX_MESSAGE_LENGTH - 3] + "..."

@@ -15,7 +15,10 @@ class _Resettable(Protocol):
     """An object that can be reset."""
 
     def reset_after_fork(self) -> None:
-        """Return to the initial state without acquiring a lock: a parent's thread may have held it."""
+        """Return to the initial state.
+
+        Acquires no lock, because a thread of the parent may have held it during the fork.
+        """
         ...
 
 

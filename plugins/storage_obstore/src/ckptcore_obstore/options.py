@@ -33,7 +33,7 @@ class Option:
     step: int = 1
 
     def check(self, value: JSON) -> str | None:
-        """Return what is wrong with a value, or None."""
+        """Return the problem of a value as text, or None if the value is valid."""
         fits = isinstance(value, self.type) and not (isinstance(value, bool) and self.type is not bool)
         if self.type is float:
             fits = isinstance(value, int | float) and not isinstance(value, bool)

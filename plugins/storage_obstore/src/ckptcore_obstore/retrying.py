@@ -1,4 +1,4 @@
-"""Retries of transient failures until a deadline, and a limit of concurrent requests that falls while throttled."""
+"""Retries of transient failures until a deadline, and a limit of concurrent requests that adapts to throttling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore_obstore.forks import reset_in_children
 
 _MIN_LIMIT: Final = 1
 _SECONDS_BETWEEN_CUTS: Final = 1.0
-"""Minimum time between cuts of the limit, because concurrent requests are throttled together."""
+"""Minimum time between cuts of the limit. Concurrent requests are throttled together, and should cut it only once."""
 
 
 class AdaptiveLimit:
@@ -67,8 +67,11 @@ class AdaptiveLimit:
                 self._changed.notify()
 
     def succeeded(self) -> None:
-        """Raise the limit after an answered request: by about one when as many requests succeed as the limit allows."""
-        if self._allowed >= self._max_requests:  # without the lock: an outdated value only delays a raise by a request
+        """Raise the limit a little after an answered request.
+
+        It grows by about one per round of concurrent requests.
+        """
+        if self._allowed >= self._max_requests:  # no lock: an outdated value only delays the raise by one request
             return
         with self._changed:
             self._allowed = min(self._max_requests, self._allowed + 1 / max(1.0, self._allowed))
@@ -95,7 +98,7 @@ _LOG: Final = logger_named("ckptcore.storage")
 _SILENT_TRIES: Final = 3
 """Number of failed tries of a request after which a warning is logged.
 
-One or two failures are normal in a network. After more, the log must explain the wait.
+One or two failures are normal in a network. After more failures, the log must explain the wait.
 """
 
 
@@ -106,7 +109,8 @@ class RetryPolicy:
     Attributes:
         retries: maximum number of retries.
         deadline_seconds: time since the start of the first try after which no retry begins.
-        initial_wait_seconds: maximum wait before the first retry; doubled for each further one.
+        initial_wait_seconds: maximum wait before the first retry. It doubles for each further
+            retry.
         max_wait_seconds: maximum wait before any retry.
     """
 
@@ -122,8 +126,8 @@ def try_request(
     """Send a request and retry transient failures. Each try occupies a slot of the limit.
 
     Waits are random up to a bound that doubles ("full jitter"), so that concurrent failures do not
-    retry together. `check` is called before each try, without a slot, so that it can send requests.
-    Its exceptions end the retries.
+    retry together. `check` is called before each try. It is called without a slot, so that it can
+    send requests itself. Its exceptions end the retries.
 
     Raises:
         RequestFailed: the last failure, with the number of tries.
@@ -142,7 +146,7 @@ def try_request(
             else:
                 limit.succeeded()
                 return response
-        # A single server failure can be an accident. If the same request fails again, the service
+        # A single server failure can be accidental. If the same request fails again, the service
         # may be overloaded.
         if failed.failure.kind is FailureKind.THROTTLED or (failed.failure.kind is FailureKind.SERVER and tries > 1):
             limit.throttled()

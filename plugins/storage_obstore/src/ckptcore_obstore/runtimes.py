@@ -1,6 +1,7 @@
 """The process that obstore runs in.
 
-obstore uses Rust threads, which a forked child lacks, so a call there would hang.
+obstore uses Rust threads. A forked child does not have these threads, so a call in the child would
+hang.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 from typing import Final
 
 _IMPORTED_IN: Final = os.getpid()
-"""Process of the first request, which imports this module."""
+"""Id of the process that imported this module for its first request."""
 
 
 def runs_here() -> bool:

@@ -1,4 +1,4 @@
-"""Services: what the shared code must know of one cloud's object store, and its credentials."""
+"""Services: the properties of one cloud's object store that the shared code needs, and its credentials."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Tuning:
         request_bytes: useful size of one read. Ranges are not merged into larger reads.
         part_bytes: size of one part of an upload. Smaller objects are put in one request.
         gap_bytes: largest gap between two ranges that are read by one request.
-        timeout_seconds: time without data from the service after which a request is retried.
-        connect_timeout_seconds: time to connect, and to send each MiB.
+        timeout_seconds: a request is retried if the service sends no data for this time.
+        connect_timeout_seconds: maximum time to connect, and to send each MiB.
         retries: limits of retries.
         ca_bundle: file of trusted certificates.
     """
@@ -55,12 +55,13 @@ class CredentialSource(ABC, Generic[C]):
         """Return valid credentials. May send requests, but not to the service.
 
         Raises:
-            RequestFailed: with kind CREDENTIALS if there are none, CLOCK if the clock of this machine is wrong, or
-                CONNECTION if the token service does not answer, which may be transient.
+            RequestFailed: with the kind CREDENTIALS if there are no credentials, CLOCK if the clock
+                of this machine is wrong, or CONNECTION if the token service does not answer. Only
+                the last failure may be transient.
         """
 
     def renew(self, used: object) -> bool:
-        """Look for other credentials, after the service refused the `used` ones. Return True if there are."""
+        """Get new credentials after the service refused the `used` ones. Return True if they differ."""
         return False
 
 
@@ -100,7 +101,7 @@ class LibraryCredentials(CredentialSource[C]):
             return self.find()
 
     def renew(self, used: object) -> bool:
-        """See `CredentialSource`. If another thread has renewed them since, there is nothing to look for."""
+        """Get new credentials, unless another thread has renewed them since `used`. See `CredentialSource`."""
         with self._lock:
             if self.last is None or self.last == used:
                 self.library = self.last = None  # the environment, the files or the login may have changed
@@ -108,7 +109,7 @@ class LibraryCredentials(CredentialSource[C]):
 
     @abstractmethod
     def find(self) -> C:
-        """Return valid credentials, and keep them as `last`. Called with the lock held."""
+        """Return valid credentials, and store them in `last`. The caller holds the lock."""
 
 
 class Service(ABC):
@@ -116,7 +117,7 @@ class Service(ABC):
 
     Attributes:
         metadata_prefix: prefix of metadata headers, such as ``x-amz-meta-``.
-        refusals: the errors that the service documents.
+        refusals: the errors that the service documents, by code.
         remedies: advice by kind of failure, as sentences without the full stop.
         upload_headers: headers of requests that put an object or begin an upload, such as encryption.
         url: URL of the bucket for messages, such as ``s3://bucket``.
@@ -141,12 +142,12 @@ class Service(ABC):
         """URL of the bucket for requests, without ``/`` at the end.
 
         Raises:
-            RequestFailed: if it cannot be found.
+            RequestFailed: if the URL cannot be determined.
         """
 
     @property
     def ca_bundle(self) -> str | None:
-        """File of trusted certificates; None for those of the system."""
+        """File of trusted certificates; None for the certificates of the system."""
         return self.tuning.ca_bundle
 
     @abstractmethod
@@ -170,7 +171,7 @@ class Service(ABC):
         """
 
     def prepare(self) -> object:
-        """Get the credentials before each try of a request, because obstore reports their errors without details.
+        """Get the credentials. Called before each try, because obstore reports errors of credentials without details.
 
         Returns:
             The credentials, for `renew`.
@@ -181,7 +182,7 @@ class Service(ABC):
         return self.credentials.get()
 
     def renew(self, used: object) -> bool:
-        """Look for other credentials, after the service refused the `used` ones. Return True if there are.
+        """Get new credentials after the service refused the `used` ones. Return True if they differ.
 
         Raises:
             RequestFailed: if there are no credentials.
@@ -224,7 +225,7 @@ _REMEDIES: Final = {
 
 
 def client_options(service: Service) -> dict[str, Any]:
-    """Return obstore's options of connections to a service.
+    """Return the options of obstore for connections to a service.
 
     Raises:
         RequestFailed: if the file of trusted certificates cannot be read.
@@ -242,10 +243,10 @@ def client_options(service: Service) -> dict[str, Any]:
 
 
 def read_certificates(path: str) -> bytes:
-    """Return the file of trusted certificates.
+    """Return the content of a file of trusted certificates.
 
     Raises:
-        RequestFailed: if it cannot be read or has no certificate.
+        RequestFailed: if the file cannot be read or has no certificate.
     """
     try:
         with open(path, "rb") as file:

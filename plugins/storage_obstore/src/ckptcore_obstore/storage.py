@@ -56,10 +56,10 @@ class ObjectStoreDirectory(StorageBackend):
         return self._checked(self._prefix + check_key(key))
 
     def _checked(self, key: str) -> str:
-        """Return a full key if the service keeps it as it is.
+        """Return a full key. Check that the service stores it unchanged.
 
         Raises:
-            InvalidLocationError: if it does not.
+            InvalidLocationError: if the service would change or refuse the key.
         """
         if (rule := self._bucket.broken_rule(_check_encodable(key))) is not None:
             raise InvalidLocationError(
@@ -99,7 +99,7 @@ class ObjectStoreDirectory(StorageBackend):
             self._fill(key, whole, group)
 
     def _grouped(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[Sequence[tuple[int, memoryview]]]:
-        """Group sorted ranges that one request reads."""
+        """Group sorted ranges. One request reads each group."""
         tuning = self._service.tuning
         group = [ranges[0]]
         first, end = ranges[0][0], ranges[0][0] + len(ranges[0][1])
@@ -151,8 +151,8 @@ class ObjectStoreDirectory(StorageBackend):
         except RequestFailed as failed:
             error = self._error(failed, "put", key)
             if failed.tried.may_be_done and isinstance(error, StorageFullError | PermissionError):
-                # Callers take these types as proof that nothing was written, which is uncertain
-                # here.
+                # Callers take these types as proof that nothing was written. Here an earlier try
+                # may have written the object.
                 raise StorageError(f"{error}. An earlier try may have succeeded") from failed
             raise error from failed
 
@@ -164,7 +164,7 @@ class ObjectStoreDirectory(StorageBackend):
         return PartWriter(self._bucket, self._full_key(key), size, only_new=False)
 
     def open_new(self, key: str, size: int | None = None) -> PartWriter:
-        """Begin an object that must not exist: `finish` fails if it does. See `open_writer`."""
+        """Begin an object that must not exist. `finish` fails if the object exists. See `open_writer`."""
         return PartWriter(self._bucket, self._full_key(key), size, only_new=True)
 
     def list(self, prefix: str = "") -> Iterator[str]:
@@ -203,7 +203,7 @@ class ObjectStoreDirectory(StorageBackend):
                 self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Abort all unfinished uploads in a directory, so that completing them fails.
+        """Abort all unfinished uploads in a directory. To complete such an upload then fails.
 
         Return the number of uploads.
         """
@@ -212,7 +212,7 @@ class ObjectStoreDirectory(StorageBackend):
             return self._bucket.abort_uploads(below)
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Only check the keys: a put is durable as soon as the service answers it."""
+        """Only check the keys, because a put is durable as soon as the service answers it."""
         for key in keys:
             check_key(key)
 
@@ -257,8 +257,9 @@ _MAX_BUCKETS: Final = 64
 class OpenBuckets(Generic[K, B]):
     """A bounded cache of buckets. Thread-safe.
 
-    Settings contain credentials, and a long-running process may get new ones every hour or for
-    each user, so the least recently used bucket is dropped. Directories that use it keep working.
+    Settings contain credentials, and a long-running process may get new credentials every hour or
+    for each user. Therefore the cache drops the least recently used bucket. Directories that use a
+    dropped bucket continue to work.
     """
 
     def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:

@@ -1,4 +1,4 @@
-"""Lists of keys, and uploads in parts: the protocols of S3, which the XML API of GCS supports too."""
+"""Lists of keys, and uploads in parts, with the protocols of S3. The XML API of GCS also supports them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def key_decoder_of(root: ElementTree.Element) -> Callable[[str], str]:
 
 
 def text_of(element: ElementTree.Element, name: str) -> str:
-    """Return the text of a child in any namespace, empty if there is none."""
+    """Return the text of a child element in any namespace. Empty if the child is missing."""
     return element.findtext(f"{{*}}{name}") or ""
 
 
@@ -110,7 +110,7 @@ See https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
 
 
 TEMPORARY_INFIX: Final = ".ckptcore-upload-"
-"""The key of a temporary object is that of the object, this, and an id."""
+"""Part of the key of a temporary object, between the key of the final object and an id."""
 
 _TEMPORARY: Final = re.compile(r"\.ckptcore-upload-([0-9a-f]{32})[^/]*$")
 
@@ -133,10 +133,10 @@ class PendingUpload(Protocol):
 
         Args:
             tags: tags of all parts, by number.
-            if_absent: fail if the object exists, as far as the service checks.
+            if_absent: fail if the object exists. Some services do not check this completely.
 
         Raises:
-            RequestFailed: with kind CONDITION if the object exists and `if_absent` is True.
+            RequestFailed: with the kind CONDITION if the object exists and `if_absent` is True.
         """
         ...
 
@@ -166,7 +166,7 @@ class Upload:
     def begin(cls, bucket: BucketRequests, key: str) -> Upload:
         """Begin an upload.
 
-        If the response is lost, an unfinished upload remains, which `list_uploads` finds.
+        If the response is lost, an unfinished upload remains. `list_uploads` finds it.
         """
         put_id = uuid.uuid4().hex
         headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + PUT_ID_KEY: put_id}
@@ -205,8 +205,8 @@ class Upload:
         try:
             self._bucket.run(request)
         except RequestFailed as error:
-            # An earlier try may have completed the upload although its response was lost. Then the
-            # upload is missing and the object exists.
+            # An earlier try may have completed the upload, but its response was lost. The upload is
+            # then missing, and the object exists.
             if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
                 raise
             if self._bucket.tag_if_put_by(self._key, self._put_id) is None:
@@ -223,7 +223,7 @@ class Upload:
 
 
 def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
-    """List the unfinished uploads to keys with a prefix, of all clients.
+    """List the unfinished uploads of all clients to keys with a prefix.
 
     Raises:
         RequestFailed: if a request fails.
@@ -247,14 +247,15 @@ def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
 
 
 Copy: TypeAlias = Callable[[str, str, PutCondition | None, str], None]
-"""Copies an object inside the service: the source, the new key, its condition, and the id of this put."""
+"""Function that copies an object inside the service. Arguments: source, new key, condition, and id of this put."""
 
 
 class CopiedUpload:
     """A conditional `PendingUpload`. Thread-safe.
 
-    Parts become a temporary object, which is then copied inside the service, which moves no data. For services whose
-    uploads in parts take no condition, or end when another object is put.
+    Parts become a temporary object. This object is then copied inside the service, without a
+    transfer of data. Used for services whose uploads in parts accept no condition, or end when
+    another object is put to the key.
     """
 
     def __init__(self, bucket: Bucket, key: str, begin: Callable[[str], PendingUpload], copy: Copy) -> None:
@@ -280,8 +281,8 @@ class CopiedUpload:
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
         """Create the object.
 
-        If the object exists, it stays, the failure has kind CONDITION, and this can be called
-        again.
+        If the object exists, it is kept, and the failure has the kind CONDITION. The call can then
+        be repeated.
         """
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)
@@ -289,7 +290,7 @@ class CopiedUpload:
         try:
             self._copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._put_id)
         except RequestFailed as error:
-            if error.failure.kind is FailureKind.MISSING:  # the temporary object, not the one of the caller
+            if error.failure.kind is FailureKind.MISSING:  # the temporary object is missing
                 error.failure = replace(error.failure, kind=FailureKind.NO_UPLOAD)
             raise
         self._bucket.delete_temporary([self._temporary], is_done=True)

@@ -1,4 +1,4 @@
-"""Writers: objects written in pieces and uploaded in parts at the same time."""
+"""Writers of objects. They receive pieces, and upload parts meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptcore_obstore.uploads import MAX_PARTS, PendingUpload
 _PARTS_PER_SIZE: Final = 1000
 """Number of parts of equal size in an object of unknown size.
 
-After each thousand parts the size doubles, because ten thousand parts are the limit.
+After each thousand parts the size doubles, because an object can have at most ten thousand parts.
 """
 
 
@@ -47,7 +47,7 @@ class PartSizes:
 
         Args:
             size: size in bytes; None if unknown.
-            least: smallest part size in bytes. Larger parts are multiples of it.
+            least: smallest part size in bytes. Larger part sizes are multiples of it.
         """
         self._size = size
         self._bytes = least * max(1, -(-(size or 0) // (MAX_PARTS * least)))
@@ -91,8 +91,8 @@ class PartWriter:
 
     A piece that covers a whole part is uploaded directly from the caller's memory, by the calling
     thread. Other pieces are copied into part buffers, and the thread that completes a part uploads
-    it. Only incomplete parts, and parts during their upload, use memory. An object that fits in one
-    part is put in one request.
+    it. Only incomplete parts, and parts that are being uploaded, use memory. An object that fits in
+    one part is put in one request.
     """
 
     def __init__(self, bucket: Bucket, key: str, size: int | None, *, only_new: bool) -> None:
@@ -128,7 +128,7 @@ class PartWriter:
         """Write bytes at an offset. The memory can be reused afterwards.
 
         Raises:
-            ValueError: outside the object's size, or after `finish` or `abort`.
+            ValueError: if the range is outside the object's size, or after `finish` or `abort`.
             StorageError: if a part cannot be uploaded.
         """
         stop = offset + len(data)
@@ -172,7 +172,7 @@ class PartWriter:
         else:
             for number in sorted(self._parts):
                 self._put_part(number, self._parts[number].data[: self._parts[number].filled].data)
-                del self._parts[number]  # already uploaded if finish is called again
+                del self._parts[number]  # do not upload it again if `finish` is called again
             upload = self._ensure_upload()
             with converted_errors(self._bucket.service, f"complete {self._url}"):
                 upload.complete(self._tags, if_absent=self._only_new)
@@ -201,7 +201,7 @@ class PartWriter:
             buffer = self._parts.get(part.number)
             if buffer is None:
                 buffer = self._parts[part.number] = _PartBuffer(size)
-        # No lock: every byte is written once, so the ranges of two threads never overlap.
+        # No lock is needed: every byte is written once, so the ranges of two threads never overlap.
         buffer.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         with self._lock:
             buffer.filled += len(piece)

@@ -1,4 +1,4 @@
-"""Credentials: configured ones, or those that botocore finds for the owner of the process."""
+"""Credentials: configured credentials, or credentials that botocore finds for the user of the process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ckptcore.redaction import chainable, redacted
 from ckptcore_s3.sessions import open_session, refused_settings
 
 _CACHE_SECONDS: Final = 60.0
-"""Time for which credentials are cached. Then botocore is asked again, and refreshes them if needed."""
+"""Time for which credentials are cached. After that, botocore is asked again, and refreshes them if needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Credentials that sign requests. No field is shown by `repr`.
+    """Credentials to sign requests. `repr` shows no field.
 
     Attributes:
         access_key_id: id of the secret key.
@@ -35,9 +35,9 @@ class Credentials:
 class ChainCredentials(LibraryCredentials[Credentials]):
     """Credentials of the AWS credential chain, found and refreshed by botocore.
 
-    The chain covers the environment, profiles, SSO, credential processes, web identity, containers and instances.
-    Keys that another program replaces in the environment or in a file have no time of expiry that botocore knows, so
-    they are looked for again once the service refuses them.
+    The chain covers the environment, profiles, SSO, credential processes, web identity, containers
+    and instances. botocore does not know when keys in the environment or in a file expire, because
+    another program replaces them. Such keys are read again after the service refuses them.
     """
 
     def __init__(self, profile: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Hooks of the S3 plugin. obstore and boto3 are imported when a bucket is first used."""
+"""Hooks of the S3 plugin. obstore is imported when a bucket is first used, and botocore for its first request."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class S3Plugin:
 
 
 PLUGIN: Final = S3Plugin()
-"""The entry point. It keeps connections open while the process lives."""
+"""The entry point. It keeps connections open until the process ends."""

@@ -1,8 +1,9 @@
-"""Refusals of S3: the errors of the calls that this plugin makes, with what refused and what to do.
+"""Refusals of S3: errors of the requests that this plugin sends, each with a kind, a reason and a remedy.
 
-The codes are those of https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and of compatible services
-(MinIO, Ceph). Codes of calls that the plugin does not make, such as those about ACLs, tags or new buckets, are left
-out. A refusal without an own text has that of its kind.
+The codes come from https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html and from
+compatible services (MinIO, Ceph). Codes of requests that the plugin does not send, such as codes
+about ACLs, tags or new buckets, are left out. A refusal without its own text uses the text of its
+kind.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "ConditionalRequestConflict": Refusal(409, _K.SERVER, "a conflicting request is running"),
     "ConnectionClosedByRequester": SHARED_REFUSALS["BadDigest"],
     "ResponseInterrupted": SHARED_REFUSALS["BadDigest"],
-    # requests that a service does not take
+    # requests that a service does not accept
     "MissingContentMD5": Refusal(400, _K.DIGEST),  # MinIO
     "UnsupportedArgument": Refusal(400, _K.UNSUPPORTED),
     "UnsupportedSignature": Refusal(400, _K.UNSUPPORTED),
@@ -94,4 +95,4 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "InvalidStorageClass": Refusal(400, _K.OTHER),
     "RequestHeaderSectionTooLarge": Refusal(400, _K.OTHER),
 }
-"""By code. ``KMS.*`` is for all other codes that begin so."""
+"""Refusals by code. ``KMS.*`` stands for all other codes that begin with ``KMS.``."""

@@ -41,7 +41,7 @@ def signed_headers(
     *,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Return the headers of a request, with an AWS Signature Version 4. The body is not signed.
+    """Return the headers of a request, with a signature (AWS Signature Version 4). The body is not signed.
 
     See https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html.
 
@@ -64,7 +64,8 @@ def signed_headers(
     if credentials.token:
         signed["x-amz-security-token"] = credentials.token
     names = ";".join(sorted(signed))
-    # The service folds spaces inside a header value before it signs, so the canonical request does, too.
+    # The service replaces runs of spaces in a header value by one space before it checks the
+    # signature. Do the same here.
     canonical = "\n".join(
         [
             method,
@@ -94,11 +95,15 @@ def _hmac(key: bytes, text: str) -> bytes:
 
 
 _ACTION: Final = re.compile(r"not authorized to perform: (\w+:\w+)")
-"""The message of AccessDenied in the same account."""
+"""Finds the action in the message of AccessDenied for requests in the same account."""
 
 _USER_AGENT: Final = "ckptcore botocore"
-"""The gateway of Hugging Face answers reads of most clients by a redirection to other servers, whose tags need not be
-those of the gateway. It sends data itself to clients that name botocore, which finds our endpoint and credentials."""
+"""User agent of requests.
+
+The gateway of Hugging Face redirects reads of most clients to other servers, which may return other
+entity tags than the gateway. It does not redirect clients that name botocore. We name it because
+botocore finds our endpoint and credentials.
+"""
 
 _REMEDIES: Final = {
     FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
@@ -141,15 +146,15 @@ class S3Service(Service):
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget where the bucket is. Called in a forked child, because the parent may hold the lock."""
+        """Forget the place of the bucket. A forked child calls this, because the parent may hold the lock."""
         self._lock = threading.Lock()
         self._place: Place | None = None
 
     def place(self) -> Place:
-        """Return where the bucket is, found with the first request.
+        """Return the place of the bucket. It is determined for the first request.
 
         Raises:
-            RequestFailed: with kind SETTINGS.
+            RequestFailed: with the kind SETTINGS, if the settings are invalid.
         """
         with self._lock:
             if self._place is None:
@@ -173,7 +178,7 @@ class S3Service(Service):
         settings, place = self._settings, self.place()
         config: dict[str, Any] = {
             "endpoint": place.bucket_url,
-            "aws_endpoint_url_s3": place.bucket_url,  # overrides "endpoint", and may be set in the environment
+            "aws_endpoint_url_s3": place.bucket_url,  # overrides "endpoint", and the environment may set it
             "region": place.region,
             "virtual_hosted_style_request": True,  # the endpoint is the bucket's, in any style
             "skip_signature": settings.anonymous,
@@ -185,7 +190,8 @@ class S3Service(Service):
             config["server_side_encryption"] = settings.sse
         if settings.sse_kms_key_id:
             config["sse_kms_key_id"] = settings.sse_kms_key_id
-        # Needed for given keys too: otherwise obstore adds a session token from the environment.
+        # Use a provider also for given keys. Otherwise obstore adds a session token from the
+        # environment.
         provider = None if settings.anonymous else self._obstore_token
         return S3Store(
             settings.bucket,
@@ -223,7 +229,7 @@ class S3Service(Service):
         return None if self._settings.anonymous else self.credentials.get()
 
     def renew(self, used: object) -> bool:
-        """Look for other credentials than those that the service refused."""
+        """Get new credentials after the service refused the used ones. Return True if they differ."""
         return not self._settings.anonymous and self.credentials.renew(used)
 
     def address(self, directory: str) -> StorageAddress:
@@ -238,7 +244,8 @@ class S3Service(Service):
         if settings.anonymous:
             options["credentials"] = "anonymous"
         elif settings.credentials is not None:
-            # An address has no secrets, so native I/O cannot use credentials that only the Context has.
+            # An address contains no secrets, so native I/O cannot use credentials that only the
+            # Context has.
             options["credentials"] = "environment" if settings.credentials == environment else "given"
         elif settings.profile:
             options |= {"credentials": "profile", "profile": settings.profile}

@@ -1,7 +1,7 @@
-"""botocore sessions: where the owner's AWS client finds a bucket.
+"""Sessions of botocore, which determine the URL, region and certificates of a bucket.
 
-botocore reads the environment and the files in ``~/.aws``, and knows regions, FIPS, dual stack and the styles of
-addresses. It is imported with the first request.
+botocore reads the environment and the files in ``~/.aws``, and supports regions, FIPS, dual stack
+and the addressing styles. It is imported for the first request.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 _VARIABLES: Final = {"config_file": "AWS_CONFIG_FILE", "credentials_file": "AWS_SHARED_CREDENTIALS_FILE"}
-"""The files that botocore reads, by the variables that name them."""
+"""Session variables of botocore for the files that it reads, each with the environment variable that names the file."""
 
 
 class Place(NamedTuple):
-    """The place of a bucket.
+    """The URLs, region and certificates of a bucket.
 
     Attributes:
         endpoint: URL of the service, without the bucket and without ``/`` at the end.
         bucket_url: URL of the bucket.
         region: region used in signatures.
-        ca_bundle: file of trusted certificates; None for those of the system.
+        ca_bundle: file of trusted certificates; None for the certificates of the system.
     """
 
     endpoint: str
@@ -48,12 +48,12 @@ class Place(NamedTuple):
 
 
 def find_place(settings: Settings) -> Place:
-    """Ask botocore where a bucket is. Makes no request.
+    """Ask botocore for the place of a bucket. Makes no request.
 
-    If the Context says all that is needed, wrong files, or a profile that does not exist, do not matter.
+    If the Context contains all settings, invalid files and a missing profile are ignored.
 
     Raises:
-        RequestFailed: if the environment or a file in ``~/.aws`` is wrong.
+        RequestFailed: if the environment or a file in ``~/.aws`` is invalid.
     """
     try:
         with refused_settings():
@@ -66,14 +66,16 @@ def find_place(settings: Settings) -> Place:
 
 
 def open_session(profile: str | None) -> Any:
-    """Return a new session, which reads the environment and the files. None: the profile that these name.
+    """Return a new session, which reads the environment and the files.
+
+    A profile of None means the profile that they name.
 
     Raises:
-        RequestFailed: if a file exists and cannot be read.
+        RequestFailed: if a file exists but cannot be read.
     """
     session = _new_session(profile)
     for variable in ("config_file", "credentials_file"):
-        # botocore takes an unreadable file for a missing one.
+        # Check this here, because botocore treats an unreadable file like a missing file.
         path = os.path.expanduser(session.get_config_variable(variable))
         try:
             with open(path, "rb") as file:
@@ -82,7 +84,7 @@ def open_session(profile: str | None) -> Any:
             continue
         except OSError as error:
             if _VARIABLES[variable] not in os.environ and _is_in_closed_directory(path):
-                continue  # the home directory of another user, as in a container with a user id of its own
+                continue  # the home directory of another user, as in a container that sets another user id
             raise _refusal(f"cannot read {path!r}: {error.strerror}") from error
         if begins == _BYTE_ORDER_MARK:
             raise _refusal(f"{path!r} begins with a byte order mark, which botocore does not read; save it without")
@@ -90,7 +92,7 @@ def open_session(profile: str | None) -> Any:
 
 
 def _is_in_closed_directory(path: str) -> bool:
-    """Return True if this process may not look for a file."""
+    """Return True if this process has no permission to access the directory of a file."""
     try:
         os.lstat(path)
     except PermissionError:
@@ -101,7 +103,7 @@ def _is_in_closed_directory(path: str) -> bool:
 
 
 def _session_without_files() -> Any:
-    """Return a new session that reads no file. Only options and the environment count."""
+    """Return a new session that reads no file. It uses only options and the environment."""
     session = _new_session(None)
     for variable in _VARIABLES:
         session.set_config_variable(variable, os.devnull)
@@ -134,14 +136,14 @@ def _refusal(message: str) -> RequestFailed:
 
 @functools.lru_cache(maxsize=1)
 def _loader() -> Any:
-    """botocore's loader of its data files, which keeps them."""
+    """Return botocore's loader of its data files. It caches the files."""
     import botocore.loaders  # type: ignore[import-untyped]  # it has no annotations
 
     return botocore.loaders.create_loader()
 
 
 class _Signing(Exception):
-    """Ends a request before it is signed and sent."""
+    """Exception that ends a request of botocore before it is signed and sent."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -162,7 +164,7 @@ def _found(session: Any, settings: Settings) -> Place:
         region_name=settings.region or os.environ.get("AWS_REGION") or None,
         endpoint_url=settings.endpoint or None,
         config=Config(signature_version="s3v4", s3=style),
-        # Not used. With them, no credentials are looked for.
+        # Dummy keys, so that botocore does not search for credentials. Nothing is signed with them.
         aws_access_key_id="none",
         aws_secret_access_key="none",
     )
@@ -184,7 +186,7 @@ def _found(session: Any, settings: Settings) -> Place:
 
 
 def check_endpoint(endpoint: str) -> str | None:
-    """Return what is wrong with the URL of a service, or None."""
+    """Return the problem of a service URL as text, or None if it is valid."""
     parts = urlsplit(endpoint)
     if "@" in parts.netloc:
         # Refuse it, because errors and addresses show the endpoint. This message does not.

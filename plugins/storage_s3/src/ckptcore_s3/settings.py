@@ -34,7 +34,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a bucket, from the Context. What they leave open, botocore finds; see `ckptcore_s3.sessions`.
+    """Settings of a bucket, from the Context. botocore finds the settings that are missing; see `ckptcore_s3.sessions`.
 
     Attributes:
         bucket: name of the bucket.
@@ -47,7 +47,8 @@ class Settings:
         sse, sse_kms_key_id: server-side encryption; empty for the bucket's default.
         requester_pays: True to pay for requests.
         tuning: tuning of requests.
-        environment: the variables that botocore reads. Buckets with other variables are others.
+        environment: the variables that botocore reads. They are part of the settings, so a change
+            of them opens the bucket again.
     """
 
     bucket: str
@@ -65,7 +66,10 @@ class Settings:
 
     @property
     def is_complete(self) -> bool:
-        """True if no file is needed: the Context has the endpoint, the region and the keys, and names no profile."""
+        """True if no file of AWS is needed.
+
+        The Context then has the endpoint, the region and the keys, and names no profile.
+        """
         has_keys = self.credentials is not None or self.anonymous
         return bool(self.endpoint and self.region and has_keys and not self.profile)
 

@@ -2,35 +2,32 @@
 
 ::
 
-    dtypes             torch dtypes and the NumPy dtypes that carry them
-    conversions        tensors as NumPy arrays over the same memory, and casts
-    leaf_handlers      leaf handlers by type of tensor
+    conversions        dtypes, tensors as NumPy arrays over the same memory, and casts
+    leaf_handlers      handlers by type: of tensors, of values such as dtypes and devices, and of containers
     tensors            leaf handlers of plain tensors, Parameters and their subclasses
-    tensor_parts       handler of subclasses that are composed of tensors; stored_parts says which tensor the
-                       parts make up, sharded_parts divides those of DTensors, and composed_slots makes
-                       those of new optimizers
+    tensor_parts       handler of subclasses that are composed of tensors. stored_parts describes the composed
+                       tensor, and sharded_parts divides the parts of DTensors
     sparse_tensors     handlers of sparse and quantized tensors
-    values             leaf handlers of dtypes, devices, layouts and memory formats
     dtensors           leaf handler of DTensors; placements computes their boxes
     sharded_tensors    leaf handler of ShardedTensors
     transfers          copies between device and host through pinned staging buffers
     stateful           handlers of schedulers, gradient scalers, data loaders and random generators
-    modules            checkpointable handler of modules; names removes wrappers from their names,
-                       module_loaders finds the loaders of modules other than PyTorch's own
-    copies             copies of modules and optimizers, to put back if a load fails early
-    optimizers         checkpointable handler of optimizers, by the numbers of their parameters;
-                       optimizer_objects has the objects in their states, parameter_order their order
+    modules            checkpointable handler of modules; names removes wrappers from their names
+    copies             copies of modules and optimizers, to restore them if a load fails early
+    optimizers         checkpointable handler of optimizers, by the numbers of their parameters.
+                       optimizer_objects handles objects in their states, and optimizer_classes detects
+                       states of another class
     zero_optimizers    checkpointable handler of ZeroRedundancyOptimizer
     named_optimizers   NamedOptimizer: optimizers by names of parameters, and NamedOptimizerPart for
                        the parameters of one process. optimizer_names names the state of an
                        optimizer, fsdp_optimizers does so under FSDP1, and optimizer_forms converts
                        between the stored forms
     abstracts          abstract tensors for stored arrays
-    containers         container handlers of torch.Size and of objects in states of optimizers
     store_coordinator  coordinator of a torch.distributed job; store_handshakes separates restarts of
-                       the job, watched_stores adds timeouts to the store
-    collectives        sends bytes between processes of such a job, with group_channels
-    adapters           saves and loads LoRA adapters in the format of PEFT
+                       the job, and adds timeouts to the store
+    collectives        sends bytes between processes of such a job
+    adapters           saves and loads LoRA and other adapters in the format of PEFT. adapter_names parses
+                       names of LoRA, and peft_models handles models that PEFT created
     testing            sample for the matrix of ckptcore_testing
 """
 

@@ -42,9 +42,9 @@ def abstract_state_like(parameter: torch.Tensor, stored: AbstractArray) -> objec
     """Return an abstract tensor for the state of a parameter.
 
     If the parameter is a DTensor, a state of its shape has its mesh and placements. A state of
-    another shape, such as the vectors of LBFGS, is on its mesh and replicated, because PyTorch
-    computes nothing from a DTensor and a plain tensor, except a single element such as a step
-    count: that is a plain tensor. The result is `stored` itself if PyTorch lacks the dtype.
+    another shape, such as the vectors of LBFGS, is replicated on its mesh, because PyTorch has no
+    operations between a DTensor and a plain tensor. An exception is a state of one element, such as
+    a step count: it is a plain tensor. The result is `stored` itself if PyTorch lacks the dtype.
     """
     distributed = sys.modules.get("torch.distributed.tensor")  # DTensors exist only if this module was imported
     single = math.prod(stored.shape) == 1 and tuple(parameter.shape) != stored.shape
@@ -130,7 +130,10 @@ def _has_device(device: torch.device) -> bool:
 
 @functools.cache
 def _fakes() -> tuple[Any, Any]:
-    """Return PyTorch's FakeTensor module, and the mode that our FakeTensors share. The import takes about a second."""
+    """Return PyTorch's FakeTensor module and the mode that our FakeTensors share.
+
+    Cached: the import takes about a second.
+    """
     import torch._subclasses.fake_tensor as fakes
 
     return fakes, fakes.FakeTensorMode()

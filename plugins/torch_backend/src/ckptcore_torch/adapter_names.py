@@ -38,7 +38,7 @@ class SupportsToDict(Protocol):
 
 
 def config_json(config: object) -> dict[str, JSON]:
-    """Convert a config to JSON. As in PEFT, sets become sorted lists and enumerations their values.
+    """Convert a config to JSON. As in PEFT, sets become sorted lists, and enumeration members become their values.
 
     Args:
         config: a mapping, or a config of PEFT.
@@ -66,7 +66,7 @@ def check_method(config: Mapping[str, JSON]) -> None:
     """Check that PEFT has the method of a config.
 
     Raises:
-        ValueError: it does not, so PEFT could not load the adapter.
+        ValueError: if PEFT does not have the method, and therefore cannot load the adapter.
     """
     method = config["peft_type"]
     if method not in ADAPTER_METHODS:

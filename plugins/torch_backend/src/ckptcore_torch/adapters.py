@@ -3,8 +3,9 @@
 PEFT can load adapters saved with this module (``PeftModel.from_pretrained``), and this module can
 load adapters saved by PEFT (``save_pretrained``). PEFT and this module store the same elements and
 JSON. This module saves the two files as one atomic checkpoint with checksums. The names of
-parameters and the fields of the config are those of peft 0.21.2. PEFT need not be installed: names
-of LoRA are known, and a model that PEFT created brings PEFT, which names its parameters.
+parameters and the fields of the config are those of peft 0.21.2. PEFT need not be installed: this
+module knows the names of LoRA itself. For a model that PEFT created, PEFT is installed and names
+the parameters.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _CONFIG: Final = "adapter_config"
 _ATTEMPTS: Final = 20
 _OF_FSDP: Final = "_fsdp_wrapped_module"
 _WRAPPED: Final = ("_orig_mod", _OF_FSDP)
-"""Attributes with the model in the wrappers of torch.compile and FSDP 1."""
+"""Attributes in which the wrappers of torch.compile and FSDP 1 hold the model."""
 _EXACT: Final = ckptcore.Matching()
 
 Loaded = TypeVar("Loaded")
@@ -80,7 +81,8 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
     Attributes:
         max_file_bytes: unlimited, because PEFT reads only one file.
         stem: stem of the file name.
-        standalone: True, because adapters are handed on.
+        standalone: True, because users copy and share the file of an adapter without the root of
+            the checkpoint.
         config: content of ``adapter_config.json``. If you save with `ckptcore.save`, also pass
             ``metadata={"adapter_config": config}``, which `load_adapter` needs.
 
@@ -134,19 +136,19 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
 def adapter_state(
     model: torch.nn.Module, adapter_name: str = "default", *, biases: Biases | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes, trained modules.
+    """Return the tensors of an adapter by PEFT's names: LoRA matrices, magnitudes and trained modules.
 
-    Only tensors that share their memory with another one are copied, and DTensors gathered, so every
-    process of a job calls this. For a model of PEFT it is what PEFT saves, by its method. In other
-    models, parameters of LoRA are found by their names, and those without an adapter name belong to
-    every adapter. Of the base model, the result contains only the chosen biases. PEFT also saves
-    resized embeddings.
+    Call it in every process of a job, because it gathers DTensors. It copies only tensors that
+    share their memory with another tensor. For a model that PEFT created, PEFT selects the tensors,
+    as in ``save_pretrained``. In other models, this function finds LoRA parameters by their names.
+    LoRA parameters without an adapter name belong to every adapter. Of the base model, the result
+    contains only the chosen biases. PEFT also saves resized embeddings.
 
     Args:
         model: the model, also compiled or in wrappers of data-parallel training.
         adapter_name: name of the adapter.
-        biases: biases of the base model to include; None: as in the config of PEFT, or ``"none"``
-            without one.
+        biases: biases of the base model to include. None means the choice in the config of PEFT, or
+            ``"none"`` if the model has no config.
 
     Raises:
         TreeMismatchError: if there is no such adapter, or if matrices are transposed.
@@ -171,8 +173,8 @@ def save_adapter(
 ) -> None:
     """Save an adapter, and return after the commit.
 
-    For a model of PEFT, PEFT selects, names and converts what is saved, by its method. In a job every
-    process calls this.
+    For a model that PEFT created, PEFT selects, names and converts the tensors. In a job, every
+    process calls this function.
 
     Args:
         location: path or URL of the directory to create.
@@ -235,9 +237,9 @@ def load_adapter_into(
 ) -> AdapterConfig:
     """Load an adapter into a model that has an adapter of the same shapes. Return its config.
 
-    Parameters keep their memory, except parameters on the meta device and those whose rank AdaLoRA
-    reduced, which are replaced. Entries of the base model that were saved with the adapter (biases,
-    embeddings) are also loaded.
+    Parameters keep their memory. Only parameters on the meta device and parameters whose rank
+    AdaLoRA reduced are replaced. Entries of the base model that were saved with the adapter
+    (biases, embeddings) are also loaded.
 
     Args:
         location: path or URL of the adapter.
@@ -247,9 +249,9 @@ def load_adapter_into(
         context: options.
 
     Raises:
-        TreeMismatchError: if names, shapes or dtypes differ, and ``matching`` does not allow it. Lists
-            every difference. Also if the model computes its prompts from parameters that PEFT does
-            not save. The model is unchanged.
+        TreeMismatchError: if names, shapes or dtypes differ, and ``matching`` does not allow it.
+            The error lists every difference. Also if the model computes its prompts from parameters
+            that PEFT does not save. The model is unchanged.
         TypeError: if FullyShardedDataParallel wraps the model.
         TargetUndefinedError: if the load fails partway. The model then has old and new values.
         CheckpointNotFoundError, CorruptCheckpointError: see `load_adapter`.
@@ -287,7 +289,7 @@ def _retry_if_replaced(
     context: ckptcore.Context | None,
     load: Callable[[str, ckptcore.results.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
-    """Call `load`, and repeat it if the adapter was replaced meanwhile, so that arrays and config are from one save."""
+    """Call `load`, and repeat it if the adapter was replaced meanwhile. Arrays and config are then from one save."""
     for _ in range(_ATTEMPTS):
         source, metadata = _find_adapter(os.fspath(location), context)
         loaded = load(source, metadata, _stored_config(metadata, location))
@@ -358,7 +360,7 @@ def _adapter_of(
 
 
 def _without_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy arrays that share their memory with an earlier one. PEFT looks for each by its own name in the file."""
+    """Copy arrays that share their memory with an earlier one, because PEFT looks for each array by its own name."""
     held: set[tuple[object, ...]] = set()
     result = {}
     for name, array in state.items():
@@ -376,10 +378,13 @@ def _biases(fields: Mapping[str, JSON]) -> Biases | None:
 
 
 def _check_trained(model: torch.nn.Module, names: AdapterNames, adapter_name: str) -> None:
-    """Check that an adapter has all trainable parameters. A model without frozen ones does not say what was trained.
+    """Check that an adapter has all trainable parameters.
+
+    Skip the check if no parameter is frozen: then it is not known which ones were trained.
 
     Raises:
-        TreeMismatchError: names those that it does not have. Parameters of other adapters need not be saved.
+        TreeMismatchError: if trainable parameters are missing. The error names them. Parameters of
+            other adapters need not be saved.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     if all(parameter.requires_grad for _, parameter in parameters):
@@ -398,7 +403,10 @@ def _check_trained(model: torch.nn.Module, names: AdapterNames, adapter_name: st
 
 
 def _without_tied_tokens(own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of a state dict. A tied token adapter has two names. PEFT stores it under the first."""
+    """Return the names of a state dict.
+
+    A tied token adapter has two names, and only the first is kept, as PEFT does.
+    """
     first: dict[tuple[object, ...], str] = {}
     return [
         name

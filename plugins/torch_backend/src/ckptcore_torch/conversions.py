@@ -13,7 +13,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, PLAIN_ARRAY, ArrayRecord, HostArray, dtype_from_name
 
 FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
-"""The notes of a saved tensor: it loads as a tensor into an object that does not have it yet."""
+"""Notes of a saved tensor. They let a load create a tensor if the target object has no such entry yet."""
 
 # Dtype names shared by PyTorch and checkpoints. PyTorch and NumPy can exchange the dtypes in
 # `_DIRECT` directly, and the others only as integers of the same size.
@@ -214,7 +214,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _exact_superset(name: str) -> type[np.generic]:
-    """Return a NumPy dtype that PyTorch also has, and that can represent all values of a dtype that PyTorch lacks."""
+    """Return a NumPy dtype that PyTorch supports and that represents all values of a dtype that PyTorch lacks."""
     for prefix, wider in (
         ("float", np.float32),
         ("int", np.int8),

@@ -1,4 +1,4 @@
-"""Copies of modules and optimizers, to put their present states back if a load fails early."""
+"""Copies of modules and optimizers, to restore their earlier states if a load fails early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModuleCopy:
     """The parameters, buffers and extra states of a module."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Copy them. Tensors that are shared are copied once."""
+        """Copy them. Shared tensors are copied once."""
         self._parts = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
         self._attributes = [(part, _plain_attributes(part)) for part in module.modules() if _is_foreign(part)]
         self._values = _copies(
@@ -28,7 +28,7 @@ class ModuleCopy:
         ]
 
     def restore(self) -> None:
-        """Put everything back into the same objects."""
+        """Restore the copied values in the same objects."""
         for part, parameters, buffers in self._parts:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
@@ -48,13 +48,14 @@ class OptimizerCopy:
         self._state = {key: _without_sharing(slots) for key, slots in optimizer.state.items()}
         held = [self._state, [_options(group) for group in self._groups]]
         self._values = _copies(_tensors(held))
-        # A wrapper has attributes of its own, and the optimizer inside it.
+        # A wrapper of another library has its own attributes, and the inner optimizer as one of
+        # them.
         self._attributes = _plain_attributes(optimizer)
         inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
         self._inner = [OptimizerCopy(value) for value in inner]
 
     def restore(self) -> None:
-        """Put everything back into the same tensors."""
+        """Restore the copied values in the same tensors."""
         for inner in self._inner:
             inner.restore()
         self._optimizer.__dict__.update(self._attributes)
@@ -68,16 +69,16 @@ class OptimizerCopy:
 
 
 _OF_PYTORCH: Final = frozenset(vars(torch.nn.Module())) | {"state", "param_groups", "defaults"}
-"""Attributes that hold tensors, modules and hooks, and are copied or kept in other ways."""
+"""Attributes that hold tensors, modules and hooks. Other code copies or keeps them."""
 
 
 def _is_foreign(part: torch.nn.Module) -> bool:
-    """Return True if a module is not one of PyTorch, so that its loader may set any attribute."""
+    """Return True if a module is not PyTorch's. Its loader may set any attribute."""
     return not type(part).__module__.startswith("torch.")
 
 
 def _plain_attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, with new lists and dicts in place of its own."""
+    """Return the attributes of an object, with copies of its lists, tuples and dicts."""
     return {name: _without_sharing(held) for name, held in vars(value).items() if name not in _OF_PYTORCH}
 
 
@@ -107,12 +108,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _copies(tensors: Any) -> list[Callable[[], None]]:
-    """Return functions that put the present elements of tensors back."""
+    """Return functions that restore the current elements of tensors."""
     return [_copy(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
 
 
 def _copy(tensor: torch.Tensor) -> Callable[[], None]:
-    """Return a function that gives a tensor its present elements, also if it has other memory then."""
+    """Return a function that restores the current elements of a tensor, even if the tensor has other memory by then."""
     if is_uninitialized(tensor) or tensor.is_meta or overlaps_itself(tensor):  # no load fills these
         return lambda: None
     data, elements, attributes = tensor.data, tensor.detach().clone(), dict(tensor.__dict__)

@@ -48,9 +48,9 @@ class DTensorHandler(LeafHandler):
     def abstract(self, leaf: Any) -> torch.Tensor:
         """Return a DTensor with the same mesh and placements over an abstract local tensor.
 
-        The local tensor is on the meta device, which requests the devices of the mesh. If the
-        elements are on another device, as with CPU offload of FSDP2, it is a FakeTensor on that
-        device.
+        The abstract local tensor is on the meta device, which requests the devices of the mesh. If
+        the elements are on another device, as with CPU offload of FSDP2, the abstract local tensor
+        is a FakeTensor on that device.
         """
         self.describe(leaf)  # raises an error if the leaf cannot be stored
         local = _local(leaf)
@@ -61,7 +61,7 @@ class DTensorHandler(LeafHandler):
         return _with_local_tensor(leaf, empty_tensor(local.shape, local.dtype, local.device if is_offloaded else None))
 
     def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
-        """Return the handler of DTensors over subclasses that are composed of tensors, or None for others."""
+        """Return the handler of DTensors with a composed local tensor, or None for other DTensors."""
         return _PARTS if is_composed(leaf._local_tensor) else None
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -75,8 +75,8 @@ class DTensorHandler(LeafHandler):
         """Return the boxes of this process, or None if it is not in the mesh.
 
         Raises:
-            UnsupportedLeafError: if the elements of the local tensor are not in memory, or if it
-                does not have the shape that follows from the mesh and placements.
+            UnsupportedLeafError: if the elements of the local tensor are not in memory, or if its
+                shape does not match the mesh and placements.
         """
         own = _local_part(leaf)
         if own is None:
@@ -90,9 +90,7 @@ class DTensorHandler(LeafHandler):
                 f"torch's division of the shape {tuple(leaf.shape)} gives {own.shape}; create the "
                 "DTensor with distribute_tensor, or with from_local and the right shape"
             )
-        _LOCAL_HANDLER.shards(
-            local, rank, size
-        )  # checks the memory, and orders copies after pending work of the device
+        _LOCAL_HANDLER.shards(local, rank, size)  # checks the memory, and waits for pending work of the device
         return tuple([Shard(box, own.replica, own.replicas) for box in own.boxes])
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
@@ -147,8 +145,8 @@ class DTensorHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Build a DTensor with the mesh, placements and dtype of `abstract`.
 
-        Its elements are on the device of the local tensor of `abstract`, or on the device of the
-        mesh if that is a meta tensor.
+        Its elements are on the device of the local tensor of `abstract`. If that local tensor is a
+        meta tensor, they are on the device of the mesh.
         """
         stored = expect_shape("DTensor", tuple(abstract.shape), stored)
         local = _local_elements(abstract, stored, boxes)

@@ -84,9 +84,10 @@ class _AbstractStates:
 
 @contextmanager
 def _sharded(model: torch.nn.Module) -> Iterator[None]:
-    """Select sharded state dicts, whatever state dict type the model has.
+    """Select sharded state dicts inside the context, whatever state dict type the model has.
 
-    Not full state dicts, in which several CPU tensors can share one buffer (torch 2.13.0).
+    Full state dicts are not suitable: several of their CPU tensors can share one buffer (torch
+    2.13.0).
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Handlers by type: of tensors, of dtypes and devices, which are stored as text, and of containers."""
+"""Handlers by type: of tensors, of containers, and of dtypes and devices, which are stored as text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _named(kind: type, name: Any) -> object:
     """Return the object of a type with a name such as ``torch.float32``.
 
     Raises:
-        TypeError: if PyTorch has none.
+        TypeError: if PyTorch has no such object.
     """
     constant = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(constant, kind):

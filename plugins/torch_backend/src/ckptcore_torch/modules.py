@@ -22,18 +22,20 @@ from ckptcore_torch.sparse_tensors import resize_sparse_buffers
 from ckptcore_torch.tensors import identity_of, is_sharded, is_uninitialized, overlaps_itself, same_memory
 
 _WITHOUT_CHANGES: Final = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.")
-"""Modules of PyTorch whose hooks and loaders neither rename entries nor change their form: wrappers."""
+"""Packages of PyTorch with wrappers. Their hooks and loaders neither rename entries nor change the form of entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """The parts of a module that load entries in a way of their own.
+    """The parts of a module that customize how entries are loaded.
 
     Attributes:
-        parts: the names of parts that may accept other entries than they save, at any depth inside them.
-        of_own_entries: the names of parts of which this is true for their own parameters and buffers only.
-        of_extra_state: the names of parts that set an extra state.
-        are_foreign: True if a loader is not PyTorch's, so that it may refuse any state.
+        parts: names of parts that may accept other entries than they save, at any depth inside
+            them.
+        of_own_entries: names of parts for which this is true only for their own parameters and
+            buffers.
+        of_extra_state: names of parts that set an extra state.
+        are_foreign: True if a loader is not PyTorch's. Such a loader may refuse any state.
     """
 
     parts: frozenset[str]
@@ -43,7 +45,7 @@ class Loaders:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Loaders:
-        """Find the loaders in a module: hooks, overridden methods, and an overridden `load_state_dict` of the whole."""
+        """Find the loaders in a module: hooks, overridden methods of parts, and an overridden `load_state_dict`."""
         parts, of_own_entries, of_extra_state = set[str](), set[str](), set[str]()
         are_foreign = False
         for name, part in module.named_modules(remove_duplicate=False):
@@ -62,7 +64,7 @@ class Loaders:
 
     @property
     def exist(self) -> bool:
-        """True if there are any."""
+        """True if the module has any loader."""
         return bool(self.parts or self.of_own_entries or self.of_extra_state)
 
     def with_plain_names(self, module: torch.nn.Module) -> Loaders:
@@ -74,7 +76,7 @@ class Loaders:
         return Loaders(plain(self.parts), plain(self.of_own_entries), plain(self.of_extra_state), self.are_foreign)
 
     def decide(self, name: str) -> bool:
-        """Return True if a loader decides about an entry of the state dict: which form it has, and if it must exist."""
+        """Return True if a loader decides which form an entry of the state dict has, and if the entry must exist."""
         owner, _, entry = name.rpartition(".")
         if owner in self.of_own_entries or (entry == "_extra_state" and owner in self.of_extra_state):
             return True
@@ -88,11 +90,11 @@ class Loaders:
 
 
 NO_LOADERS: Final = Loaders(frozenset(), frozenset(), frozenset(), are_foreign=False)
-"""The loaders of a module that PyTorch loads."""
+"""The value for a module without loaders of its own."""
 
 
 def _loaders(part: torch.nn.Module, *, is_whole: bool) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each loader of a part, and the Python module that defines it, with a dot at the end."""
+    """Yield the kind of each loader of a part, and the name of the Python module that defines it, with a final dot."""
     for name in ("_load_from_state_dict", "set_extra_state", *(("load_state_dict",) if is_whole else ())):
         method = getattr(type(part), name)
         if method is not getattr(torch.nn.Module, name):
@@ -102,7 +104,10 @@ def _loaders(part: torch.nn.Module, *, is_whole: bool) -> Iterator[tuple[str, st
 
 
 def _module_of(hook: Any) -> str:
-    """Return the Python module of a hook, which PyTorch may wrap to pass the module, and which may be partial."""
+    """Return the name of the Python module that defines a hook.
+
+    Looks inside PyTorch's wrappers and partial functions.
+    """
     while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
         hook = inner
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
@@ -116,9 +121,9 @@ class ModuleHandler(CheckpointableHandler):
     checkpointing and FSDP add. ``load(location, module)`` returns a state dict for the module's
     ``load_state_dict``; ``load_into`` fills the module.
 
-    What a module with hooks, an extra state or a loader of its own accepts, only its
-    ``load_state_dict`` knows. Entries of such modules are loaded in their stored form, and the
-    versions of the modules (``_metadata``) are those of the checkpoint.
+    For a module with hooks, an extra state or its own loader, only its ``load_state_dict`` knows
+    which entries it accepts. Entries of such modules are loaded in their stored form, with the
+    module versions (``_metadata``) of the checkpoint.
     """
 
     priority = Priority.FRAMEWORK
@@ -132,7 +137,7 @@ class ModuleHandler(CheckpointableHandler):
         return _with_plain_names(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
-        """Return the state dict to load, with the stored form of entries whose form the checkpoint decides.
+        """Return the request for the state dict. Entries whose form the module's loaders decide keep their stored form.
 
         If the stored names are equal to the names of the module's own state dict, the result uses
         them instead of plain names.
@@ -151,11 +156,11 @@ class ModuleHandler(CheckpointableHandler):
         _refuse_other_wrappers(value, state, stored, loaders)
         _refuse_overlaps(value, state, stored)
         if not loaders.parts and stored.keys().isdisjoint(state.keys()):
-            loaders = NO_LOADERS  # they decide about entries of these names only, so the core reports all differences
+            loaders = NO_LOADERS  # no stored name belongs to a loader, so the core reports all differences
         return _to_load(state, stored, loaders)
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
-        """Return the state dict with the names for ``like.load_state_dict``, also of tied entries."""
+        """Return the state dict with all names that ``like.load_state_dict`` expects, also of tied entries."""
         own = like.state_dict()
         return _with_all_names(own, _with_module_names(like, own, state))
 
@@ -168,7 +173,8 @@ class ModuleHandler(CheckpointableHandler):
         one shared object.
 
         Raises:
-            TreeMismatchError: if the names of state and module differ, and no loader of the module decides about them.
+            TreeMismatchError: if the state and the module have different names, and no loader of
+                the module decides about these names.
         """
         own = target.state_dict()
         state = _with_all_names(own, _with_module_names(target, own, state))
@@ -188,7 +194,7 @@ class ModuleHandler(CheckpointableHandler):
         if lacking:
             ties = _ties_on_meta(target)
             assigned = OrderedDict((name, state[name]) for name in lacking)
-            # A copy, because PyTorch notes in it that it assigns.
+            # Copy the metadata: with ``assign=True``, PyTorch writes a flag into it.
             assigned._metadata = copy.deepcopy(getattr(state, "_metadata", {}))  # type: ignore[attr-defined]
             target.load_state_dict(assigned, strict=False, assign=True)
             _restore_ties(target, ties, set(plain_names(target, lacking).values()))
@@ -199,7 +205,7 @@ class ModuleHandler(CheckpointableHandler):
             target.load_state_dict(state)
 
     def may_refuse(self, target: torch.nn.Module, request: Any) -> bool:
-        """Return True if a loader of its own decides, or if entries are not filled in place."""
+        """Return True if the module has loaders that are not PyTorch's, or if some entries are not filled in place."""
         own = target.state_dict()
         request = _with_all_names(own, _with_module_names(target, own, request))
         return Loaders.of(target).are_foreign or any(
@@ -207,12 +213,15 @@ class ModuleHandler(CheckpointableHandler):
         )
 
     def undo(self, target: torch.nn.Module) -> Callable[[], None]:
-        """Return a function that puts back the present parameters, buffers and extra states."""
+        """Return a function that restores the current parameters, buffers and extra states."""
         return ModuleCopy(target).restore
 
 
 def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
-    """Return the request for a state dict: own tensors to fill, or the stored form where a loader decides."""
+    """Return the request for a state dict: the module's tensors to fill.
+
+    Entries that a loader decides about keep their stored form.
+    """
     request: Any = OrderedDict()
     request._metadata = getattr(stored, "_metadata", None) or getattr(state, "_metadata", {})
     stored_ties = {identity: name for name, identity in _identities(state).items() if name in stored}
@@ -233,13 +242,16 @@ def _to_load(state: Any, stored: Mapping[Any, Any], loaders: Loaders) -> Any:
 
 
 def _identities(state: Mapping[str, Any]) -> dict[str, Hashable]:
-    """Return the identity of each tensor of a state dict: tied ones are equal."""
+    """Return the identity of each tensor of a state dict. Tied tensors have equal identities."""
     identities = {name: identity_of(held) for name, held in state.items()}
     return {name: identity for name, identity in identities.items() if identity is not None}
 
 
 def _with_all_names(own: Mapping[str, Any], state: Any) -> Any:
-    """Add tied entries that are stored under another name only: transformers saves each tied weight once."""
+    """Add tied entries that are stored only under another name.
+
+    For example, transformers saves each tied weight once.
+    """
     if own.keys() <= state.keys():
         return state
     identities = _identities(own)
@@ -264,14 +276,14 @@ def _refuse_overlaps(module: torch.nn.Module, state: Mapping[str, Any], stored: 
 
 
 def _is_filled(held: object, requested: object) -> bool:
-    """Return True if a load fills an entry of a module, or assigns it to one that has no elements yet."""
+    """Return True if a load fills an entry of a module in place, or assigns a value to an entry without elements."""
     if not isinstance(held, torch.Tensor) or is_uninitialized(held) or is_sharded(type(held)) or held.is_meta:
         return True
     return isinstance(requested, torch.Tensor) and not requested.is_meta
 
 
 def _stored_form(held: object, stored: Any) -> object:
-    """Return the request for an entry whose stored form is not that of the module."""
+    """Return the request for an entry whose stored form differs from the form in the module."""
     if isinstance(held, torch.Tensor) and isinstance(stored, AbstractArray):
         return abstract_tensor(stored)
     return state_to_load(held, stored, array=abstract_tensor)
@@ -280,7 +292,8 @@ def _stored_form(held: object, stored: Any) -> object:
 def _has_form(held: object, stored: object, *, any_dtype: bool) -> bool:
     """Return True if a tensor of the module has the stored shape and dtype, so that it can be filled.
 
-    The core reports another dtype, unless a loader that is not PyTorch's may want it.
+    A different dtype matters only if a loader is not PyTorch's, because it may need the stored
+    dtype. Otherwise the core reports the difference.
     """
     return (
         isinstance(held, torch.Tensor)
@@ -309,7 +322,7 @@ def _with_module_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
 
 
 def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> Any:
-    """Rename the entries of a state dict, and the parts of which it has versions. Keep their order."""
+    """Rename the entries of a state dict, and the parts in its versions. Keep their order."""
     renamed = OrderedDict((names[name], held) for name, held in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
@@ -320,9 +333,10 @@ def _rename(state: Any, names: Mapping[str, str], parts: Mapping[str, str]) -> A
 def _refuse_other_wrappers(
     module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any], loaders: Loaders
 ) -> None:
-    """Raise an error if the stored names differ from those of a module only by wrappers inside the names.
+    """Raise an error if the stored names differ from the names of a module only by the parts of wrappers.
 
-    The core reports a difference that is a prefix, with the transform that removes or adds it.
+    If all names differ by the same prefix, raise nothing: the core then suggests the transform that
+    removes or adds the prefix.
     """
     if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
         return

@@ -103,9 +103,10 @@ class NamedOptimizerHandler(CheckpointableHandler):
         """Return the request for the state, in its stored form, with the optimizers' tensors to fill.
 
         Raises:
-            TreeMismatchError: lists parameters that only the checkpoint or only the optimizers
-                have, and parameters that are in one group but were saved with different options.
-                Also if it is the state of another class of optimizer, and if parameters are on the meta device.
+            TreeMismatchError: if parameters exist only in the checkpoint or only in the optimizers,
+                or if parameters of one group were saved with different options. The error lists
+                them. Also if another class of optimizer saved the state, or if parameters are on
+                the meta device.
         """
         for optimizer in value.optimizers:
             refuse_meta(optimizer)
@@ -122,7 +123,7 @@ class NamedOptimizerHandler(CheckpointableHandler):
             return self._extend_request(self._state_to_save(members), stored, known)
         _expect_same_parameters(members, nested)
         group_of = _group_numbers(nested["param_groups"])
-        for optimizer, member in zip(value.optimizers, members, strict=True):  # to raise errors before the read
+        for optimizer, member in zip(value.optimizers, members, strict=True):  # raise errors before arrays are read
             sources = _source_groups(member, nested["param_groups"], group_of)
             groups = [nested["param_groups"][number] for numbers in sources for number in numbers]
             slots = [slots for name, slots in (nested.get("state") or {}).items() if name in member.aliases]
@@ -134,11 +135,11 @@ class NamedOptimizerHandler(CheckpointableHandler):
         return self._extend_request(form.as_stored(request), stored, known)
 
     def may_refuse(self, target: NamedOptimizer, request: object) -> bool:
-        """Return True if an optimizer may; see `OptimizerHandler`."""
+        """Return True if one of the optimizers may refuse the state. See `OptimizerHandler`."""
         return any(_NUMBERED.may_refuse(optimizer, request) for optimizer in target.optimizers)
 
     def undo(self, target: NamedOptimizer) -> Callable[[], None]:
-        """Return a function that puts back the present states of all optimizers."""
+        """Return a function that restores the current states of all optimizers."""
         copies = [OptimizerCopy(optimizer) for optimizer in target.optimizers]
 
         def restore() -> None:
@@ -176,13 +177,13 @@ class NamedOptimizerHandler(CheckpointableHandler):
         return _merge(members)
 
     def _known_entries(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-        """Return the stored entries of these parameters."""
+        """Return the stored entries of the known parameters."""
         return stored
 
     def _extend_request(
         self, request: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]
     ) -> Mapping[str, Any]:
-        """Extend a request for the result of `_known_entries` to all stored entries."""
+        """Extend a request that covers the result of `_known_entries`, so that it covers all stored entries."""
         return request
 
 
@@ -328,7 +329,7 @@ def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
 def _member_state(
     member: NamedState, nested: Mapping[str, Any], group_of: Mapping[str, int], taken: set[int], *, others: bool
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Return the slots and groups of one optimizer from the loaded state of all.
+    """Return the slots and groups of one optimizer from the loaded state of all optimizers.
 
     Args:
         member: the optimizer.

@@ -1,9 +1,10 @@
 """Names of parameters and buffers in the plain model, without the parts that wrappers add.
 
-A wrapper has the wrapped module as an attribute, and the name of the attribute is part of every
-name inside the wrapper. Some wrappers remove it from the keys of their state dict (torch 2.13.0,
-``checkpoint_wrapper.py`` and ``fsdp/_state_dict_utils.py``), but not from `named_parameters`.
-Wrappers are recognised by type, not by name, because a model can have a child called ``module``.
+A wrapper holds the wrapped module in an attribute, and the name of this attribute is part of every
+name inside the wrapper. Some wrappers remove this part from the keys of their state dict (torch
+2.13.0, ``checkpoint_wrapper.py`` and ``fsdp/_state_dict_utils.py``), but not from
+`named_parameters`. Wrappers are recognised by type, not by name, because a model can have a child
+called ``module``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
 
 
 def plain_module_names(module: torch.nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return, by the names of modules inside `module`, their names in the plain model."""
+    """Return the names of modules inside `module` in the plain model, by their names in `module`."""
     wrappers = _wrappers_in(module)
     return {name: _plain_name(module, name, wrappers) if name else name for name in names}
 
@@ -74,7 +75,7 @@ def wrapper_parts(name: str) -> tuple[tuple[str, ...], str]:
 
 
 def _wrappers_in(module: torch.nn.Module) -> Mapping[torch.nn.Module, str]:
-    """Return the wrappers in a tree of modules, each with the attribute of the wrapped module."""
+    """Return the wrappers in a tree of modules, each with the name of the attribute that holds the wrapped module."""
     kinds = [
         (kind, attribute)
         for module_name, name, attribute in _WRAPPERS

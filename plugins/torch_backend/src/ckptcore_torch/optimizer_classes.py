@@ -1,7 +1,8 @@
-"""Classes of optimizers: a stored state is compared with an optimizer by its options and the states of parameters.
+"""Detection of states that another class of optimizer saved, by their options and parameter states.
 
-A state does not have the name of its class. PyTorch loads the state of any class: the moments and the learning rate
-of an AdamW would be those of an SGD, and a missing state of a parameter fails in the next step.
+A stored state does not contain the name of its class, and PyTorch loads the state of any class. An
+SGD would take the learning rate and the moments of an AdamW, and an optimizer that needs more
+entries in the state of a parameter would fail in its next step.
 
 The order of parameters in the groups of two states is compared by their ``param_names``. PyTorch stores
 ``param_names`` if an optimizer was created with `Module.named_parameters`, and its ``load_state_dict`` ignores them
@@ -44,7 +45,7 @@ def has_parameter_names(groups: object) -> bool:
 def in_order_of(
     groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[dict[str, Any]]:
-    """Return groups, and the parameters in each, in the order of the same parameters in `others`.
+    """Return groups in the order of `others`, which also gives the order of the parameters in each group.
 
     Names are compared without the parts of wrappers.
 
@@ -54,7 +55,7 @@ def in_order_of(
         optimizer: name of the optimizer's type, for errors.
 
     Raises:
-        TreeMismatchError: if the names differ, or are in other groups.
+        TreeMismatchError: if the names differ, or if the same names are divided into other groups.
     """
     found, expected = (_names_by_group(its) for its in (others, groups))
     differences = [
@@ -105,15 +106,15 @@ _OF_GROUPS: Final = frozenset((
     "base_momentum", "initial_lr", "k", "lr", "max_lr", "max_momentum", "min_lr", "name", "param_names", "params",
     "step", "swa_lr", "weight_decay",
 ))  # fmt: skip
-"""Entries of groups that nearly all classes have, that steps add, or that schedulers and programs add."""
+"""Entries of groups that nearly all classes have, or that steps, schedulers and programs add."""
 
 _ANY: Final = _OF_ANY_CLASS | _OF_GROUPS
 
 _ADDED: Final = 4
-"""Limit of options that one version of a class may have more than another one, if few are common."""
+"""Number of options by which two versions of a class may differ even if they have few options in common."""
 
 _SHOWN: Final = 4
-"""Limit of differences in the text of an error."""
+"""Maximum number of differences in the text of an error."""
 
 _STATES: Final[Mapping[str, tuple[str, str]]] = {
     "ASGD": ("ax eta mu step", ""),
@@ -146,20 +147,23 @@ def refuse_other_class(
     *,
     by_name: bool = False,
 ) -> None:
-    """Raise an error if the stored state is that of another class of optimizer.
+    """Raise an error if another class of optimizer saved the stored state.
 
-    Options that only one of two versions of a class has are no difference, nor are entries that programs add to groups
-    or states. An optimizer with hooks for loading may migrate the state of another class, see `refuse_unmigrated`.
+    Two versions of a class may have different options, and programs may add entries to groups and
+    states. Such differences are accepted. An optimizer with hooks for loading is not checked here,
+    because they may migrate the state of another class: see `refuse_unmigrated`.
 
     Args:
         optimizer: the optimizer.
-        own_states: its present states of parameters.
+        own_states: its current states of parameters.
         stored_groups: the stored groups of its parameters.
         stored_states: the stored states of its parameters.
-        by_name: True if the stored state names the parameters: `load_state_dict` takes no such state.
+        by_name: True if the stored state identifies parameters by name. `load_state_dict` does not
+            accept such a state, so the error does not suggest it.
 
     Raises:
-        TreeMismatchError: numbers and names the options and states that differ.
+        TreeMismatchError: if the class differs. The error names the options and states that differ,
+            with their numbers.
     """
     optimizer = _unwrapped(optimizer)
     if _may_migrate(optimizer):
@@ -187,10 +191,11 @@ def refuse_other_class(
 
 
 def refuse_unmigrated(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if an optimizer cannot step with its state, which its hooks for loading have not migrated.
+    """Raise an error if an optimizer cannot step, because its hooks for loading did not migrate the loaded state.
 
     Raises:
-        TreeMismatchError: names the entries of states that differ.
+        TreeMismatchError: if states lack entries that the class needs. The error names these
+            entries.
     """
     optimizer = _unwrapped(optimizer)
     if not _may_migrate(optimizer):
@@ -213,7 +218,10 @@ def _may_migrate(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer in a wrapper that has no options and hooks of its own, as the one of Accelerate."""
+    """Return the optimizer inside a wrapper without its own options and hooks, such as Accelerate's.
+
+    Other optimizers are returned themselves.
+    """
     held = vars(optimizer)
     inner = None if "defaults" in held else held.get("optimizer")
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
@@ -221,12 +229,12 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """A stored group compared with the options of an optimizer.
+    """A comparison of a stored group with the options of an optimizer.
 
     Attributes:
-        extra: stored options that it does not have.
-        missing: its options that are not stored.
-        is_of_another_class: True if no version of its class has this group.
+        extra: stored options that the optimizer does not have.
+        missing: options of the optimizer that are not stored.
+        is_of_another_class: True if no version of the optimizer's class can have saved this group.
     """
 
     extra: Sequence[str]
@@ -235,9 +243,10 @@ class _Options:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, stored_groups: Iterable[object]) -> list[_Options]:
-        """Compare groups with the options of an optimizer, and with what programs added to its groups.
+        """Compare groups with the options of an optimizer, and with the entries that programs added to its groups.
 
-        Groups that only have entries of any class are left out. Groups with the same entries are compared once.
+        Groups whose entries all occur in any class are left out. Groups with the same entries are
+        compared once.
         """
         defaults = frozenset(map(str, getattr(optimizer, "defaults", None) or ()))
         own = defaults.union(*[map(str, group) for group in optimizer.param_groups])
@@ -277,16 +286,19 @@ def _lines(groups: Sequence[_Options]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The stored states of parameters compared with those of an optimizer.
+    """A comparison of stored parameter states with the states of an optimizer.
 
     Attributes:
-        own: entries of its states. None if they are not known, because it has made no step.
+        own: entries that the states of the optimizer have. None if they are unknown, because it has
+            made no step.
         stored: entries of the stored states.
         count: the number of stored states.
-        is_of_torch: True if it is of a class of PyTorch.
-        lacking: entries that a class of PyTorch needs, if it cannot step: every state lacks some of them, or one
-            lacks the count of steps, without which PyTorch's own loader fails.
-        are_of_others: True if every state is one of another class of PyTorch, and has nothing of its own class.
+        is_of_torch: True if the optimizer is of a class of PyTorch.
+        lacking: entries that a class of PyTorch needs and stored states lack. Empty if it can step,
+            which needs two conditions: one state has all entries, and every state has the step
+            count, because PyTorch's loader fails without it.
+        are_of_others: True if the states together have all entries of another class of PyTorch, and
+            none of the optimizer's class.
     """
 
     own: frozenset[str] | None
@@ -315,11 +327,17 @@ class _States:
 
     @property
     def agree(self) -> bool:
-        """True if a class of another library has these states. Of a class of PyTorch, the options tell enough."""
+        """True if the optimizer is not PyTorch's own and its states have the stored entries.
+
+        For PyTorch's classes, the options are sufficient.
+        """
         return not self.is_of_torch and bool(self.stored) and self.own == self.stored
 
     def are_foreign(self, *, same_options: bool) -> bool:
-        """Return True if they are those of another class. Programs add entries, also to states that were empty."""
+        """Return True if an optimizer of another class saved the states.
+
+        Extra entries do not count, because programs add entries, also to empty states.
+        """
         if self.is_of_torch:
             return bool(self.lacking) or (self.are_of_others and not same_options)
         if self.own is None or not self.stored or same_options or self.own <= self.stored or self.stored <= self.own:
@@ -343,13 +361,20 @@ def _entries(state: object) -> frozenset[str]:
 
 
 def _class_of_torch(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the name of a class of PyTorch itself; None for other classes, also those derived from one."""
+    """Return the name of the optimizer's class if it is PyTorch's own.
+
+    Return None for other classes, also for subclasses of PyTorch's classes.
+    """
     kind = next(kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("ckptcore_torch."))
     return kind.__name__ if f"{kind.__module__}.".startswith("torch.optim.") else None
 
 
 def _classes_of_torch(options_of_state: frozenset[str]) -> Iterator[frozenset[str]]:
-    """Yield the options of each class of PyTorch that can have written a group: it has all of them, and its flags."""
+    """Yield the options of each class of PyTorch that can have written a group.
+
+    The group must have all options of the class, and at least two of its flags, or all if the class
+    has fewer.
+    """
     for options, flags in _options_of_torch():
         if options <= options_of_state and len(flags & options_of_state) >= min(2, len(flags)):
             yield options

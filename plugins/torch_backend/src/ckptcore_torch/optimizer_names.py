@@ -27,12 +27,14 @@ class NamedState:
         to_fill: `slots`, if their tensors belong to the optimizer so that a load can fill them;
             otherwise empty.
         groups: groups of the state dict, with names as ``params``.
-        aliases: for every name of each parameter, its name in `slots`; in the order of the
+        aliases: the name in `slots` for every name of each parameter, in the order of the
             parameters.
-        fit: returns the stored state of the parameter with a name, with the shapes that it needs.
-        array: creates the abstract tensor for a stored array in the state of the parameter with a
-            name.
-        restore: loads slots and groups, which must have these names and the same number of groups.
+        fit: adapts stored slots to the parameter with this name: returns them with the shapes that
+            the parameter needs.
+        array: creates the abstract tensor for a stored array in the state of the parameter with
+            this name.
+        restore: loads slots and groups into the optimizer. They must use the names in `slots`, and
+            the number of groups must be the same.
     """
 
     slots: Mapping[Any, Any]
@@ -61,8 +63,8 @@ def named_state(
 
     Args:
         model: the model.
-        optimizer: one of its optimizers, of which there may be thousands.
-        names_of: the names of its parameters, see `names_of_parameters`.
+        optimizer: one of its optimizers. A model can have thousands of them.
+        names_of: the names of the model's parameters, see `names_of_parameters`.
 
     Raises:
         UnsupportedLeafError: if a parameter does not belong to the model, if the state dict does

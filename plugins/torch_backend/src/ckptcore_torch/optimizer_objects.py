@@ -1,7 +1,8 @@
 """Objects and composed tensors in the states of optimizers, such as projectors of GaLore, saved as their attributes.
 
-A load creates the object again. Its class is a plain class of the optimizer's own library that the module of the
-optimizer has, never imported because a checkpoint names it, and no method of it is called.
+A load creates the object again. Its class must be a plain class of the optimizer's library, and
+must be in the module of the optimizer. Loads never import a class because a checkpoint names it,
+and call no method of it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ _SIGNED: Final = "exp_avg"
 def with_composed_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, stored: Any) -> Any:
     """Return the stored state of a parameter, with a tensor of the optimizer in place of each dict of parts.
 
-    An optimizer without a state has no such tensors yet. Those of torchao.optim make them with the options and the
-    sharding of the optimizer. The stored type is only compared, and never used to find code.
+    An optimizer without a state has no such tensors yet. The optimizers of torchao.optim then
+    create them with their own options and sharding. The stored type is only compared, and never
+    used to find code.
 
     Raises:
-        TreeMismatchError: if the optimizer has no such tensor, and it is unknown how it makes one.
+        TreeMismatchError: if the optimizer has no such tensor, and this module does not know how to
+            create it.
     """
     if parameter is None or not isinstance(stored, Mapping):
         return stored
@@ -49,7 +52,7 @@ def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, 
     if not isinstance(held, torch.Tensor):
         make = _maker(optimizer, parameter)
         if make is None and type(inner_tensor(parameter)).__qualname__ == kind:
-            return torch.zeros_like(parameter)  # as optimizers make the state of a parameter of that class
+            return torch.zeros_like(parameter)  # optimizers create the state of such parameters in the same way
         if make is None:
             difference = f"{name} is stored as the parts of a {kind}, and this {type(optimizer).__name__} has none"
             raise TreeMismatchError(
@@ -72,7 +75,7 @@ def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, 
 
 
 def _maker(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Callable[[str], torch.Tensor] | None:
-    """Return the function that creates a tensor of the state by its name; None if the optimizer is not torchao's."""
+    """Return a function that creates a state tensor by its name. Return None if the optimizer is not torchao's."""
     make = getattr(optimizer, "_new_buffer", None)
     of_torchao = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
     return (lambda name: make(parameter, name == _SIGNED)) if of_torchao and callable(make) else None
@@ -80,7 +83,7 @@ def _maker(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Callabl
 
 _CONTAINERS: Final = (dict, list, tuple)
 _ATOMS: Final = frozenset((torch.Tensor, torch.nn.Parameter, AbstractArray, bool, int, float, str, type(None)))
-"""Types of nearly all values in states of optimizers, none of which is an object."""
+"""Types of nearly all values in states of optimizers. Their values never need an `OptimizerObject`."""
 
 
 class OptimizerObject:
@@ -111,7 +114,7 @@ class OptimizerObjectHandler(ContainerHandler):
 def wrapped_objects(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with its objects wrapped, and without options that are functions.
 
-    A load leaves options that are not stored as they are, so an optimizer keeps its functions.
+    A load does not change options that are not stored, so an optimizer keeps its functions.
     """
     result = {key: _wrapped(optimizer, value) for key, value in state.items()}
     groups = state.get("param_groups")
@@ -126,7 +129,7 @@ def wrapped_objects(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
 
 def with_objects(state: Any) -> Any:
-    """Return a loaded state dict with the objects themselves."""
+    """Return a loaded state dict in which the wrapped objects are unwrapped."""
     if isinstance(state, OptimizerObject):
         return state.value
     return _mapped(state, with_objects)
@@ -136,7 +139,7 @@ def objects_to_load(optimizer: torch.optim.Optimizer, stored: Any) -> Any:
     """Return the stored state of a parameter, with a request for each object in it.
 
     Raises:
-        TreeMismatchError: the class of an object is not in the module of the optimizer.
+        TreeMismatchError: if the class of an object is not in the module of the optimizer.
     """
     if isinstance(stored, StoredObject):
         known = _class_of(optimizer, stored.type)
@@ -164,7 +167,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, value: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return containers of Python with changed children; the same container if no child changed."""
+    """Return a copy of a dict, list or tuple with changed children. Return the same container if no child changed."""
     if type(value) is dict:
         changed = {
             key: new
@@ -181,7 +184,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None:
-    """Return the class with a qualified name, if a module of the optimizer's classes has it; None otherwise."""
+    """Return the class with a qualified name if it is in a module of the optimizer's classes, and None otherwise."""
     if name is None:
         return None
     for kind in type(optimizer).__mro__:
@@ -194,7 +197,7 @@ def _class_of(optimizer: torch.optim.Optimizer, name: str | None) -> type | None
 
 
 def _is_of(optimizer: type, kind: type) -> bool:
-    """Return True for a plain class of the library of an optimizer, which can be made without running its code."""
+    """Return True for a plain class of the optimizer's library. Its objects can be created without running its code."""
     same_library = kind.__module__.partition(".")[0] == optimizer.__module__.partition(".")[0]
     makes: object = kind.__new__
     return same_library and makes is object.__new__ and not hasattr(kind, "__del__")

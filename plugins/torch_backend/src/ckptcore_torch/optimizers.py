@@ -31,16 +31,17 @@ class OptimizerHandler(CheckpointableHandler):
     """Handler of `torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
     ``load(location, optimizer)`` returns a state dict. ``load_into`` fills the optimizer, which can
-    be new and without state, and removes its state if none was saved. The state is not cast:
-    float32 moments stay float32, even for bfloat16 parameters. If a parameter is a DTensor, its
-    state tensors of the same shape are DTensors with the same placements.
+    be new and without state. If no state was saved, it removes the optimizer's state. The state is
+    not cast: float32 moments stay float32, even for bfloat16 parameters. If a parameter is a
+    DTensor, its state tensors of the same shape are DTensors with the same placements.
 
     If the checkpoint and the optimizer have ``param_names``, parameters are matched by name,
     otherwise by position. Options that are not stored keep their values.
 
-    The state dict can have another form: an optimizer patched by torch.distributed.checkpoint names
-    the parameters, and a container of optimizers has several states. Such a state is saved
-    unchanged, and a load passes it to the optimizer's ``load_state_dict``.
+    A state dict can also have another form. If torch.distributed.checkpoint has patched an
+    optimizer, its state dict names the parameters. The state dict of a container of optimizers has
+    several states. Such a state is saved unchanged, and a load passes it to the optimizer's
+    ``load_state_dict``.
     """
 
     priority = Priority.FRAMEWORK
@@ -50,12 +51,12 @@ class OptimizerHandler(CheckpointableHandler):
         return wrapped_objects(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """Return a request: the state dict with the stored structure of each parameter's state, and all stored options.
+        """Return the request: the state dict with all stored options and the stored structure of all states.
 
         Raises:
             TreeMismatchError: if the stored state names the parameters and the optimizer numbers
-                them, or the reverse; if ``param_names`` differ; if parameters are on the meta device; if it is the
-                state of another class of optimizer, see `refuse_other_class`.
+                them, or the reverse; if ``param_names`` differ; if parameters are on the meta
+                device; or if another class of optimizer saved the state, see `refuse_other_class`.
         """
         refuse_meta(value)
         state = wrapped_objects(value, value.state_dict())
@@ -97,7 +98,7 @@ class OptimizerHandler(CheckpointableHandler):
             if isinstance(stored_group, Mapping):
                 own = state["param_groups"][place]
                 state["param_groups"][place] = {**options_to_load(own, stored_group), "params": own["params"]}
-        for key in (state.keys() | stored.keys()) - {"state", "param_groups"}:  # of an optimizer of another library
+        for key in (state.keys() | stored.keys()) - {"state", "param_groups"}:  # from another library
             if key in stored:
                 others = objects_to_load(value, stored[key])
                 state[key] = slots_to_load(state.get(key), others, abstract_tensor)
@@ -116,7 +117,8 @@ class OptimizerHandler(CheckpointableHandler):
         and copy options that are tensors.
 
         Raises:
-            TreeMismatchError: if the optimizer has hooks, and cannot step with what they left.
+            TreeMismatchError: if the optimizer has hooks for loading, and cannot step with the
+                state that they return.
         """
         state = with_objects(state)
         if not numbers_parameters(state):
@@ -156,7 +158,10 @@ class OptimizerHandler(CheckpointableHandler):
                 target.param_groups[number][name] = held
 
     def may_refuse(self, target: torch.optim.Optimizer, request: object) -> bool:
-        """Return True if a loader or a hook is not PyTorch's own: whatever that refuses is refused before."""
+        """Return True if the optimizer has hooks or a loader that is not PyTorch's.
+
+        PyTorch's own loader refuses nothing, because all checks were made before.
+        """
         loader = type(target).load_state_dict
         return (
             loader is not torch.optim.Optimizer.load_state_dict
@@ -166,7 +171,7 @@ class OptimizerHandler(CheckpointableHandler):
         )
 
     def undo(self, target: torch.optim.Optimizer) -> Callable[[], None]:
-        """Return a function that puts back the present state and options."""
+        """Return a function that restores the current state and options."""
         return OptimizerCopy(target).restore
 
 
@@ -192,8 +197,8 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
     """
     held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
     filled = {name: tensor for name, tensor in held.items() if _has_form(tensor, stored, name)}
-    # Exclude tensors of `own`, because `state_to_load` would make them abstract, which takes time, and which some
-    # tensor types do not support.
+    # Exclude tensors of `own`: `state_to_load` would make them abstract. This takes time, and some
+    # tensor types do not support it.
     others = {name: slot for name, slot in own.items() if name not in held} if held else own
     left = {name: slot for name, slot in stored.items() if name not in filled} if filled else stored
     request = state_to_load(others, left, array=array)
@@ -237,7 +242,7 @@ def numbers_parameters(state: Any) -> bool:
 
 
 def _in_own_order(optimizer: torch.optim.Optimizer, state: Any) -> Any:
-    """Return a loaded state dict with groups and parameters in the order of the optimizer, with its names."""
+    """Return a loaded state dict with the optimizer's order of groups and parameters, and with its parameter names."""
     own = optimizer.state_dict()["param_groups"]
     if not has_parameter_names(state["param_groups"]) or not has_parameter_names(own):
         return state
@@ -247,7 +252,10 @@ def _in_own_order(optimizer: torch.optim.Optimizer, state: Any) -> Any:
 
 
 def refuse_meta(optimizer: torch.optim.Optimizer) -> None:
-    """Raise an error if a load of the model will replace parameters of the optimizer: it would train the old ones."""
+    """Raise an error if parameters are on the meta device.
+
+    A load of the model replaces them, but the optimizer would keep and train the old ones.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.is_meta:
@@ -277,9 +285,9 @@ _SLOT_SHAPES: Final[Mapping[Any, Callable[[_Shape], _Shape]]] = {
 def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor | None, stored: Any) -> Any:
     """Return the stored state of a parameter, with the shapes that PyTorch's optimizers need for the parameter.
 
-    So the core reports a difference, or pads or cuts the array as the caller allows it for parameters. Objects in the
-    state are requests for objects. Tensors that are stored as parts become tensors of the optimizer, see
-    `with_composed_slots`.
+    The core then reports a difference of shapes, or pads or cuts the array if the caller allows
+    this for parameters. Stored objects become requests for objects. Tensors that are stored as
+    parts become tensors of the optimizer, see `with_composed_slots`.
     """
     stored = with_composed_slots(optimizer, parameter, objects_to_load(optimizer, stored))
     of_torch = any(
@@ -298,11 +306,14 @@ def with_parameter_shapes(optimizer: torch.optim.Optimizer, parameter: torch.Ten
 
 
 _MANY: Final = 1000
-"""Parameters of a group from which their numbers are one leaf, whose length the core does not compare."""
+"""Number of parameters from which the core stores the parameter numbers of a group as one leaf.
+
+It does not compare the length of this leaf.
+"""
 
 
 def _refuse_other_sizes(optimizer: torch.optim.Optimizer, groups: Sequence[Any], stored_groups: Sequence[Any]) -> None:
-    """Raise an error if a large group has another number of parameters. The core reports small ones."""
+    """Raise an error if the number of parameters of a large group differs. The core compares small groups."""
     for number, (group, stored) in enumerate(zip(groups, stored_groups, strict=False)):
         parameters = stored.get("params") if isinstance(stored, Mapping) else None
         own = len(group["params"])
@@ -340,7 +351,7 @@ def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> No
 
 
 def _state_factory(parameter: torch.Tensor | None) -> Callable[[AbstractArray], object]:
-    """Return a function that creates abstract tensors for the state of a parameter, or plain ones if it is None."""
+    """Return a function that creates abstract tensors for the state of a parameter. They are plain if it is None."""
     return abstract_tensor if parameter is None else functools.partial(abstract_state_like, parameter)
 
 

@@ -1,8 +1,9 @@
 """Adapters of models that PEFT created: PEFT selects, names and converts their parameters itself.
 
-PEFT has a rule for each of its methods: prompts are computed, AdaLoRA saves the ranks that it kept, VB-LoRA the largest
-logits, others shared matrices of the whole model (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported only
-for models that have a config of PEFT.
+PEFT has a rule for each of its methods. For prompt methods it computes the prompts. For AdaLoRA it
+saves the ranks that were kept, and for VB-LoRA the largest logits. For other methods it saves
+matrices that the whole model shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported
+only for models that have a config of PEFT.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class PeftAdapter:
         return self.model.peft_config[self.adapter_name]
 
     def tensors(self, biases: Biases | None = None) -> dict[str, torch.Tensor]:
-        """Return what PEFT saves, by its names. Most tensors share their memory with the model; DTensors are gathered.
+        """Return the tensors that PEFT saves, by PEFT's names.
+
+        Gathers DTensors; most others share memory with the model.
 
         Args:
-            biases: biases of the base model to include; None: as in the config.
+            biases: biases of the base model to include. None means the choice in the config.
         """
         with self._unchanged_config() as config:
             if biases is not None:
@@ -73,15 +76,16 @@ class PeftAdapter:
         return config_json(fields)
 
     def check_saved(self) -> None:
-        """Check that PEFT saves every trainable parameter, or what it computes of it.
+        """Check that PEFT saves every trainable parameter, or a value that it computes from the parameter.
 
         Raises:
-            TreeMismatchError: names those that it does not save. Parameters of other adapters need not be saved.
+            TreeMismatchError: if PEFT does not save some of them. The error names them. Parameters
+                of other adapters need not be saved.
         """
         active = getattr(self.model, "active_adapters", None)
         active = active() if callable(active) else active
         if isinstance(active, list) and self.adapter_name not in active:
-            return  # what is trained belongs to the active adapters
+            return  # the trainable parameters belong to the active adapters
         saved, owners = self._saved(), self._owners()
         identities = {id(tensor) for tensor in saved.values()}
         parameters = list(self.model.named_parameters(remove_duplicate=False))
@@ -101,12 +105,14 @@ class PeftAdapter:
         """Return copies of the tensors that PEFT would save with a stored config, as targets of a load.
 
         Args:
-            stored_config: the stored config. It decides what PEFT stores, such as the ranks of AdaLoRA.
-            stored: names of the stored arrays. Those of the base model are included.
+            stored_config: the stored config. It determines which tensors PEFT stores, such as the
+                ranks of AdaLoRA.
+            stored: names of the stored arrays. The result includes stored tensors of the base
+                model.
 
         Raises:
-            TreeMismatchError: the method is another one, or the model computes its prompts from parameters that PEFT
-                does not store.
+            TreeMismatchError: if the stored adapter uses another method, or if the model computes
+                its prompts from parameters that PEFT does not store.
         """
         kind = self.config.peft_type
         if stored_config["peft_type"] != kind:
@@ -117,7 +123,7 @@ class PeftAdapter:
             )
         self._check_prompts()
         with self._unchanged_config() as config:
-            config.inference_mode = True  # prompts as they are stored and not computed
+            config.inference_mode = True  # take the stored prompts, without computing them
             for name, value in stored_config.items():
                 if (name.startswith("save_") or name == "rank_pattern") and hasattr(config, name):
                     setattr(config, name, value)
@@ -127,7 +133,7 @@ class PeftAdapter:
         return {name: tensor if tensor.is_meta else tensor.detach().clone() for name, tensor in tensors.items()}
 
     def fill(self, tensors: Mapping[str, torch.Tensor], stored_config: Mapping[str, JSON]) -> None:
-        """Set the adapter to the tensors of `current`, as PEFT does."""
+        """Copy the tensors of `current` into the adapter, with PEFT's own function."""
         from peft import set_peft_model_state_dict  # see the first lines
 
         names = {self._stored_name(name): name for name in [*self.own, *self._saved()]}
@@ -145,7 +151,7 @@ class PeftAdapter:
 
     @property
     def _has_prefix(self) -> bool:
-        """True for a model that PEFT wraps; False for one of transformers to which it added layers."""
+        """True if PEFT wraps the model. False if PEFT only added layers to a model of transformers."""
         from peft import PeftMixedModel, PeftModel  # see the first lines
 
         return isinstance(self.model, PeftModel | PeftMixedModel)
@@ -154,10 +160,11 @@ class PeftAdapter:
         return without_wrappers(name) if self._has_prefix else PREFIX + without_wrappers(name)
 
     def _saved(self) -> dict[str, torch.Tensor]:
-        """Return what PEFT saves, by its names for this model.
+        """Return the tensors that PEFT saves, by the names that PEFT uses for this model.
 
-        PEFT drops all names that contain the name of another adapter: also ``layers.0`` if one has the name "0", as
-        those of X-LoRA have. So it gets only this adapter, and the state without parameters of others.
+        PEFT drops all names that contain the name of another adapter. If an adapter has the name
+        "0", as in X-LoRA, PEFT would also drop ``layers.0``. To avoid this, PEFT gets only the
+        config of this adapter, and a state without parameters of other adapters.
         """
         from peft import get_peft_model_state_dict  # see the first lines
 
@@ -178,7 +185,10 @@ class PeftAdapter:
             configs.update(every)
 
     def _owners(self) -> dict[str, str]:
-        """Return the adapter of each parameter that belongs to one: the key in a container of modules or parameters."""
+        """Return the adapter of each parameter that belongs to an adapter.
+
+        The name of the adapter is the key of the parameter or module in its container.
+        """
         kinds = (torch.nn.ModuleDict, torch.nn.ParameterDict)
         containers = {
             without_wrappers(name)
@@ -195,7 +205,7 @@ class PeftAdapter:
 
     @contextmanager
     def _unchanged_config(self) -> Iterator[Any]:
-        """Undo all changes of the config at the end."""
+        """Yield the config, and undo all changes of it on exit."""
         config = self.config
         fields = dict(vars(config))
         try:
@@ -204,7 +214,7 @@ class PeftAdapter:
             vars(config).update(fields)
 
     def _is_computed(self, name: str, saved: Iterable[str]) -> bool:
-        """Return True if PEFT saves what it computes of a parameter of this adapter."""
+        """Return True if PEFT saves a value that it computes from this parameter of the adapter."""
         segments = without_wrappers(name).split(".")
         stem = ".".join([segment for segment in segments if segment != self.adapter_name])
         return segments[0] == "prompt_encoder" or any(without_wrappers(one).startswith(stem) for one in saved)
@@ -227,7 +237,7 @@ class PeftAdapter:
 
 
 def peft_adapter(model: torch.nn.Module, own: Mapping[str, torch.Tensor], adapter_name: str) -> PeftAdapter | None:
-    """Return an adapter of a model that has its config of PEFT; None for other models.
+    """Return the adapter if the model has PEFT's config for it, and None otherwise.
 
     Args:
         model: the model without wrappers.
@@ -242,7 +252,7 @@ def peft_adapter(model: torch.nn.Module, own: Mapping[str, torch.Tensor], adapte
 
 
 def unsaved_error(lost: Sequence[str], adapter_name: str) -> TreeMismatchError:
-    """Return the error for trainable parameters that an adapter does not have."""
+    """Return the error for trainable parameters that are not part of an adapter."""
     more = f" and {len(lost) - _MAX_NAMED} others" if len(lost) > _MAX_NAMED else ""
     module = lost[0].removeprefix(PREFIX).rpartition(".")[0].rpartition(".")[2] or lost[0]
     return TreeMismatchError(

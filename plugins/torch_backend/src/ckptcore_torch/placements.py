@@ -2,9 +2,9 @@
 
 A placement describes one axis of the mesh. Placements apply from the first mesh axis to the last,
 each to the result of the previous one (`torch.distributed.tensor.placement_types`). With
-``Shard(dim)``, process `i` of `n` has the `i`-th chunk of `torch.chunk`. With
-``_StridedShard(dim, split_factor=f)`` the tensor is first divided into `f` chunks, and process `i`
-has the `i`-th part of each, which can be several boxes.
+``Shard(dim)``, process `i` of `n` has the `i`-th chunk of `torch.chunk`. With ``_StridedShard(dim,
+split_factor=f)`` the tensor is first divided into `f` chunks, and process `i` has the `i`-th part
+of each chunk. These parts can be several boxes.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _ranges_at(placed: DTensorPlacement, axis: int, coordinate: Sequence[int]) -
 
 @functools.cache
 def divides_chunks() -> bool:
-    """Return True if PyTorch divides each chunk of a strided shard by itself. 2.9 and older divide all at once."""
+    """Return True if PyTorch divides each chunk of a strided shard separately. PyTorch 2.9 and older do not."""
     parts, _ = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(5), 2, with_padding=False)
     return bool(parts[0].tolist() == [0, 1, 3])
 

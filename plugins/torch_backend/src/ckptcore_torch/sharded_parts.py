@@ -2,11 +2,12 @@
 
 An inner tensor is stored in one of four forms:
 
-- as a DTensor with the placements of the whole tensor, if it has its shape;
-- as a grid of blocks, if each of its elements belongs to a block of the tensor and no shard cuts a block. It is a
-  DTensor with the same placements, and loads on each mesh that cuts no block;
-- as tiles, one for each shard, if a shard cuts a block: it only loads on a mesh that divides the tensor alike;
-- as it is, if it is a single number or a table, which is equal on all processes.
+- as a DTensor with the placements of the whole tensor, if both have the same shape; - as a grid of
+blocks, if each of its elements belongs to a block of the tensor and no shard boundary is inside a
+block. The grid is a DTensor with the same placements. It loads on every mesh whose shard boundaries
+are between blocks; - as tiles, one for each shard, if a shard boundary is inside a block. Tiles
+load only on a mesh that divides the tensor in the same way; - unchanged, if it is a single number
+or a table. Both are equal on all processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TABLES: Final = ("qmap",)
 
 
 class ShardedParts:
-    """The division of a DTensor, for its inner tensors.
+    """The division of a DTensor, which also determines how its inner tensors are stored.
 
     Attributes:
         leaf: the DTensor.
@@ -55,15 +56,19 @@ class ShardedParts:
         self._divided = {axis for axis, cuts in enumerate(self._cuts) if cuts}
 
     def stored(self, name: str, part: torch.Tensor, *, is_flat: bool) -> tuple[torch.Tensor, Sequence[int]]:
-        """Return the stored form of an inner tensor, and the number of tiles along each axis of the mesh, if any.
+        """Return the stored form of an inner tensor, and the number of tiles along each sharding axis of the mesh.
+
+        The numbers are empty if it is not stored as tiles.
 
         Args:
-            name: its name.
+            name: name of the inner tensor.
             part: the inner tensor of this process.
-            is_flat: True if its elements belong to runs of elements of the tensor, in row-major order.
+            is_flat: True if each of its elements belongs to a run of elements of the whole tensor
+                in row-major order.
 
         Raises:
-            UnsupportedLeafError: if it must be stored as tiles, which have different sizes.
+            UnsupportedLeafError: if it must be stored as tiles, but the shards have different
+                sizes.
         """
         if part.shape == self._local and not is_flat:
             return self._as_dtensor(part, self._shape), ()
@@ -76,7 +81,7 @@ class ShardedParts:
         return self._tiles(name, part)
 
     def _grid(self, part: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Return the shapes of a grid with a block for each element, over all processes and of this one."""
+        """Return the shapes of a grid with one element per block: of the whole grid, and of this process's part."""
         if len(part) != len(self._local) or 0 in part:
             return None
         shape = []
@@ -91,7 +96,7 @@ class ShardedParts:
         return shape, part
 
     def _flat(self, part: torch.Tensor) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Return the shapes of a flat part, over all processes and of this one."""
+        """Return the shapes of a flat part: the shape over all processes, and the shape on this process."""
         block = math.prod(self._local) // part.numel()
         whole = flat_shape(self._shape, block)
         if whole is None:
@@ -107,7 +112,7 @@ class ShardedParts:
         return (whole, tuple(part.shape)) if self._fits(0, block // row) else None
 
     def _fits(self, axis: int, block: int) -> bool:
-        """Return True if neither the end of an axis nor a cut between shards is within a block."""
+        """Return True if the end of an axis and all cuts between shards are at block boundaries."""
         return not any(cut % block for cut in (*self._cuts[axis], self._shape[axis]))
 
     def _tiles(self, name: str, part: torch.Tensor) -> tuple[torch.Tensor, Sequence[int]]:
@@ -131,7 +136,7 @@ class ShardedParts:
 
 
 def around(like: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor like another one with another local tensor of its class."""
+    """Return a DTensor like `like`, but with another local tensor of the same class."""
     names, context = like.__tensor_flatten__()
     inner = {**{name: getattr(like, name) for name in names}, "_local_tensor": local}
     made: torch.Tensor = DTensor.__tensor_unflatten__(  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped

@@ -2,7 +2,8 @@
 
 `torch.distributed._shard.sharded_tensor.ShardedTensor` knows the offsets and sizes of the shards of
 all processes (``metadata().shards_metadata``, torch 2.13.0), and has the shards of this process as
-tensors (``local_shards()``). Other accesses, even to its shape, raise a deprecation warning.
+tensors (``local_shards()``). Any other access to a ShardedTensor, even to its shape, emits a
+deprecation warning.
 """
 
 from __future__ import annotations
@@ -82,9 +83,7 @@ class ShardedTensorHandler(LeafHandler):
                     f"shard of the shape {tuple(local.shape)}, but its metadata has {box.shape}; "
                     "create the shard with the shape in the metadata"
                 )
-            _LOCAL_HANDLER.shards(
-                local, rank, size
-            )  # checks the memory, and orders copies after pending work of the device
+            _LOCAL_HANDLER.shards(local, rank, size)  # checks the memory, and waits for pending work of the device
             shards.append(Shard(box, replica, replicas))
         return shards
 

@@ -20,7 +20,7 @@ _COMPRESSED: Final[Mapping[torch.layout, tuple[str, str]]] = {
     torch.sparse_bsr: ("crow_indices", "col_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
-"""Names of the parts, and of the methods that return them, besides the values."""
+"""Names of the index parts of each layout. Methods with the same names return them."""
 
 
 class SparseHandler(CheckpointableHandler):
@@ -92,7 +92,7 @@ class QuantizedHandler(CheckpointableHandler):
         """Return a copy of the integers, and the scales and zero points.
 
         Raises:
-            UnsupportedLeafError: if several elements are in a byte.
+            UnsupportedLeafError: if the dtype packs several elements into a byte.
         """
         held = value.detach()
         if held.dtype not in _INTEGERS:
@@ -113,7 +113,7 @@ class QuantizedHandler(CheckpointableHandler):
         return {"integers": held.int_repr(), "scales": scales, "zero_points": zeros, PARTS: text}
 
     def flatten_to_load(self, value: torch.Tensor, stored: object) -> object:
-        """Return the parts, if the same ones are stored.
+        """Return the parts of `value`. Raise an error if other parts are stored.
 
         Raises:
             TreeMismatchError: if another dtype, shape or axis is stored.
@@ -164,7 +164,7 @@ def _build(like: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def resize_sparse_buffers(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the sparse buffers of a module the number of elements of a loaded state.
+    """Resize the sparse buffers of a module to the number of elements in a loaded state.
 
     PyTorch's `load_state_dict` copies into compressed tensors only as many elements as they have.
     """
@@ -175,7 +175,7 @@ def resize_sparse_buffers(module: torch.nn.Module, state: Mapping[str, Any]) -> 
 
 
 def _abstract_part(name: str, own: Any, stored: object) -> torch.Tensor:
-    """Return the request for a stored part, of any number of elements."""
+    """Return the request for a stored part, which may have any number of elements."""
     if not isinstance(stored, AbstractArray) or stored.dtype.name != encoding_of(own.dtype).name:
         description = stored.dtype.name if isinstance(stored, AbstractArray) else "no array"
         difference = f"{name}: {encoding_of(own.dtype).name} is requested, {description} is stored"

@@ -33,7 +33,8 @@ _WITHOUT_STATE: Final = tuple([kind.__iter__ for kind in (RandomSampler, SubsetR
 class StateDictHandler(handlers.StateDictHandler):
     """Handler of learning rate schedulers and gradient scalers, whose state is equal on all processes.
 
-    Arrays that the state of the object lacks are tensors, also if the checkpoint does not say so.
+    A stored array that the state of the object lacks is loaded as a tensor, even if the checkpoint
+    does not record it as one.
     """
 
     priority = Priority.FRAMEWORK
@@ -86,7 +87,7 @@ class GeneratorHandler(CheckpointableHandler):
         target.set_state(state["state"])
 
     def undo(self, target: torch.Generator) -> Callable[[], None]:
-        """Return a function that sets the present state."""
+        """Return a function that restores the current state."""
         state = self.flatten(target)
         return lambda: self.restore(target, state)
 
@@ -107,7 +108,8 @@ def checkpointable_handler_of_type(value_type: type) -> CheckpointableHandler | 
         # does not.
         return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
-        # The module is imported by programs that have such an optimizer.
+        # A program with such an optimizer has already imported the module, so do not import it
+        # here.
         zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
         if zero is not None and issubclass(value_type, zero.ZeroRedundancyOptimizer):
             from ckptcore_torch.zero_optimizers import ZeroOptimizerHandler  # imports torch.distributed.optim
@@ -134,11 +136,13 @@ def _is_stateful_loader(value_type: type) -> bool:
 
 
 def _lost_order(loader: Any) -> str | None:
-    """Return why a loader's state lacks its sampler's order, or None if it contains the order or if this is unknown.
+    """Return the reason why a loader's state lacks its sampler's order.
 
-    The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed
-    loader draws a new order and skips the indices that were already used. The new order is the same
-    only if the generator has the same state, which is the case only in the first epoch.
+    Return None if it has the order, or if this is unknown.
+
+    The loader saves the state of its sampler or batch sampler if the sampler has a state. Otherwise
+    a resumed loader draws a new order and skips the indices that were already used. The new order
+    is the same only if the generator has the same state, which is the case only in the first epoch.
     """
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)

@@ -1,8 +1,8 @@
-"""Handshake of processes that share a store, so that keys of an earlier run of the job are not mistaken for answers.
+"""Handshake of processes that share a store. It separates the keys of this run of the job from those of earlier runs.
 
-A launcher that restarts all processes may give them the same store. torchrun does (torch 2.13.0
-with ``--max-restarts``). Neither a number of restarts nor the size of the job distinguishes all
-runs.
+A launcher that restarts all processes may give them the same store, as torchrun does (torch 2.13.0
+with ``--max-restarts``). The restart count and the size of the job are not enough to tell all runs
+apart.
 """
 
 from __future__ import annotations
@@ -83,19 +83,20 @@ def run_watched(store: Any, key: str, rank: int, timeout_seconds: float, exchang
 
     If the server process of ``torch.distributed.TCPStore`` is stopped, ``check``, ``get`` and
     ``add`` wait without a limit (torch 2.13.0). Therefore the exchange runs on another thread,
-    which is abandoned on timeout. The time of a request is counted in checks, so that a request
-    does not time out because the whole machine was suspended.
+    which is abandoned on timeout. The waiting time of a request is the number of checks times their
+    interval, not a difference of clock times. Therefore a request does not time out if the whole
+    machine was suspended.
 
     Args:
         store: a `torch.distributed.Store`.
         key: key of the exchange.
         rank: rank of this process.
         timeout_seconds: timeout of one request.
-        exchange: runs the exchange on the store that it gets.
+        exchange: function that runs the exchange on the store passed to it.
 
     Raises:
-        CoordinationTimeoutError: if the store does not answer. On other ranks than the leader, it
-            reports the leader as missing.
+        CoordinationTimeoutError: if the store does not answer. On ranks other than the leader, the
+            error names the leader as missing.
         RankFailedError: if the store failed.
         Exception: any other error of the exchange.
     """
@@ -206,9 +207,9 @@ class StoreHandshake:
         """On rank 0, wait until all ranks have finished the handshake.
 
         This is needed because the program of rank 0 may exit after a broadcast, and then cannot
-        answer. Only the first call waits. No call waits after a call of `waited`, or on another
-        rank that leads a group of ranks. After the timeout rank 0 continues without an error,
-        because late ranks can still finish the handshake while its program runs.
+        answer. Only the first call waits. It does not wait if `waited` was called before. Other
+        ranks, which can lead a group of ranks, never wait. After the timeout rank 0 continues
+        without an error, because late ranks can still finish the handshake while its program runs.
         """
         if self._waited or self._rank:
             return
@@ -224,17 +225,17 @@ class StoreHandshake:
     def end(self) -> None:
         """Stop answering. Waits up to 5 s for a pending request to the store.
 
-        There are two reasons. A thread that is inside the store at interpreter exit crashes the
-        process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0, Python
-        3.11). And if the same processes destroy a group and create another one over the same store,
-        the threads of both runs would answer.
+        This has two reasons. First, a thread that is inside the store at interpreter exit crashes
+        the process with ``terminate called without an active exception``, SIGABRT (torch 2.13.0,
+        Python 3.11). Second, if the same processes destroy a group and create another one over the
+        same store, the threads of both runs would answer.
         """
         self._ended.set()
         if self._answering is not None and self._answering is not threading.current_thread():
             self._answering.join(_ENDING_SECONDS)
 
     def _ask(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
-        """Set the ``hello`` key of this rank, and wait for the answer of the leader. Return the id of the run."""
+        """Set the ``hello`` key of this rank, wait for the leader's answer, and return the id of the run."""
         deadline = time.monotonic() + timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         store.set(self._hello(self._rank), self._word.encode())
@@ -259,7 +260,10 @@ class StoreHandshake:
         )
 
     def _answer(self) -> None:
-        """Answer the ``hello`` of every rank. Answer again if it changes: the first can be from an earlier run."""
+        """Answer the ``hello`` of every rank.
+
+        Answer again if the ``hello`` changes: the first one can be from an earlier run.
+        """
         store = WatchedStore(self._store, "handshake")
         answered: dict[int, str] = {}
         unmet = set(range(1, self._size))
@@ -276,6 +280,7 @@ class StoreHandshake:
                         pause = _FIRST_PAUSE_SECONDS
                     met = self._met(self._word, rank)
                     if store.has(met):
+                        # The rank never asks again, so its keys can be removed from the store.
                         for name in (self._hello(rank), self._welcome(rank), met):
                             store.remove(name)
                         unmet.discard(rank)
@@ -305,7 +310,7 @@ class StoreHandshakes:
         self._known: MutableMapping[Any, dict[tuple[int, int], StoreHandshake]] = weakref.WeakKeyDictionary()
 
     def of(self, anchor: Any, store: Any, rank: int, size: int) -> StoreHandshake:
-        """Return the handshake of this process for a group or store, which all coordinators over it share.
+        """Return the handshake of this process for a group or store. All coordinators over the group or store share it.
 
         Args:
             anchor: the process group or store. The handshake is dropped with it.

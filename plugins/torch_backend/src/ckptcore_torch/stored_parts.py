@@ -1,4 +1,4 @@
-"""Stored parts of tensors: the text that says which tensor they make up, and the shapes of blocks."""
+"""Stored parts of tensors: the text that describes the composed tensor, and the shapes of blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def stored_text(kind: str, shape: Sequence[int], **others: JSON) -> str:
 
 
 def parse_text(text: object) -> Mapping[str, Any]:
-    """Decode the result of `stored_text`, which may be hostile.
+    """Decode a stored result of `stored_text`. The text may be hostile.
 
     Raises:
-        CorruptCheckpointError: if it is something else.
+        CorruptCheckpointError: if the text is not a JSON object.
     """
     try:
         document = json.loads(str(text))
@@ -32,15 +32,15 @@ def parse_text(text: object) -> Mapping[str, Any]:
 
 
 def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return stored parts, if they are those of a tensor like the requested one.
+    """Return the stored parts. Raise an error if they do not belong to a tensor like the requested one.
 
     Args:
         own: the text of the requested tensor.
-        stored: what is stored in its place.
-        may_differ: names of entries of the text that decide nothing.
+        stored: value that is stored at the path of the tensor.
+        may_differ: names of entries of the text that are not compared.
 
     Raises:
-        TreeMismatchError: if they are not.
+        TreeMismatchError: if the parts belong to another kind of tensor, or the value is no parts.
         CorruptCheckpointError: if their text is damaged.
     """
     requested = parse_text(own)
@@ -66,7 +66,10 @@ def expect_parts(own: object, stored: object, *, may_differ: Sequence[str] = ())
 
 
 def _entries(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the entries of a text, and those of its context by name, if they have names."""
+    """Return the entries of a text.
+
+    Entries of a context that is a dict are returned one by one, as ``context.NAME``.
+    """
     context = text.get("context")
     if not isinstance(context, dict):
         return text
@@ -74,9 +77,9 @@ def _entries(text: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def flat_shape(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
-    """Return the shape in which a flat part of a whole tensor is stored, so that shards of rows are boxes of it.
+    """Return the stored shape of a flat part of a whole tensor, in which shards of rows are boxes.
 
-    None if the blocks have no such shape: the part keeps its own shape.
+    Return None if the blocks have no such shape. The part then keeps its own shape.
 
     Args:
         shape: the shape of the whole tensor.

@@ -1,7 +1,8 @@
 """Handler of tensor subclasses that are composed of other tensors, also inside DTensors.
 
-Such a tensor is stored as its inner tensors, which its ``__tensor_flatten__`` names, and a text. A load takes the class
-and the context of the caller's tensor, whose class builds the result with ``__tensor_unflatten__``.
+Such a tensor is stored as a text and its inner tensors, whose names come from
+``__tensor_flatten__``. A load takes the class and the context from the caller's tensor. This class
+builds the result with ``__tensor_unflatten__``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _FLAT: Final[Mapping[str, Sequence[str]]] = {
     "OptimState4bit": ("codes", "scale"),
     "OptimStateFp8": ("scale",),
 }
-"""Parts of the classes of torchao.optim with an element for each run of elements of the tensor, in row-major order."""
+"""Flat parts of the classes of torchao.optim.
+
+Each element of such a part belongs to a run of elements of the tensor in row-major order.
+"""
 
 
 class SubclassPartsHandler(CheckpointableHandler):
@@ -66,7 +70,7 @@ class SubclassPartsHandler(CheckpointableHandler):
         """Return the parts of `value`.
 
         Raises:
-            TreeMismatchError: if other parts are stored, or the same ones for another class, shape or context.
+            TreeMismatchError: if other parts are stored, or if the class, shape or context differs.
         """
         own = self.flatten(value)
         given = expect_parts(own[PARTS], stored)
@@ -79,7 +83,8 @@ class SubclassPartsHandler(CheckpointableHandler):
     def unflatten(self, like: torch.Tensor, state: Any) -> object:
         """Return `like` itself if the state has its own parts, otherwise a tensor of its class with other parts.
 
-        Parts that are not loaded are placeholders. If all are, so is the result; if only some are, it is a dict.
+        Parts that are not loaded are placeholders. If all parts are placeholders, the result is a
+        placeholder. If only some are, the result is the state, a dict.
         """
         inner = inner_tensor(like)
         names, context = inner.__tensor_flatten__()  # type: ignore[attr-defined]  # `is_composed` has checked it
@@ -106,7 +111,7 @@ class SubclassPartsHandler(CheckpointableHandler):
         return not any(getattr(inner, name).is_meta for name in _names(inner))
 
     def restore(self, target: torch.Tensor, state: Any) -> None:
-        """Copy the parts that could not be filled in place, as those that are not contiguous."""
+        """Copy the parts that could not be filled in place, such as parts that are not contiguous."""
         inner = inner_tensor(target)
         for name in _names(inner):
             own, loaded = getattr(inner, name), state[name]
@@ -124,7 +129,7 @@ def is_composed(leaf: torch.Tensor) -> bool:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(leaf, distributed.DTensor):
         return False
-    return not leaf.is_nested and kind.__name__ != "AsyncCollectiveTensor"  # which waits for one array
+    return not leaf.is_nested and kind.__name__ != "AsyncCollectiveTensor"  # becomes one array
 
 
 def inner_tensor(leaf: torch.Tensor) -> torch.Tensor:
@@ -134,7 +139,7 @@ def inner_tensor(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _expect_form(name: str, own: torch.Tensor, stored: AbstractArray) -> None:
-    """Raise an error for a part of another shape or dtype, which no option may pad, cut or cast."""
+    """Raise an error for a part of another shape or dtype. No option of a load may pad, cut or cast parts."""
     encoding = encoding_of(own.dtype)
     if tuple(own.shape) != stored.shape or encoding.name != stored.dtype.name:
         difference = (
@@ -146,13 +151,13 @@ def _expect_form(name: str, own: torch.Tensor, stored: AbstractArray) -> None:
 
 
 def _in_shape_of(own: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
-    """Return the elements of this process of a loaded part, in the shape of the inner tensor."""
+    """Return this process's elements of a loaded part, in the shape of the inner tensor."""
     local = inner_tensor(loaded)
     return local if local.shape == own.shape else local.view(own.shape)
 
 
 def share_parts(own: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Return True if two tensors are the same memory, or two subclasses of which all parts are."""
+    """Return True if two tensors share the same memory. Composed tensors do so if all their parts do."""
     if own is loaded:
         return True
     if is_composed(own) or is_composed(loaded):

@@ -55,7 +55,7 @@ class TensorHandler(LeafHandler):
         return leaf if leaf.is_meta else abstract_like(leaf)
 
     def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
-        """Return the handler of sparse or quantized tensors, or None for others."""
+        """Return the handler of sparse or quantized tensors, or None for other tensors."""
         if leaf.layout is torch.strided and not leaf.is_quantized:
             return None
         return sparse_or_quantized_handler(leaf)
@@ -63,9 +63,9 @@ class TensorHandler(LeafHandler):
     def identity(self, leaf: Any) -> Hashable | None:
         """Return address, shape, strides and dtype, or None for a tensor without elements.
 
-        The result of a tensor on another device than the CPU, or of a lazily conjugated or negated
-        one, also contains the device and these flags. For a meta tensor, which has no address, it
-        contains the storage object instead.
+        For a tensor that is not on the CPU, or that is lazily conjugated or negated, the result
+        also contains the device and the flags for conjugation and negation. A meta tensor has no
+        address, so its result contains the storage object instead.
         """
         try:
             address = leaf.data_ptr()
@@ -226,7 +226,7 @@ class SubclassHandler(LeafHandler):
         return _PLAIN.describe(_as_plain(leaf))
 
     def abstract(self, leaf: Any) -> torch.Tensor:
-        """Return a meta tensor of the subclass with its attributes, or a FakeTensor itself.
+        """Return a meta tensor with the class and attributes of the leaf. Return a FakeTensor itself.
 
         Raises:
             UnsupportedLeafError: if the leaf cannot be stored, or is not on the CPU.
@@ -238,7 +238,7 @@ class SubclassHandler(LeafHandler):
         return cast(torch.Tensor, leaf) if plain.is_meta else abstract_subclass(plain, leaf)
 
     def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
-        """Return the handler of subclasses that are composed of other tensors, or None for others."""
+        """Return the handler of tensors that are composed of other tensors, or None for other tensors."""
         return _PARTS if is_composed(leaf) else None
 
     def identity(self, leaf: Any) -> Hashable | None:
@@ -341,7 +341,10 @@ def same_memory(held: object, given: object) -> bool:
 
 
 def identity_of(held: object) -> Hashable | None:
-    """Return a value that is equal only for tensors over the same elements; None for other values, or if unknown."""
+    """Return a value that is equal only for tensors over the same elements.
+
+    Return None for other objects, or if it is unknown.
+    """
     if not isinstance(held, torch.Tensor) or is_uninitialized(held) or is_sharded(type(held)) or is_fake(held):
         return None
     if hasattr(held, "__tensor_flatten__") or held.layout is not torch.strided:
@@ -367,7 +370,7 @@ def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
 
 
 def _without_elements(leaf: torch.Tensor, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-    """Return empty host arrays. PyTorch copies no meta tensor and views no zero tensor, even without elements."""
+    """Return empty host arrays. PyTorch cannot copy empty meta tensors or view empty zero tensors."""
     return [Ready(np.empty(box.shape, encoding_of(leaf.dtype).host)) for box in boxes]
 
 
@@ -390,7 +393,9 @@ def _cast_elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[t
 
 
 def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> ArrayRecord:
-    """Return a stored array, if it has the shape of the requested one. A load compares all leaves before.
+    """Return a stored array.
+
+    Raise an error if its shape is not the requested one. A load has compared all leaves before.
 
     Raises:
         TreeMismatchError: if a value or another shape is stored.
@@ -405,7 +410,7 @@ def expect_shape(noun: str, shape: tuple[int, ...], stored: LeafRecord) -> Array
 
 
 def sampled_on_device(tensor: torch.Tensor, itemsize: int) -> Sequence[torch.Tensor]:
-    """Return the elements of a large tensor that `ckptcore.model.sampled` returns of its host array."""
+    """Return the elements of a large tensor that `ckptcore.model.sampled` would take from its host array."""
     step, taken = sample_steps(itemsize)
     flat = tensor.detach().reshape(-1)
     rows = flat.numel() // step
@@ -469,7 +474,7 @@ def _as_plain(leaf: torch.Tensor) -> torch.Tensor:
         UnsupportedLeafError: for subclasses that are composed of other tensors.
     """
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    if hasattr(leaf, "__tensor_flatten__"):  # others have the handler of their parts
+    if hasattr(leaf, "__tensor_flatten__"):  # other composed tensors have the handler of their parts
         remedy = (
             "save its .values() and .offsets(), or list(tensor.unbind())"
             if leaf.is_nested

@@ -21,7 +21,7 @@ _STAGING_BYTES: Final = 32 << 20
 """Size of a staging buffer."""
 
 _STAGING_BUFFERS: Final = 4
-"""Staging buffers per device: one is filled, others are transferred, and one is emptied."""
+"""Staging buffers per device. At a time, one buffer is filled, one is emptied, and transfers to the others run."""
 
 
 class DeviceEvent(Protocol):
@@ -126,8 +126,8 @@ class HostCopy:
         source: the tensor; None after the copy ended.
         after: event on the device before which the copy must not read the tensor.
         bytes: the target as bytes.
-        flat: the elements of the tensor as bytes on the device; None before the copy starts and
-            after it ended.
+        flat: the elements of the tensor as bytes on the device. None before the copy starts and
+            after it has ended.
         staged: number of bytes whose transfer to a staging buffer was started.
         arrived: number of bytes in the target.
         error: error of the copy, or None.
@@ -155,7 +155,8 @@ class Transfers:
 
     Small copies share a buffer, and large copies use several. A copy starts on submission if a
     buffer is free. Copies progress whenever a thread waits for one of them. Buffers are reused for
-    the next save. A copy without references is dropped together with its source tensor.
+    the next save. If the program drops all references to a waiting copy, the copy and its source
+    tensor are dropped.
     """
 
     def __init__(self, stream: SideStream, *, size: int = _STAGING_BYTES, count: int = _STAGING_BUFFERS) -> None:
@@ -192,6 +193,7 @@ class Transfers:
                     raise PluginError(
                         "internal error: waited for a device copy that is not running; please report this"
                     )
+                # Buffers are in the order of the copies, so the oldest one is the next to arrive.
                 self._empty(self._in_use.popleft())
                 self._stage()
         if copy.error is not None:

@@ -1,4 +1,4 @@
-"""Checkpointable handler of `ZeroRedundancyOptimizer`, of which each process has the states of some parameters."""
+"""Checkpointable handler of `ZeroRedundancyOptimizer`. Each process holds the states of some of its parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _NUMBERED = OptimizerHandler()
 
 
 class ZeroOptimizerHandler(CheckpointableHandler):
-    """Handler of `ZeroRedundancyOptimizer`: the state dict of the optimizer that it divides.
+    """Handler of `ZeroRedundancyOptimizer`. The stored state is the state dict of the divided optimizer.
 
-    Every process saves the states of its own parameters, and loads those that it has then.
-    So nothing is sent to one process, `consolidate_state_dict` is not needed, and the state loads
-    with any number of processes, and into the divided optimizer itself.
+    Every process saves the states of its own parameters, and loads the states of the parameters
+    that it owns at load time. No process gathers the whole state, so `consolidate_state_dict` is
+    not needed. The state can be loaded with any number of processes, and also into an undivided
+    optimizer of the same class.
     """
 
     priority = Priority.FRAMEWORK
@@ -34,7 +35,8 @@ class ZeroOptimizerHandler(CheckpointableHandler):
             UnsupportedLeafError: with ``overlap_with_ddp=True``, before the first steps.
         """
         _expect_initialized(value)
-        # Steps of a scheduler change the exposed groups, and a step copies them to the optimizer of this process.
+        # Take the options from the outer groups: a scheduler changes them, and only the next step
+        # copies them to the inner optimizer.
         groups = torch.optim.Optimizer.state_dict(value)["param_groups"]
         numbers = _numbers(value)
         state = {numbers[parameter]: slots for parameter, slots in value.optim.state.items() if parameter in numbers}
@@ -57,7 +59,7 @@ class ZeroOptimizerHandler(CheckpointableHandler):
         return {**state, "state": _without_placeholders(state["state"])}
 
     def restore(self, target: ZeroRedundancyOptimizer, state: Any) -> None:
-        """Load the states of this process's parameters into the optimizer that has them, and the options into both."""
+        """Load the states of this process's parameters into its inner optimizer, and the options into both."""
         whole = _Whole(target)
         _NUMBERED.restore(whole, {**state, "state": _without_placeholders(state["state"])})
         target.optim.state.clear()
@@ -67,16 +69,16 @@ class ZeroOptimizerHandler(CheckpointableHandler):
         untyped._sync_param_groups(target.param_groups, target.optim.param_groups)
 
     def may_refuse(self, target: ZeroRedundancyOptimizer, request: object) -> bool:
-        """Return False: the loader of the optimizer is not called."""
+        """Return False, because `restore` does not call the optimizer's own ``load_state_dict``."""
         return False
 
     def undo(self, target: ZeroRedundancyOptimizer) -> Callable[[], None]:
-        """Return a function that puts back the present state of this process."""
+        """Return a function that restores the current state of this process."""
         return OptimizerCopy(target.optim).restore
 
 
 class _Whole(torch.optim.Optimizer):
-    """The optimizer of all parameters, with the states that this process has. It makes no steps."""
+    """An optimizer of all parameters that holds the states of this process. Used only to load; it makes no steps."""
 
     def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
         """Refer to the groups and states of a divided optimizer."""
@@ -86,7 +88,7 @@ class _Whole(torch.optim.Optimizer):
 
 
 def _whole_like(kind: type[torch.optim.Optimizer]) -> type[_Whole]:
-    """Return a subclass of `_Whole` and an optimizer: the states of its parameters have the shapes that it needs."""
+    """Return a subclass of `_Whole` and of the optimizer class. Requests then have the state shapes of that class."""
     return type(kind.__name__, (_Whole, kind), {})
 
 

@@ -82,7 +82,7 @@ class S3Server:
         }
 
     def create_bucket(self, name: str = "") -> str:
-        """Create a bucket. Return its name, a new one by default."""
+        """Create a bucket, and return its name. The default is a new random name."""
         name = name or f"bucket-{uuid.uuid4().hex[:12]}"
         PlainRequests(S3Service(settings_of(name, self.options))).send("PUT")
         return name
@@ -93,8 +93,8 @@ def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Ser
     """Run a server while the context is entered.
 
     Args:
-        directory: an existing directory for the log and the objects; empty for Ceph. A new server
-            in the same directory has the objects of the earlier one only with MiniStack.
+        directory: an existing directory for the log and the objects. Ceph needs an empty directory.
+            Only MiniStack keeps its objects when a new server starts in the same directory.
         kind: MiniStack stores objects in files; moto stores them in memory; Ceph checks signatures
             and takes half a minute to start. None: the kind in the variable ``CKPTCORE_S3_SERVER``,
             or MiniStack.

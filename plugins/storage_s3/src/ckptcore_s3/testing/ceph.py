@@ -1,8 +1,8 @@
-"""A local Ceph RADOS Gateway: one monitor, one storage daemon, and the gateway that implements S3.
+"""A local Ceph cluster: one monitor, one storage daemon, and the RADOS Gateway, which implements S3.
 
 Requires the Debian packages ``ceph-mon``, ``ceph-osd``, ``ceph-common`` and ``radosgw``, but no
-service manager. As a program (``python -m ckptcore_s3.testing.ceph DIRECTORY PORT ACCESS_KEY
-SECRET_KEY``) it runs the cluster until it is terminated.
+service manager. As a program, ``python -m ckptcore_s3.testing.ceph DIRECTORY PORT ACCESS_KEY
+SECRET_KEY``, this module runs the cluster until it is terminated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _DISK_BYTES: Final = 8 << 30
 def serve_ceph(directory: Path, access_key: str, secret_key: str) -> Iterator[Server]:
     """Run a cluster while the context is entered.
 
-    It is empty at first, and takes about 20 seconds to start.
+    The cluster is empty at first, and takes about 20 seconds to start.
 
     Args:
         directory: an existing empty directory. Its path must be short, because it contains sockets.
