@@ -50,7 +50,7 @@ def plain(array: HostArray) -> HostArray:
 
 
 def copy_elements(destination: HostArray, source: HostArray) -> None:
-    """Copy between arrays of equal shape, any strides and any byte orders. Large copies release the interpreter lock."""
+    """Copy between arrays of equal shape, with any strides and byte orders. Large copies release the GIL."""
     np.copyto(plain(destination), plain(source))
 
 
