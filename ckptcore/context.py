@@ -129,9 +129,9 @@ class JobOptions:
         collectives: sends data that one process has read to other processes; None: the collectives of the framework.
         reads: which processes read data that several processes need. ``"all"``: every process. ``"broadcast"``: one
             process, which sends it to the others. ``"per_node"``: one process of each host, for that host.
-            `ReadGroups`: one process of each group. With any of these, every process of the job must load the same
-            checkpoints, and a load returns when all processes have loaded. ``"alone"``: this process loads without the
-            other processes.
+            `ReadGroups`: one process of each group. ``"alone"``: this process loads without the other processes. With
+            ``"broadcast"``, ``"per_node"`` and `ReadGroups`, every process of the job must load the same checkpoints,
+            and a load returns when all processes have loaded.
         replicas: how processes that hold the same elements share the work of writing them.
     """
 

@@ -31,6 +31,7 @@ class EntryPoint(NamedTuple):
 
     def load(self) -> object:
         """Import the object."""
+        # A value may end with extras, as in ``module:attribute [extra]``. They do not matter for the import.
         module, _, attribute = self.value.partition("[")[0].partition(":")
         return reduce(getattr, filter(None, attribute.strip().split(".")), importlib.import_module(module.strip()))
 

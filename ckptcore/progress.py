@@ -200,6 +200,6 @@ def _tqdm_bar(title: str, is_shown: bool, leave: bool) -> _Bar:
 
     def update(done: int, total: int) -> None:
         bar.total = total
-        bar.update(done - bar.n)
+        bar.update(done - bar.n)  # tqdm takes increments
 
     return update, bar.close

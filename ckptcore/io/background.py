@@ -151,7 +151,7 @@ class BackgroundSaves:
     def reset_after_fork(self) -> None:
         """Start without saves or threads. A forked child does not have the threads of its parent."""
         self._threads = BackgroundThreads(1, "ckptcore-save")
-        self._lock = threading.RLock()  # reentrant: a save for which no thread starts runs while the lock is held
+        self._lock = threading.RLock()  # reentrant: if no thread can be started, a save runs under this lock
         self._handles: list[SaveHandle] = []
 
     def run(

@@ -21,7 +21,8 @@ _LITTLE_HOST: Final = sys.byteorder == "little"
 def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype of the same size and byte order that NumPy copies without the interpreter lock.
 
-    Dtypes of ml_dtypes become unsigned integers: NumPy copies those element by element through Python's C API.
+    Dtypes of ml_dtypes become unsigned integers, because NumPy copies ml_dtypes element by element through Python's C
+    API.
     """
     if dtype.isbuiltin != 2 and dtype.kind in "biufcmMSU":
         return dtype

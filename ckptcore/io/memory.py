@@ -121,6 +121,7 @@ def free(array: HostArray) -> None:
 
     Does nothing for an array without pages of its own.
     """
+    # The kernel drops the pages of an anonymous mapping at once. The addresses stay valid, and read as zeros.
     if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         with contextlib.suppress(OSError):  # memory that the process has locked is freed with the array
             array.base.madvise(mmap.MADV_DONTNEED)

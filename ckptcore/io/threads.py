@@ -299,6 +299,7 @@ def _serve(
             function = work.get(timeout=idle_seconds)
         except queue.Empty:
             group = owner()
+            # Work may be queued for this thread right after the timeout, so the group decides under its lock.
             if group is None or group.may_end():
                 return
             del group
@@ -468,7 +469,7 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-        self._serve()  # functions for which an interrupted `submit` started no thread
+        self._serve()  # an interrupted `submit` may have queued a function without starting a thread
         with self._lock:
             self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 

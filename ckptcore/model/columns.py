@@ -32,7 +32,7 @@ COLUMN_KINDS: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", dict: "
 """The kind of the record of each type of column."""
 
 COLUMN_VALUES: Final = 1000
-"""Minimum number of values of a column. In a shorter container, each value is a leaf. Other software finds it by name."""
+"""Minimum number of values of a column. Values of shorter containers are leaves, which other software finds by name."""
 
 _TYPES: Final[tuple[type, ...]] = (type(None), bool, int, float, str)
 """The types of values in columns. Their positions are their codes in ``types``."""
@@ -211,7 +211,7 @@ def _build_runs(runs: Any, items: Iterator[Any], depth: int) -> Iterator[Any]:
 
 
 def _has_values(runs: Any) -> bool:
-    """Return True if a container and all containers in it have values. The values limit how often a container repeats."""
+    """Return True if a container and all containers in it have values. Values limit how often a container repeats."""
     return bool(runs) and all(run > 0 if type(run) is int else _has_values(run[1]) for run in runs)
 
 

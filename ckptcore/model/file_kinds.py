@@ -112,7 +112,8 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         return part
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(head, name)
-    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
+    # Before pickles: a header length of 0x280 has the first bytes of a pickle, 80 02.
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
         if not name or name.endswith(".safetensors"):
             return None
         return FileKind("a safetensors file that is cut off or damaged", _EMPTY.remedy)

@@ -245,6 +245,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
             raise damaged_tree("a leaf has two values")
         leaves[number] = ValueRecord(_expect(kind, str), value)
     _check_shapes(shape_column)
+    # Exact types, because isinstance accepts a bool as an int.
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
         raise damaged_tree("a column of numbers has other values")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]

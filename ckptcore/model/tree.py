@@ -247,7 +247,7 @@ def text_from_json(encoded: JSON) -> str:
 
 
 def float_to_json(number: float) -> JSON:
-    """Return a finite number itself, and other numbers as text. A NaN other than `math.nan` keeps its sign and payload."""
+    """Return a finite number itself, others as text. A NaN other than `math.nan` keeps its sign and payload."""
     if math.isfinite(number):
         return number
     if not math.isnan(number):
@@ -308,7 +308,7 @@ def skeleton_from_json(encoded: JSON, limit: int) -> Skeleton:
 
 
 def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
-    """Decode a node. `left` has the number of leaves that may follow, so that a short text cannot create many leaves."""
+    """Decode a node. `left` has the number of leaves that may follow: a short text must not create many leaves."""
     if encoded == 0 and isinstance(encoded, int):
         _take_leaves(1, left)
         return LEAF

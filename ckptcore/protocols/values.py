@@ -110,7 +110,7 @@ class ContainerHandler(Protocol):
 
 
 class CheckpointableHandler(Protocol):
-    """Takes apart objects with more than containers, such as modules or optimizers. Stateless, thread-safe, no I/O.
+    """Takes apart stateful objects, such as modules and optimizers. Stateless itself, thread-safe, no I/O.
 
     A handler inherits from this class, which has defaults for all optional methods.
     """
