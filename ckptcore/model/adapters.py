@@ -25,7 +25,7 @@ ADAPTER_METHODS: Final[Mapping[str, str]] = {
 """For each method (``PeftType`` of peft 0.21.2), a text that the names of its parameters contain."""
 
 _WITHOUT_TARGETS: Final[tuple[JSON, ...]] = (None, [], "dummy-target-modules")
-"""Values of ``target_modules`` with which a config may train only modules of other options."""
+"""Values of ``target_modules`` for a config that may train only the modules of its other options."""
 
 _PARTNERS: Final = {"lora_A": "lora_B", "lora_B": "lora_A"} | {
     f"lora_embedding_{side}": f"lora_embedding_{other}" for side, other in ("AB", "BA")

@@ -183,7 +183,7 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats of a directory with these names that need the whole directory for a checkpoint.
+    """Return the formats whose files a directory with these names has, and whose checkpoints are whole directories.
 
     The value of a format is the name by which its checkpoint can be loaded alone, or empty. See `directory_kind` for
     `names`.

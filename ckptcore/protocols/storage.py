@@ -445,7 +445,7 @@ class AtomicDirectories(Protocol):
             stamp: the stamp of the object to replace; None if the destination must not exist.
 
         Raises:
-            ConditionFailedError: the destination has another stamp, or does not exist; nothing was changed.
+            ConditionFailedError: the destination does not match `stamp`; nothing was changed.
             ObjectNotFoundError: the object, or the directory of the destination, is missing.
         """
 
