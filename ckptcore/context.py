@@ -68,8 +68,8 @@ class MemoryOptions:
 
     Attributes:
         save_bytes: maximum size of data that an asynchronous save has copied and not yet written; None: the whole
-            state. With a bound, `save_async` returns once the last part of the state, of at most this size, is copied. An
-            array that exceeds the bound is copied alone.
+            state. With a bound, `save_async` returns once the last part, of at most this size, is copied. An array that
+            exceeds the bound is copied alone.
         load_bytes: maximum size of data that a load reads before it builds leaves from these data; None: all data. An
             array that exceeds the bound is read alone.
         exchange_bytes: maximum size of data in transit between the processes of a shared load. A single element that is
