@@ -30,7 +30,7 @@ __all__ = [
 
 
 WithoutConditions: TypeAlias = Literal["refuse", "marker"]
-"""Behaviour of a save on storage that refuses conditional puts, or ignores their conditions."""
+"""Behaviour of a save on a storage that refuses conditional puts, or ignores their conditions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class IOOptions:
     Attributes:
         checksums: True to compute and record checksums in saves.
         verify: True to verify checksums in loads.
-        threads: number of threads that move bytes; None: chosen for the machine.
-        without_conditions: behaviour of saves on storage that has neither real directories nor conditional puts.
-            ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead, which is safe as
+        threads: number of threads that move bytes; None: a number that suits the machine.
+        without_conditions: behaviour of saves on a storage that has neither real directories nor conditional puts.
+            ``"refuse"``: raise AtomicityError. ``"marker"``: read before and after each put instead. This is safe as
             long as only one process at a time saves to a location.
         bases: checkpoints that an update may refer to, in saves and loads. ``"siblings"``: checkpoints in the same
-            directory. ``"anywhere"``: checkpoints in the same storage. With ``"anywhere"``, a checkpoint from an
-            untrusted source can make a load read other objects of that storage, but cannot run code.
+            directory as the update. ``"anywhere"``: checkpoints in the same storage. With ``"anywhere"``, a checkpoint
+            from an untrusted source can make a load read other objects of that storage, but cannot run code.
     """
 
     checksums: bool = True
@@ -68,13 +68,13 @@ class MemoryOptions:
 
     Attributes:
         save_bytes: maximum size of data that an asynchronous save has copied and not yet written; None: the whole
-            state. With a bound, `save_async` returns once the last part of this size is copied. A larger array is
-            copied alone.
-        load_bytes: maximum size of data that a load reads before it builds leaves from it; None: all data. A larger
-            array is read alone.
-        exchange_bytes: maximum size of data in transit between the processes of a shared load. One element may exceed
-            it.
-        keep_staging: True to keep the memory of the copies of an asynchronous save for the next save.
+            state. With a bound, `save_async` returns once the last part, of at most this size, is copied. An array that
+            exceeds the bound is copied alone.
+        load_bytes: maximum size of data that a load reads before it builds leaves from these data; None: all data. An
+            array that exceeds the bound is read alone.
+        exchange_bytes: maximum size of data in transit between the processes of a shared load. A single element that is
+            larger is sent nevertheless.
+        keep_staging: True to keep the memory into which an asynchronous save copied the state, for the next save.
     """
 
     save_bytes: int | None = None
@@ -93,10 +93,10 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadGroups:
-    """Groups of processes that share reads: one process of a group reads data that several request, and sends it.
+    """Groups of processes that share reads: one process reads data that several members request, and sends it to them.
 
     Attributes:
-        groups: ranks, each in at most one group. A rank without a group reads for itself.
+        groups: the ranks of each group. A rank is in at most one group. A rank without a group reads for itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -111,8 +111,8 @@ class ReadGroups:
 
 
 Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""The processes that read: each process for itself (all), this process without the others (alone), one process of the
-job (broadcast), of each host (per_node), or of each group (`ReadGroups`)."""
+"""The processes that read: every process for itself ("all"), this process without the others ("alone"), one process of
+the job ("broadcast"), one of each host ("per_node"), or one of each group (`ReadGroups`)."""
 
 _READS: Final = ("all", "alone", "broadcast", "per_node")
 
@@ -122,16 +122,16 @@ class JobOptions:
     """The job that saves and loads together, and how its processes share the work.
 
     Attributes:
-        coordinator: the job; None: the job that this process belongs to. `SingleProcess()`: this process saves and
-            loads without the other processes of its job.
+        coordinator: the coordinator of the job; None: the coordinator of the job that this process belongs to.
+            `SingleProcess()`: this process saves and loads without the other processes of its job.
         executor: the workers that hold the elements of leaves, if this process is their single controller; None: the
             workers that a plugin finds, or this process itself. Not for a job of several processes.
         collectives: sends data that one process has read to other processes; None: the collectives of the framework.
         reads: which processes read data that several processes need. ``"all"``: every process. ``"broadcast"``: one
             process, which sends it to the others. ``"per_node"``: one process of each host, for that host.
-            `ReadGroups`: one process of each group. In these cases every process of the job must load the same
-            checkpoints, and a load returns when all processes have loaded. ``"alone"``: this process loads without the
-            others.
+            `ReadGroups`: one process of each group. ``"alone"``: this process loads without the other processes. With
+            ``"broadcast"``, ``"per_node"`` and `ReadGroups`, every process of the job must load the same checkpoints,
+            and a load returns when all processes have loaded.
         replicas: how processes that hold the same elements share the work of writing them.
     """
 
@@ -189,7 +189,7 @@ class Context:
     observers: Sequence[Observer] = ()
 
     def __reduce__(self) -> tuple[Callable[..., Context], tuple[object, ...]]:
-        """Pickle and copy the options, without the threads and memory that belong to this object."""
+        """Pickle or copy the options, without the threads and memory that belong to this object."""
         if self is default_context():
             return default_context, ()
         return _of_options, (type(self), {option.name: getattr(self, option.name) for option in fields(self)})
@@ -204,7 +204,7 @@ class Context:
         return replace(self, job=job, observers=())
 
     def __deepcopy__(self, memo: object) -> Context:
-        """Return the Context itself: nothing in it changes, and a coordinator cannot be copied."""
+        """Return the Context itself, because its options do not change and a coordinator cannot be copied."""
         return self
 
     def __post_init__(self) -> None:
@@ -233,5 +233,5 @@ def _expect(owner: str, name: str, value: object, allowed: Sequence[object]) -> 
 
 @functools.cache
 def default_context() -> Context:
-    """Return the Context of calls without one."""
+    """Return the Context of calls that pass no Context."""
     return Context()

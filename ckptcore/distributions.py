@@ -1,7 +1,7 @@
-"""The distributions of this project and what each adds. No other file of the core names them.
+"""Table of the distributions of this project, with the features that each adds. No other file of the core names them.
 
-Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from it:
-attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
+Error messages take the ``pip install`` command from this table. `ckptcore` takes its lazy names from the table. These
+are attributes that are imported from another distribution at their first use, such as `ckptcore.copy`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EMPTY: Final[Mapping[str, str]] = {}
 
 
 class Distribution(NamedTuple):
-    """A distribution, and what it adds.
+    """A distribution and the features that it adds.
 
     Attributes:
         extra: the extra of `ckptcore` that installs it: ``pip install 'ckptcore[extra]'``.
@@ -28,7 +28,7 @@ class Distribution(NamedTuple):
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
         layouts: layouts that it adds.
-        suffixes: suffixes of the names of files that its layouts read.
+        suffixes: suffixes of file names that its layouts read.
     """
 
     extra: str
@@ -123,7 +123,7 @@ def install_hint(
         files: names of files in a checkpoint of other software.
 
     Returns:
-        The command; empty if no distribution of this project adds it, or if that distribution is installed.
+        The command; empty if no distribution of this project adds the support, or if that distribution is installed.
     """
     packages = {base.__module__.partition(".")[0] for base in value_type.__mro__} if value_type is not None else set()
     for distribution in DISTRIBUTIONS:
@@ -145,7 +145,7 @@ def lazy_names() -> Mapping[str, Distribution]:
 
 
 def installed_names() -> Sequence[str]:
-    """Return the lazy names whose distributions are installed. Imports none of them."""
+    """Return the lazy names whose distributions are installed. Import no distribution."""
     return [name for name, distribution in lazy_names().items() if _is_installed(distribution.package)]
 
 
@@ -161,7 +161,7 @@ def import_name(name: str, *, purpose: str = "") -> object:
 
     Args:
         name: its name in the table.
-        purpose: what needs it, for the error message; if empty, the attribute of `ckptcore` with this name.
+        purpose: the feature that needs it, for the error message; if empty, ``ckptcore.`` and the name.
 
     Raises:
         MissingDistributionError: the distribution is not installed. The message has the ``pip install`` command.
@@ -190,7 +190,7 @@ class ShownInNotebooks:
     __slots__ = ()
 
     def _repr_html_(self) -> str | None:
-        """Return the HTML. Without the distribution None, so that notebooks show the text of `repr`."""
+        """Return the HTML; None if the distribution is missing, so that notebooks show the text of `repr`."""
         try:
             to_html = import_name("to_html")
         except MissingDistributionError:

@@ -27,16 +27,18 @@ the thread where it ends. Phases may contain other phases, overlap on several th
 - ``blocking`` is the time during which the caller of a save cannot train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``. With a memory bound, copying continues while earlier parts are
   written. In a blocking save it contains all phases.
-- ``save``, ``load``, ``delete`` and ``upload`` are whole operations. Their phases may run in another order than here.
-- A ``Checkpointer`` deletes and cleans: when it opens, it removes the files of interrupted saves; after each save, it
+- ``save``, ``load``, ``delete`` and ``upload`` are whole operations. Their phases may run in an order that differs from
+  the table.
+- A ``Checkpointer`` deletes and cleans. When it opens, it removes the files of interrupted saves. After each save, it
   removes the steps that its policy does not keep. Each ``clean``, and each ``delete`` in it, is a separate operation.
 - A ``Checkpointer`` with a near tier uploads steps. Each ``upload`` is a separate operation. If a step is not uploaded,
-  its error gives the reason.
-- ``exchange`` is contained in ``describe``, and follows ``claim``, ``write`` and ``commit``. If it is long, this rank
-  waited for a slower one. A single process has no ``exchange``. The caller waits for it if it waits for that stage.
+  the error of the event gives the reason.
+- One ``exchange`` is part of ``describe``; others follow ``claim``, ``write`` and ``commit``. If an exchange is long,
+  this rank waited for a slower rank. A single process has no ``exchange``. The caller waits for an exchange if it waits
+  for the phase that the exchange belongs to.
 - ``load_async`` has the phases of ``load``, on a background thread.
-- The bytes are those of arrays and files that the phase moved on this rank; None if there are none, or the size is
-  unknown.
+- The bytes of an event are the bytes of arrays and files that the phase moved on this rank. None if the phase moved no
+  bytes, or if their number is unknown.
 
 Every event is also logged at DEBUG by the logger ``ckptcore.events``. The log record has the event as the attribute
 ``ckptcore_event``.
@@ -91,7 +93,7 @@ ERROR_CHARACTERS: Final = 500
 
 
 def logger_named(name: str) -> logging.Logger:
-    """Return a logger whose records have no secrets of URLs, also not in the errors of other libraries."""
+    """Return a logger that removes the secrets of URLs from its records, including the errors of other libraries."""
     logger = logging.getLogger(name)
     logger.addFilter(_hide_secrets)  # does nothing the second time
     return logger
@@ -117,7 +119,7 @@ class Event:
     """A phase that has ended.
 
     Attributes:
-        phase: the name of the phase, a `Phase`. A timeline that a newer version stored may have other names.
+        phase: the name of the phase, a `Phase`. A timeline that a newer version stored may have further names.
         operation: the operation that the phase is part of.
         location: the path or URL that is saved, loaded, deleted or uploaded, without secrets.
         step: the training step; None outside a `Checkpointer`.
@@ -125,10 +127,10 @@ class Event:
         began: start of the phase in seconds since the epoch, UTC. Differences within one operation are measured by a
             monotonic clock.
         seconds: duration, measured by a monotonic clock.
-        nbytes: number of bytes moved; None if there are none, or the number is unknown.
+        nbytes: number of bytes moved; None if no bytes were moved, or if their number is unknown.
         error: the error as ``Type: text``, at most `ERROR_CHARACTERS` long; None if the phase succeeded.
-        save_id: the id of the save that writes, or wrote, the checkpoint; None as long as it is unknown.
-        operation_id: a unique id of the operation on one rank; empty in a stored timeline.
+        save_id: the id of the save that writes, or wrote, the checkpoint; None while it is unknown.
+        operation_id: a unique id of the operation on this rank; empty in a stored timeline.
     """
 
     phase: str
@@ -150,15 +152,15 @@ class Event:
 
 
 Observer: TypeAlias = Callable[[Event], None]
-"""A function that is called with each event, on the thread where the phase ended: perhaps on several threads at once.
-The operation waits for it, so it should be quick. Its errors are logged and not raised."""
+"""A function that is called with each event, on the thread where the phase ended. Several threads may call it at once.
+It should be quick, because the operation waits for it. Its errors are logged and not raised."""
 
 
 class RunningPhase:
-    """A running phase, as a context manager. It ends with the block. Errors propagate.
+    """A running phase, as a context manager. The phase ends with the block. Errors propagate.
 
     Attributes:
-        nbytes: number of bytes moved. Set it inside the block if it is not known before.
+        nbytes: number of bytes moved. Set it inside the block if the number is not known before.
     """
 
     __slots__ = ("_began", "_name", "_recording", "nbytes")
@@ -183,9 +185,9 @@ class Recording:
     """The events of one operation on one rank. Thread-safe. The operation begins when this object is created.
 
     Attributes:
-        operation, location, step, rank: the values for all events; the location without secrets.
-        save_id: the id of the save, set once it is known. Events that were reported before have None; all events in
-            `events` have it.
+        operation, location, step, rank: the values for all events; the location has no secrets.
+        save_id: the id of the save, set once it is known. Events that were reported earlier have None instead, but all
+            events in `events` have the id.
         progress: counts the bytes of arrays that the operation moves; None if they are not counted.
     """
 
@@ -228,8 +230,8 @@ class Recording:
     def finish(self, nbytes: int | None = None, error: BaseException | None = None) -> None:
         """End the operation: report the event that spans the time since this object was created.
 
-        Only the first call counts, so every thread that may end the operation can call this. Later phases are still
-        recorded.
+        Only the first call has an effect, so every thread that may end the operation can call this method. Phases that
+        end later are still recorded.
 
         Args:
             nbytes: number of bytes that the operation moved on this rank.
@@ -240,7 +242,7 @@ class Recording:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The phases that have ended, in the order of their ends: the timeline that a checkpoint stores."""
+        """The phases that have ended, in the order in which they ended. A checkpoint stores them as its timeline."""
         return tuple([self._event(row) for row in list(self._rows)])
 
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
@@ -311,7 +313,7 @@ _COLUMNS: Final = ("phase", "rank", "offset", "duration", "nbytes", "error")
 _NAME: Final = r"[a-z][a-z_]{0,39}"
 _SAVE_ID: Final = r"[0-9a-f]{16}"
 _MAX_MICROSECONDS: Final = 1 << 52
-"""Maximum time or duration, in the year 2112. All smaller numbers are exact floats and valid for `datetime`."""
+"""Maximum time (in the year 2112) or duration. All smaller numbers are exact as floats and valid for `datetime`."""
 
 _MAX_INTEGER: Final = (1 << 63) - 1
 
@@ -319,8 +321,8 @@ _MAX_INTEGER: Final = (1 << 63) - 1
 def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
     """Return the events of one operation, perhaps of several ranks, as columns of JSON. Times are whole microseconds.
 
-    The location is left out, because a checkpoint can be moved, and copies should not reveal it. The id of the
-    operation is left out, too. If there are more than `MAX_EVENTS` events, only the longest are kept.
+    The location is left out, because a checkpoint can be moved, and copies of it should not reveal the location. The
+    id of the operation is left out, too. If there are more than `MAX_EVENTS` events, only the longest are kept.
 
     Raises:
         ValueError: there is no event, or the events belong to several operations.
@@ -351,10 +353,10 @@ def timeline_to_json(events: Sequence[Event]) -> dict[str, JSON]:
 
 
 def readable_events(timeline: JSON, *, location: str = "") -> tuple[Event, ...]:
-    """Return the valid events of a stored timeline, which may be hostile. Leave out the others.
+    """Return the valid events of a stored timeline, which may be hostile. Leave out invalid events.
 
-    A checkpoint can be read without its timeline, so an invalid one is no reason to refuse the checkpoint. There are
-    no events if the fields of the whole timeline are invalid.
+    An invalid timeline is no reason to refuse a checkpoint, because the checkpoint can be read without it. If a field
+    of the timeline as a whole is invalid, return no events.
 
     Args:
         timeline: a result of `timeline_to_json`, perhaps with unknown phases of a newer version.
@@ -379,10 +381,10 @@ class _InvalidFieldError(Exception):
 
 
 def _row_reader(timeline: JSON, location: str) -> Callable[[Sequence[Any]], Event]:
-    """Check what the events of a stored timeline have in common. Returns a function that reads a row of its columns.
+    """Check the fields that all events of a stored timeline share. Return a function that converts a row to an event.
 
     Raises:
-        _InvalidFieldError: a field is invalid. The result raises this error for an invalid row.
+        _InvalidFieldError: a field is invalid. The returned function also raises this error, for an invalid row.
     """
     if not isinstance(timeline, dict) or timeline.get("operation") not in _OPERATIONS:
         raise _InvalidFieldError

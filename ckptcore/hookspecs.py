@@ -1,4 +1,4 @@
-"""The hooks that plugins implement. `ckptcore.protocols` has the protocols of the objects that they return."""
+"""The hooks that plugins implement. `ckptcore.protocols` has the protocols of the objects that hooks return."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 class HookSpecs:
     """The hooks.
 
-    The entry module of a plugin imports no heavy library. A hook for types can use ``sys.modules.get("jax")``, because
-    no value of a type exists before its library is imported.
+    The entry module of a plugin must not import a heavy library. A hook for types can use ``sys.modules.get("jax")``:
+    before a library is imported, no values of its types exist.
     """
 
     @_hookspec
@@ -63,19 +63,19 @@ class HookSpecs:
     def ckpt_files_handler(self, value_type: type, example: object) -> FilesHandler | None:
         """Return the handler for objects of a type that write their own files; None for unknown types.
 
-        Called for each object passed to ``save_checkpointables``, without a cache. `example` is that object.
+        Called for each object passed to ``save_checkpointables``. The result is not cached. `example` is that object.
         """
 
     @_hookspec
     def ckpt_frameworks(self) -> Mapping[str, AbstractLeaves]:  # type: ignore[empty-body]  # a specification has no body
-        """Return frameworks by name, as users pass it in ``framework=``. Two plugins must not return the same name.
+        """Return frameworks by the name that users pass as ``framework=``. Two plugins must not return the same name.
 
         The function of a framework may import it.
         """
 
     @_hookspec
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:  # type: ignore[empty-body]  # a specification has no body
-        """Return layouts by name, as users pass it in ``layout=``. Two plugins must not return the same name."""
+        """Return layouts by the name that users pass as ``layout=``. Two plugins must not return the same name."""
 
     @_hookspec
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:  # type: ignore[empty-body]  # a specification has no body
@@ -85,8 +85,8 @@ class HookSpecs:
     def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
         """Return an opener for a URL scheme that no plugin returns from `ckpt_storages`; None if it cannot open it.
 
-        For a plugin that wraps a library whose schemes are unknown until it is imported. The scheme is in lower case,
-        without ``://``. Two plugins must not open the same scheme.
+        For a plugin that wraps a library whose schemes are unknown until the library is imported. The scheme is in
+        lower case, without ``://``. Two plugins must not open the same scheme.
         """
 
     @_hookspec
@@ -109,6 +109,7 @@ class HookSpecs:
     def ckpt_thread_settings(self) -> AbstractContextManager[None] | None:
         """Return a context manager that gives another thread the settings of this one; None if there are none.
 
-        Called on the thread that starts a load, and entered on the thread that runs it. It applies the settings of the
-        framework that decide about loaded leaves, and turns off checks that would refuse the load itself.
+        The hook is called on the thread that starts a load. The context manager is entered on the thread that runs the
+        load. It applies settings of the framework that affect loaded leaves, and turns off checks that would refuse the
+        load itself.
         """

@@ -1,8 +1,8 @@
 """Installed distributions: their entry points and versions.
 
-`importlib.metadata` has the same functions, but takes longer than a small save: it imports `email`, `csv` and
-`zipfile`, and reads the metadata of each distribution. It is used only if a distribution may be in an archive or behind
-an import hook.
+`importlib.metadata` has the same functions, but it takes longer than a small save, because it imports `email`, `csv`
+and `zipfile`, and reads the metadata of each distribution. This module uses it only if a distribution may be in an
+archive, or behind an import hook.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class EntryPoint(NamedTuple):
 
     def load(self) -> object:
         """Import the object."""
+        # A value may end with extras, as in ``module:attribute [extra]``. They do not matter for the import.
         module, _, attribute = self.value.partition("[")[0].partition(":")
         return reduce(getattr, filter(None, attribute.strip().split(".")), importlib.import_module(module.strip()))
 
 
 def entry_points(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group. Of distributions with the same name, only the first on `sys.path` is used."""
+    """Return the entry points of a group. If distributions have the same name, use the first one on `sys.path`."""
     if not _are_directories():
         from importlib import metadata  # slow: see the docstring of this module
 
@@ -55,7 +56,7 @@ def entry_points(group: str) -> list[EntryPoint]:
 def version_of(distribution: str) -> str:
     """Return the version of a distribution of this project.
 
-    Returns "unknown" without metadata: in a frozen program, or in a copy of the sources in another project.
+    Return "unknown" if there are no metadata, as in a frozen program or in a copy of the sources in another project.
     """
     if _are_directories() and (directory := _metadata_directories().get(distribution)) is not None:
         return _name_and_version(directory)[1] or "unknown"
@@ -68,14 +69,14 @@ def version_of(distribution: str) -> str:
 
 
 def _are_directories() -> bool:
-    """Return True if `sys.path` has only directories: no archives, eggs or import hooks."""
+    """Return True if all modules come from directories of `sys.path`: no archives, eggs or import hooks."""
     if any(path.endswith(".egg") or os.path.isfile(path) for path in _paths()):
         return False
     return not any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder)
 
 
 def _paths() -> list[str]:
-    return [path for path in sys.path if isinstance(path, str)]  # Python ignores others
+    return [path for path in sys.path if isinstance(path, str)]  # Python ignores other types
 
 
 def _metadata_directories() -> dict[str, str]:
@@ -95,7 +96,7 @@ def _metadata_directories() -> dict[str, str]:
 
 
 def _name_and_version(directory: str) -> tuple[str, str]:
-    """Return the name and the version of a distribution; empty text for a missing field."""
+    """Return the name and the version of a distribution. A missing field is an empty string."""
     lines = _lines(os.path.join(directory, "METADATA")) or _lines(os.path.join(directory, "PKG-INFO"))
     head = dict(line.split(": ", 1) for line in lines[: lines.index("") if "" in lines else None] if ": " in line)
     return head.get("Name", "").strip(), head.get("Version", "").strip()
@@ -111,7 +112,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _points(path: str, group: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of a group in a file ``entry_points.txt``, which may not exist."""
+    """Yield the names and values of a group in a file ``entry_points.txt``. The file need not exist."""
     section = ""
     for line in map(str.strip, _lines(path)):
         if line.startswith("[") and line.endswith("]"):

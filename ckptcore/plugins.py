@@ -64,7 +64,7 @@ class Dispatch(NamedTuple):
 
     Attributes:
         leaf, container, checkpointable, files: the handler.
-        has_parts: True if the leaf handler has another handler for leaves that are not one array.
+        has_parts: True if the leaf handler implements `parts_handler`, for leaves that are not one array.
     """
 
     leaf: LeafHandler | None = None
@@ -91,7 +91,7 @@ class FailedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """An installed plugin and its contents.
+    """A plugin and its contents.
 
     Attributes:
         name: the name of its entry point.
@@ -139,11 +139,11 @@ class Plugins:
         return replace(self, _manager=manager, _handlers={**self._handlers, **handlers})
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
-        """Return these plugins with every leaf handler wrapped by a function, in addition to other such functions."""
+        """Return these plugins with every leaf handler wrapped by a function. Earlier wrappers stay in place."""
         wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
 
         def wrap(handler: LeafHandler) -> LeafHandler:
-            """Wrap a handler once: tied leaves have the same handler."""
+            """Wrap each handler only once, because tied leaves must have the same handler."""
             if id(handler) not in wrapped:
                 inner = handler if self._wrap_leaf is None else self._wrap_leaf(handler)
                 wrapped[id(handler)] = handler, wrap_leaf(inner)
@@ -154,7 +154,7 @@ class Plugins:
     def dispatch(self, value: object) -> Dispatch:
         """Return the handler of a value in a tree, which is never a files handler. Cached by type.
 
-        A value of a type of leaves that is not one array has the handler of its parts.
+        For a leaf that is not one array, return the handler that takes it apart.
 
         Raises:
             PluginConflictError: two plugins claim the type with the same priority.
@@ -266,10 +266,10 @@ class Plugins:
         return cast(AbstractLeaves, frameworks[name][1])
 
     def abstract_of(self, stored: AbstractArray) -> object | None:
-        """Return the abstract leaf of the framework of a stored array.
+        """Return the abstract leaf of a stored array, in the framework of the array.
 
-        None if the framework lacks such an array, has no plugin, or is not in use: an object that needs its arrays has
-        imported its module, which has the same name.
+        None if the framework does not have such arrays, has no plugin, or is not imported. A framework that is not
+        imported is not in use: an object that needs its arrays has imported its module, which has the same name.
         """
         if stored.framework not in sys.modules or stored.framework not in self._named("ckpt_frameworks", "framework"):
             return None
@@ -309,7 +309,7 @@ class Plugins:
             ) from error
 
     def layouts(self) -> Sequence[Layout]:
-        """Return all layouts that can be created, sorted by name. `failed_layouts` has the others.
+        """Return all layouts that can be created, sorted by name. `failed_layouts` returns the errors of the others.
 
         Raises:
             PluginConflictError: two plugins have a layout of the same name.
@@ -328,11 +328,11 @@ class Plugins:
         return _create_layouts({name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()})
 
     def storage(self, scheme: str) -> StorageOpener:
-        """Return the opener of URLs of a scheme.
+        """Return the opener of a URL scheme.
 
         Raises:
-            UnknownPluginError: no installed plugin opens them.
-            PluginConflictError: two plugins open them.
+            UnknownPluginError: no installed plugin opens the scheme.
+            PluginConflictError: two plugins open the scheme.
         """
         openers = self._named("ckpt_storages", "URL scheme")
         if scheme in openers:
@@ -347,7 +347,7 @@ class Plugins:
             known = [name for distribution in DISTRIBUTIONS for name in distribution.schemes]
             remedy = did_you_mean(scheme, sorted({*openers, *known}))
             if hint := install_hint(scheme=scheme if scheme in known else "https"):
-                # The plugin of https:// opens further schemes, which no table lists.
+                # The plugin that opens https:// also opens all schemes of fsspec, which DISTRIBUTIONS does not list.
                 remedy = (
                     f"; install it with {hint}" if scheme in known else f"{remedy}; {hint} adds the schemes of fsspec"
                 )
@@ -408,7 +408,7 @@ class Plugins:
         return sorted(plugins, key=lambda info: info.name)
 
     def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
-        """Return the objects that plugins return by name, each with the name of its plugin. Cached."""
+        """Return the named objects that a hook returns, each with the name of its plugin. Cached."""
         known = self._named_objects.get(hook_name)
         if known is not None:
             return known
@@ -491,10 +491,10 @@ def _create_layout(factory: object) -> Layout:
 
 
 def expect_inherits(offered_type: type, protocol: type) -> None:
-    """Check that the type of an object of a plugin inherits from a protocol, which has defaults.
+    """Check that the type of a plugin's object inherits from a protocol, because the protocol has default methods.
 
     Raises:
-        PluginError: the type does not.
+        PluginError: the type does not inherit from it.
     """
     if protocol not in offered_type.__mro__:
         raise PluginError(
@@ -523,7 +523,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 @functools.cache
 def installed_plugins() -> Plugins:
-    """Return the built-in plugin and those of the entry point group ``ckptcore``. Cached for the process."""
+    """Return the built-in plugin and the plugins of the entry point group ``ckptcore``. Cached for the process."""
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
     distributions = {"builtin": "ckptcore"}

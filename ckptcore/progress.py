@@ -1,4 +1,4 @@
-"""Progress of a save, load, copy or verification: bytes that are counted, passed to a function, or shown as a bar."""
+"""Progress of a save, load, copy or verification: counted bytes, which a function receives or a bar shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress(NamedTuple):
     """Progress of a save or load on this process.
 
     Attributes:
-        done: bytes done. Equal to `total` only once the operation has succeeded, or if `total` is 0.
+        done: bytes that are done. Equals `total` only once the operation has succeeded, or if `total` is 0.
         total: bytes of the arrays that this process and its workers write, or that it loads.
     """
 
@@ -29,12 +29,13 @@ class Progress(NamedTuple):
 class ByteProgress:
     """Counts the bytes of an operation, and reports them to a function. Thread-safe.
 
-    Bytes are counted twice. `complete` is exact and may be late, because it counts whole arrays. `move` is early and
-    may be inexact: an encoded array has other bytes, and a tied array may be stored twice. The larger count is used.
+    Bytes are counted in two ways, and the larger count is used. The count of `complete` is exact and may be late,
+    because it counts whole arrays. The count of `move` is early and may be inexact: an encoded array has another number
+    of bytes, and a tied array may be stored twice.
 
     `done` never decreases. If an operation starts again, the total grows by the bytes that are moved again. `done`
-    reaches the total with `end`: before that the operation can fail, and a failed write releases its arrays like a
-    complete one.
+    reaches the total only with `end`. Before `end` the operation can still fail, and a failed write releases its arrays
+    like a complete one, so that they are counted.
 
     Attributes:
         later: bytes that are expected in addition to the planned ones.
@@ -55,7 +56,7 @@ class ByteProgress:
             return self._value()
 
     def plan(self, nbytes: int) -> None:
-        """Begin to move `nbytes`. What was planned before and is not done is dropped from the total."""
+        """Begin to move `nbytes`. Earlier planned bytes that are not done are dropped from the total."""
         with self._lock:
             self._drop_rest(self._done())
             self._planned = nbytes
@@ -93,7 +94,7 @@ class ByteProgress:
         return Progress(min(self._done(), total - 1) if left else total, total)
 
     def _tell(self) -> None:
-        # Under the lock, so that the calls do not overlap and have the order of the counts.
+        # The caller holds the lock, so that calls do not overlap and have the order of the counts.
         if self._report is not None and (value := self._value()) != self._reported:
             self._reported = value
             self._report(*value)
@@ -102,7 +103,7 @@ class ByteProgress:
 def show_progress(
     progress: bool | ProgressCallback, title: str, *, rank: int
 ) -> AbstractContextManager[ProgressCallback | None]:
-    """Return a context manager for the function to report progress to; None for no progress.
+    """Return a context manager that yields the function to report progress to, or None for no progress.
 
     Args:
         progress: False, a function, or True: a bar on rank 0.
@@ -127,7 +128,7 @@ def show_bar(title: str, *, is_shown: bool = True, leave: bool = True) -> Iterat
 
     Args:
         title: the text before the bar.
-        is_shown: False to show nothing. Nothing is shown either if stderr is neither a terminal nor a notebook.
+        is_shown: False to show nothing. The bar is also not shown if stderr is neither a terminal nor a notebook.
         leave: True to leave the bar on the screen at the end.
 
     Raises:
@@ -174,13 +175,13 @@ def _rich_bar(title: str, is_shown: bool, leave: bool) -> _Bar:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        # Notebooks show the text of terminals. The widget of rich needs ipywidgets, and shows nothing without it.
+        # Notebooks can show the text of terminals. The notebook widget of rich shows nothing without ipywidgets.
         console=Console(stderr=True, force_terminal=is_shown, force_jupyter=False),
         transient=not leave,
         disable=not is_shown,
         redirect_stdout=False,
     )
-    if is_shown:  # a bar of an older rich that is not shown ends with an empty line
+    if is_shown:  # older versions of rich print an empty line at the end of a disabled bar
         bar.start()
     task = bar.add_task(title, total=None)
 
@@ -199,6 +200,6 @@ def _tqdm_bar(title: str, is_shown: bool, leave: bool) -> _Bar:
 
     def update(done: int, total: int) -> None:
         bar.total = total
-        bar.update(done - bar.n)
+        bar.update(done - bar.n)  # tqdm takes increments
 
     return update, bar.close

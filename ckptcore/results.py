@@ -1,13 +1,13 @@
 """Types of the results of saves, loads, `ckptcore.open`, `metadata` and `verify`.
 
-Programs import them for annotations. `LoadReport` is the only one that programs create, to pass it as ``report=``.
+Programs import these types for annotations. Programs create only `LoadReport`, to pass it as ``report=``.
 """
 
 # ruff: noqa: PLC0414  # names for type checkers, as in `ckptcore`
 import importlib
 from typing import TYPE_CHECKING, Final
 
-# Each name is imported when it is first used, as in `ckptcore`, because together they would import the whole library.
+# Each name is imported at its first use, as in `ckptcore`: importing all of them would import the whole library.
 _NAMES: Final = {
     "ckptcore.io.background": "LoadHandle SaveHandle",
     "ckptcore.inspection.completeness": "Problem",

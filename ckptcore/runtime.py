@@ -1,4 +1,4 @@
-"""Runtime: the state of a Context: its plugins, threads, memory and running saves."""
+"""Runtime: the running state of a Context, such as its plugins, threads, memory and running saves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_runtime"
 
 _VARIABLE_ARGUMENTS: Final = 4
-"""`inspect.CO_VARARGS`. The module takes long to import."""
+"""The value of `inspect.CO_VARARGS`. Importing `inspect` takes long."""
 
 
 class Runtime:
@@ -37,7 +37,7 @@ class Runtime:
 
     Attributes:
         saves: the background saves and loads that are running.
-        hints: hints that were logged, each once.
+        hints: hints that were logged, so that each is logged only once.
     """
 
     def __init__(self, context: Context, registry: Plugins | None = None) -> None:
@@ -68,7 +68,7 @@ class Runtime:
 
     @cached_property
     def storages(self) -> Storages:
-        """The options by which storages are opened."""
+        """The plugins and options with which storages are opened."""
         support = StorageSupport(self._io.without_conditions)
         return Storages(self.registry, self._storage_options, self._is_durable, support)
 
@@ -79,20 +79,20 @@ class Runtime:
 
     @cached_property
     def parsed_roots(self) -> ParsedRoots[StoredFormat]:
-        """The parsed roots of the checkpoints that were opened last, with their layouts and caches of their indexes."""
+        """The parsed roots of the most recently opened checkpoints, with their layouts and cached indexes."""
         from ckptcore.commit.stored_root import ParsedRoots  # only `ckptcore.open` needs it
 
         return ParsedRoots()
 
     @cached_property
     def composite_save_ids(self) -> dict[bytes, str | None]:
-        """The save ids of the composites whose members were opened last, by the digest of the root."""
+        """The save ids of the most recently opened composites, by the digest of the root."""
         return {}
 
     def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
         """Return a key for the exchanges of an operation.
 
-        Ranks get equal keys if they have begun equally many operations at this location.
+        Ranks get equal keys if they have begun the same number of operations at this location.
 
         Args:
             location: the location, with the kind of the operation.
@@ -111,7 +111,7 @@ class Runtime:
     def show_progress(
         self, progress: bool | ProgressCallback, title: str
     ) -> AbstractContextManager[ProgressCallback | None]:
-        """Return a context manager for the function to report progress to. See `ckptcore.events.show_progress`."""
+        """Return a context manager that yields the progress function. See `ckptcore.progress.show_progress`."""
         return show_progress(progress, title, rank=self.job().rank if progress is True else 0)
 
     def workers(self) -> Executor | None:
@@ -152,8 +152,8 @@ def with_registry(context: Context, registry: Plugins) -> Context:
 def refuse_in_signal_handler(call: str) -> None:
     """Refuse a call from a signal handler that interrupted another call of ckptcore, in the main thread.
 
-    The interrupted call may hold locks for which this one would wait forever, may be importing modules that this one
-    would see unfinished, and may be in an exchange with other processes.
+    The interrupted call may hold locks, for which this call would wait forever. It may be importing modules, which this
+    call would see unfinished. It may also be in an exchange with other processes.
 
     Args:
         call: the call, for the error.
@@ -174,7 +174,8 @@ def refuse_in_signal_handler(call: str) -> None:
                 values = [other.f_locals.get(name) for name in code.co_varnames[:count]]
                 if code.co_flags & _VARIABLE_ARGUMENTS:
                     values += other.f_locals.get(code.co_varnames[count + code.co_kwonlyargcount], ())
-                # Python calls a handler with the number of the signal and the interrupted frame, which is its caller.
+                # Python passes a handler the signal number and the interrupted frame, which is the caller of its frame.
+                # So a frame without its caller among its arguments is no handler, but code that ckptcore called back.
                 if id(other.f_back) not in map(id, values):
                     continue
                 raise CheckpointError(

@@ -1,6 +1,6 @@
 """The engine that moves bytes between arrays and storages. It knows boxes and blocks, but no layout and no framework.
 
-- `threads`: threads for requests and copies, and for work in the background; the number and the size of requests
+- `threads`: threads for requests, copies and background work; the number and the size of requests
 - `background`: asynchronous saves and loads, and their handles
 - `memory`, `snapshot`: buffers of loads, staging memory of saves, and the arrays of one save
 - `elements`: elements of arrays as bytes, and boxes as runs

@@ -1,4 +1,4 @@
-"""Saves and loads in the background: their threads, their handles, and reports of errors that were never retrieved."""
+"""Saves and loads in the background: their threads and handles, and reports of errors that were never retrieved."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SaveHandle(ExplainsAttributes):
         error = self._future.exception(timeout)
         self._noticed = True
         if error is not None:
-            # The caller may raise it: its traceback then holds the locals of the frames that it passes.
+            # If the caller raises the error, its traceback keeps the locals of frames alive. Keep no reference here.
             _exit_report().remove(self)
             if self._saves is not None and (saves := self._saves()) is not None:
                 saves._forget(self)
@@ -78,7 +78,7 @@ class SaveHandle(ExplainsAttributes):
     def wait_for_claim(self) -> None:
         """Wait until the save has claimed its location, or has failed.
 
-        After the claim, the directory exists into which the save writes; on an object storage, a claim does.
+        After the claim, the directory that the save writes into exists. On an object storage, the claim object exists.
         """
         self._claimed.wait()
 
@@ -89,7 +89,7 @@ class SaveHandle(ExplainsAttributes):
 
     @property
     def progress(self) -> Progress:
-        """Bytes of arrays that this process has written, and has to write; equal once the save is committed."""
+        """Bytes of arrays that this process has written, and all bytes to write. Equal once the save is committed."""
         return self._progress.value
 
 
@@ -97,7 +97,7 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
     """A load that runs in the background."""
 
     def __init__(self, load: Callable[[ProgressCallback], T]) -> None:
-        """Start a load on a new thread. It reports its progress to the function that it is called with."""
+        """Start a load on a new thread. `load` is called with the function to which it reports its progress."""
         self._progress = Progress(0, 0)
         self._future = BackgroundThreads(1, "ckptcore-load").submit(functools.partial(load, self._set_progress))
 
@@ -118,7 +118,7 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
         return _awaited(self.result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the load. Return its error, or None."""
+        """Wait for the load. Return its error, or None if it succeeded."""
         return self._future.exception(timeout)
 
     def done(self) -> bool:
@@ -127,7 +127,7 @@ class LoadHandle(ExplainsAttributes, Generic[T]):
 
     @property
     def progress(self) -> Progress:
-        """Bytes of arrays that this process has loaded, and has to load; zeros until the checkpoint is open."""
+        """Bytes of arrays that this process has loaded, and all bytes to load. Zeros until the checkpoint is open."""
         return self._progress
 
     def _set_progress(self, done: int, total: int) -> None:
@@ -151,7 +151,7 @@ class BackgroundSaves:
     def reset_after_fork(self) -> None:
         """Start without saves or threads. A forked child does not have the threads of its parent."""
         self._threads = BackgroundThreads(1, "ckptcore-save")
-        self._lock = threading.RLock()  # reentrant: a save for which no thread starts runs while the lock is held
+        self._lock = threading.RLock()  # reentrant: if no thread can be started, a save runs under this lock
         self._handles: list[SaveHandle] = []
 
     def run(
@@ -162,8 +162,8 @@ class BackgroundSaves:
         Args:
             handle: the handle of the save.
             work: writes and commits the save.
-            locations: the targets of the save. It also waits for earlier saves of other Contexts to them.
-            inline: do the work on this thread if no other can be started.
+            locations: the targets of the save. It also waits for earlier saves of other Contexts to these targets.
+            inline: True to do the work on this thread if no other thread can be started.
 
         Raises:
             RuntimeError: no thread can be started, and `inline` is False.
@@ -185,7 +185,7 @@ class BackgroundSaves:
             self._handles = [other for other in self._handles if other is not handle]
 
     def wait(self) -> None:
-        """Wait until no save is running. Raises no errors of saves."""
+        """Wait until no save is running. Does not raise the errors of saves."""
         for handle in self._running():
             handle._future.exception()
 
@@ -195,7 +195,7 @@ class BackgroundSaves:
             handle._future.exception()
 
     def raise_unnoticed(self) -> None:
-        """Raise the error of an earlier save, if it was not retrieved.
+        """Raise the error of an earlier save if the error was not retrieved.
 
         Raises:
             BackgroundSaveError: the error of the save is its cause.
@@ -218,7 +218,7 @@ class _Turn:
 
     Attributes:
         locations: the locations.
-        before: set once an earlier save to one of the locations has ended.
+        before: events of the previous save to each location; each is set once that save has ended.
         ended: set once this save has ended.
     """
 
@@ -264,7 +264,7 @@ class _SaveOrder:
         turn.ended.set()
 
     def wait_for(self, location: str) -> None:
-        """Wait for earlier saves to a location. Inside an asynchronous save, do not wait again."""
+        """Wait for earlier saves to a location. Do nothing inside an asynchronous save, which has waited already."""
         if getattr(self._running, "turn", None) is not None:
             return
         with self._lock:
@@ -277,7 +277,7 @@ _ORDER: Final = _SaveOrder()
 
 
 def wait_for_saves_to(location: str) -> None:
-    """Wait for asynchronous saves of all Contexts of this process to a location. Inside such a save, do not wait."""
+    """Wait for the asynchronous saves of all Contexts to a location. Inside such a save, do not wait."""
     _ORDER.wait_for(location)
 
 
@@ -301,7 +301,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error: they refer to the state, and the caller may keep the error for a long time."""
+    """Clear the frames of an error. They refer to the state, and the caller may keep the error for a long time."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:

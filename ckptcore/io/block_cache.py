@@ -1,4 +1,4 @@
-"""Block cache: an open object that remembers which of its blocks were verified, and the blocks read last."""
+"""Block cache: an open object that remembers its verified blocks, and the blocks that were read last."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class BlockCache:
         if self._sums is not None:
             stamp = self._stamped.stamp()
             if stamp is None:
-                return False  # each use would have to verify the blocks again
+                return False  # without a stamp, each use would have to verify the blocks again
             marks, size = self._marks_of(stamp), self._block_bytes
             missing = [number for number in range(start // size, -(-stop // size)) if not marks[number]]
             if len(missing) < _FEW_BLOCKS:
@@ -192,7 +192,7 @@ class BlockCache:
         stamp, marks = self._verified
         if marks.find(0, start // self._block_bytes, (stop - 1) // self._block_bytes + 1) < 0:
             self._fill(start, memory)
-            # Compared after the read: if the object changed meanwhile, the bytes are read again and verified.
+            # The stamp is compared after the read. If the object changed meanwhile, the bytes are read again below.
             if self._stamp() == stamp:
                 return
         self._read_verified(start, stop, memory)
@@ -200,8 +200,8 @@ class BlockCache:
     def _read_verified(self, start: int, stop: int, memory: memoryview) -> None:
         """Fill memory with bytes that are verified now. Whole blocks are read directly into it.
 
-        If at most one block is left of an object without a `StampedReader`, it goes through the recent blocks, because
-        each read is a request.
+        In an object without a `StampedReader` each read is a request. Therefore, if at most one block is left to read,
+        it is taken from the recent blocks, or added to them.
         """
         position = start
         while position < stop:
@@ -217,7 +217,7 @@ class BlockCache:
             position = end
 
     def _block(self, begin: int) -> Buffer:
-        """Return a verified block. The memory may be used until this thread verifies another one."""
+        """Return a verified block. Its memory may be used until this thread verifies another block."""
         nbytes = min(self._block_bytes, self._size - begin)
         if self._stamped is None:
             cached = self._recent.find(self._key, begin)

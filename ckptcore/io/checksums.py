@@ -1,4 +1,4 @@
-"""Checksums of blocks and chunks, in tables and in the data files themselves."""
+"""Checksums of blocks, which are recorded in tables, and of chunks, which are inside the data files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BlockChecksums:
         """Return all checksums, in the form of `ObjectRecord.checksums`.
 
         Raises:
-            ValueError: while bytes are missing.
+            ValueError: some bytes were not added yet.
         """
         missing = [block for block, value in enumerate(self._sums) if value is None]
         if missing:
@@ -146,7 +146,7 @@ def _checksum_error(key: str, start: int, stop: int, difference: str) -> Checksu
 
 
 class InlineChecksum:
-    """A checksum that follows the bytes that it covers in an object. Computed from pieces in any order.
+    """A checksum that an object stores right after the covered bytes. Computed from pieces in any order.
 
     Attributes:
         checksum: its algorithm.
@@ -219,7 +219,7 @@ def first_covered(segments: Sequence[Segment], number: int, segment: ChecksumSeg
 
 
 def inline_checksums(segments: Sequence[Segment], sizes: Sequence[int]) -> dict[int, InlineChecksum]:
-    """Return inline checksums by segment number: of each checksum segment, and of the segments that it covers.
+    """Return the inline checksum for each checksum segment and for each segment that it covers, by segment number.
 
     Raises:
         PluginError: a checksum covers invalid segments.

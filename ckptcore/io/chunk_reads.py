@@ -1,4 +1,4 @@
-"""Reads of boxes of arrays through a chunk index: the one read path of all layouts."""
+"""Reads of boxes of arrays through a chunk index. All layouts use this read path."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from ckptcore.planning.chunk_table import ChunkTable
 from ckptcore.protocols import ChunkIndex, Layout, NativeReader, ReadStore
 
 _FETCHED_BYTES: Final = 32 << 20
-"""Most bytes of encoded chunks that one request fetches, if they are close to each other."""
+"""Maximum bytes that one request fetches for several encoded chunks."""
 
 _GAP_BYTES: Final = 64 << 10
 """Largest gap between two encoded chunks that one request fetches, in bytes."""
 
 _DECODED_BYTES: Final = 128 << 20
-"""Limit of the bytes of elements that are being decoded, or wait to be copied, at a time."""
+"""Limit of the bytes of elements that are being decoded, or are decoded and not yet copied."""
 
 _LEAST_STARTED: Final = 2
 """Number of chunks that may be decoded at a time even if they exceed `_DECODED_BYTES`."""
 
 _BATCH_CHUNKS: Final = 1 << 12
-"""Chunks of a box that are read at a time: a few bytes of metadata may state millions."""
+"""Maximum number of chunks of a box that are read at a time. Hostile metadata of a few bytes may state millions."""
 
 _NO_CHUNKS: Final[JSON] = {"files": [], "leaf": [], "file": [], "offset": []}
-"""The state of a table of no chunks."""
+"""The state of a table without chunks."""
 
 _Target: TypeAlias = tuple[int, Box, HostArray]
 """The number of an item, its box and its buffer."""
@@ -148,7 +148,7 @@ def read_boxes(
 
 
 def _read_chunks(index: ChunkIndex, store: ReadStore, requested: Iterable[_RequestedChunk]) -> Iterator[int]:
-    """Read chunks. Yields the number of each target once all of these chunks of it are complete."""
+    """Read chunks. Yields the number of each target once all of its chunks in `requested` are complete."""
     reads: list[ChunkRead] = []
     by_leaf: dict[int, list[_RequestedChunk]] = {}
     for request in requested:
@@ -189,7 +189,7 @@ def _chunk_read(requested: _RequestedChunk, key: str, offset: int, checksum: Che
 
 
 class _Encoded(NamedTuple):
-    """The bytes `start` to `stop` of an object, which are an encoded chunk; of `inline` instead if it is not None."""
+    """An encoded chunk: bytes `start` to `stop` of an object, or of `inline` if that is not None."""
 
     requested: _RequestedChunk
     key: str
@@ -345,7 +345,7 @@ def _follows(group: Sequence[_Encoded], chunk: _Encoded) -> bool:
     last = group[-1]
     if chunk.inline is not None or last.key != chunk.key or last.stop is None or chunk.stop is None:
         return False
-    # The next array may have chunks before those of this one; a group only continues forward.
+    # The chunks of the next array may precede those of this one, but a group only continues forward.
     return 0 <= chunk.start - last.stop <= _GAP_BYTES and chunk.stop - group[0].start <= _FETCHED_BYTES
 
 
@@ -354,7 +354,7 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
     if first.inline is not None:
         yield first.requested, first.inline[first.start : first.stop]
         return
-    # A hostile index may state chunks that end before they start: the last one need not end last.
+    # A hostile index may state chunks that end before they start, so the last chunk need not have the highest end.
     stop = None if first.stop is None else max(chunk.stop or 0 for chunk in group)
     try:
         data = store.get(first.key, first.start, stop)
@@ -370,4 +370,4 @@ def _fetched_together(group: Sequence[_Encoded], store: ReadStore) -> Iterator[t
         )  # fmt: skip
     for chunk in group:
         end = None if chunk.stop is None else chunk.stop - first.start
-        yield chunk.requested, data[chunk.start - first.start : end]  # a whole slice of bytes is no copy
+        yield chunk.requested, data[chunk.start - first.start : end]  # Python does not copy for a slice of all bytes

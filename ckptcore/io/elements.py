@@ -1,4 +1,4 @@
-"""Elements of arrays: as bytes (little endian, in C order), and boxes of them as runs in C order."""
+"""Elements of arrays as bytes (little endian, in C order), and boxes as runs of elements in C order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _LITTLE_HOST: Final = sys.byteorder == "little"
 def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype of the same size and byte order that NumPy copies without the interpreter lock.
 
-    Dtypes of ml_dtypes become unsigned integers: NumPy copies those element by element through Python's C API.
+    Dtypes of ml_dtypes become unsigned integers, because NumPy copies ml_dtypes element by element through Python's C
+    API.
     """
     if dtype.isbuiltin != 2 and dtype.kind in "biufcmMSU":
         return dtype
@@ -38,7 +39,7 @@ def little_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=512)
 def is_little(dtype: np.dtype[Any]) -> bool:
-    """Return True if elements of this dtype are the same bytes in memory and in objects."""
+    """Return True if elements of this dtype have the same bytes in memory and in objects."""
     plain = _plain_dtype(dtype)
     return plain == plain.newbyteorder("<")
 
@@ -50,7 +51,7 @@ def plain(array: HostArray) -> HostArray:
 
 
 def copy_elements(destination: HostArray, source: HostArray) -> None:
-    """Copy between arrays of one shape and any strides and byte orders; without the interpreter lock if large."""
+    """Copy between arrays of equal shape, with any strides and byte orders. Large copies release the GIL."""
     np.copyto(plain(destination), plain(source))
 
 
@@ -67,7 +68,7 @@ def bytes_of(array: HostArray) -> memoryview:
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the distance of neighbours along each axis in C order, in elements."""
+    """Return the distance between neighbours along each axis in C order, in elements."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * shape[axis]
@@ -75,7 +76,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def run_axis(shape: tuple[int, ...], box: Box) -> int:
-    """Return the outermost axis so that the box is one run of elements for each index of the axes before it."""
+    """Return the first axis from which on the box is contiguous: each index of the axes before it has one run."""
     start, stop = box
     axis = len(shape)
     while axis > 0:
@@ -117,7 +118,7 @@ def spans(shape: tuple[int, ...], box: Box, most_gap: int) -> Iterator[tuple[int
     """
     start, stop = box
     strides = c_strides(shape)
-    # Elements from the first to the last one of the box, along the axes from `axis` on.
+    # `inner` counts the elements from the first to the last one of the box, along the axes from `axis` on.
     inner = 1
     axis = len(shape)
     while axis > 0:

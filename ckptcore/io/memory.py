@@ -21,11 +21,11 @@ PAGE_BYTES: Final = 4096
 """Minimum alignment of the memory of `map_pages`."""
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""Bytes of a huge page on most systems. If huge pages are larger, memory uses small pages."""
+"""Bytes of a huge page on most systems. On systems with larger huge pages, the memory consists of small pages."""
 
 _SPARE: Final = 32
-"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size: touching
-2 MiB of small pages takes longer than touching many times as many bytes of huge pages."""
+"""A partly used huge page at the end of an array is allowed if it wastes less than 1/32 of the array's size, because
+touching 2 MiB of small pages takes longer than touching many times as many bytes of huge pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,15 +52,15 @@ class Pages:
 def map_pages(nbytes: int) -> Pages:
     """Map memory, which the system provides when it is touched. Memory of a huge page or more is aligned to huge pages.
 
-    Huge pages are used for all bytes that fill them, and also for the rest if little of the last huge page is wasted.
-    An array takes at most 1/32 more memory than its size, or one small page more.
+    All bytes that fill huge pages use huge pages. The rest uses a huge page too, if this wastes little of it. An array
+    takes at most 1/32 more memory than its size, or one additional small page.
 
     Raises:
         MemoryError
     """
     whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     huge = whole if (whole - nbytes) * _SPARE < nbytes else nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    # Room to begin at a huge page. Pages that are never touched take no memory.
+    # Room to begin at the boundary of a huge page. Pages that are never touched take no memory.
     slack = max(huge - nbytes, 0) + HUGE_PAGE_BYTES if huge else 0
     try:
         mapping = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -78,7 +78,7 @@ def _advise(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
     except OSError:
-        # A kernel without transparent huge pages refuses. The memory works, and is only slower to touch first.
+        # A kernel without transparent huge pages refuses. The memory still works; only its first use is slower.
         return
 
 
@@ -96,7 +96,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 
 def allocate(spec: ArraySpec) -> HostArray:
-    """Allocate an array that is not initialised; its memory is freed with the last array that views it.
+    """Allocate an array that is not initialised. Its memory is freed with the last array that views it.
 
     Large arrays use huge pages, which a load fills several times faster than small ones.
 
@@ -117,10 +117,11 @@ def allocate(spec: ArraySpec) -> HostArray:
 
 
 def free(array: HostArray) -> None:
-    """Free the memory of an array of `allocate` that is not read any more, although references to it remain.
+    """Free the memory of an array from `allocate` that is not read any more, although references to the array remain.
 
     Does nothing for an array without pages of its own.
     """
+    # The kernel drops the pages of an anonymous mapping at once. The addresses stay valid, and read as zeros.
     if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         with contextlib.suppress(OSError):  # memory that the process has locked is freed with the array
             array.base.madvise(mmap.MADV_DONTNEED)
@@ -163,7 +164,7 @@ class StagingPool:
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             index = bisect.bisect_left(self._free, (size,))
-            # Use memory that is a little larger, so that it is reused when a shape changes a little.
+            # Accept memory that is a little too large, so that it is reused when a shape changes a little.
             if index < len(self._free) and self._free[index][0] <= size + size // 8:
                 pages = self._free.pop(index)[2]
                 self._free_bytes -= pages.nbytes
@@ -190,12 +191,12 @@ class StagingPool:
             self._peak_bytes = self._used_bytes
 
     def _keep(self, pages: Pages) -> None:
-        self._serial += 1  # sizes are often equal, and pages have no order
+        self._serial += 1  # orders entries of equal size, because `Pages` cannot be compared
         bisect.insort(self._free, (pages.nbytes, self._serial, pages))
         self._free_bytes += pages.nbytes
 
     def _drop_free(self, allowed: int) -> None:
-        """Free memory that fitted no request, the largest first, until at most `allowed` bytes are kept."""
+        """Free unused memory, the largest first, until at most `allowed` bytes are kept."""
         while self._free_bytes > allowed and self._free:
             self._free_bytes -= self._free.pop()[0]
 
@@ -279,7 +280,7 @@ class StagingMemory:
     def help_copy(self, *, is_copier: bool = False) -> bool:
         """Copy one piece that no thread has started. Return False if there is none.
 
-        `is_copier`: the caller is counted as a copier. If there is no piece, it ends and is no longer counted.
+        `is_copier` is True if the caller is counted in `_copiers`. If there is no piece, it is no longer counted.
         """
         with self._lock:
             if not self._pieces:
@@ -311,7 +312,7 @@ class StagingMemory:
             self._pool.put_back(pages)
 
     def cancel(self) -> None:
-        """Stop copying: copies that have not started fail. Waits for running copies. Finished copies can be read."""
+        """Stop copying. Copies that have not started fail. Waits for running copies. Finished copies can be read."""
         with self._lock:
             self._closed = True
             canceled = list(self._pieces)
@@ -349,6 +350,7 @@ class _PendingCopy:
         self._counting = counting
         self._array = array
         self._error: BaseException | None = None
+        # The lock serves as an event: it is acquired until the copy is complete.
         self._done = threading.Lock()
         self._done.acquire()
         self.missing = 0

@@ -27,7 +27,7 @@ class ObjectWrites:
         """Write to the storage of a recorder, with its options.
 
         Args:
-            recorder: the recorder. Its buffers of `Sizes.write` bytes, into which bytes are copied, are used again.
+            recorder: the recorder. Bytes are copied into its buffers of `Sizes.write` bytes, which are reused.
             objects: keys and segments; the next one is taken when a thread starts it.
         """
         self._storage = recorder._storage
@@ -222,7 +222,7 @@ class ObjectWrites:
         """Copy inline checksums to their positions, once they are computed. Return False if another thread failed.
 
         The bytes that they cover are in this task, or in tasks taken before it. A thread computes all checksums of a
-        task before it waits, so at least one thread does not wait.
+        task before it waits. So the thread with the earliest task never waits, and there is no deadlock.
         """
         for inline, position, start, stop in task.checksums:
             if inline.data is None:
@@ -242,7 +242,7 @@ class ObjectWrites:
 
 
 class _Small(NamedTuple):
-    """An object that one thread writes, with the bytes of each segment."""
+    """An object that one thread writes. `nbytes` has the bytes of each segment."""
 
     number: int
     key: str
@@ -255,7 +255,7 @@ class _Large:
     """An object that several threads write.
 
     Attributes:
-        unwritten: the number of tasks that were taken and are not written.
+        unwritten: the number of tasks that were taken and are not written yet.
         all_taken: True if all tasks were taken.
         writer: None before the first task is written.
     """
@@ -298,7 +298,7 @@ def _close_after(error: BaseException, closers: Sequence[Callable[[], None]]) ->
 
 
 _CONCURRENT_SMALL_OBJECTS: Final = 8
-"""Limit of small objects that are written at once to a local storage: even on a disk, writers mostly wait."""
+"""Maximum number of small objects that are written at once to a local storage. Even there, writers mostly wait."""
 
 
 class ObjectRecorder:
@@ -372,8 +372,8 @@ class ObjectRecorder:
         other, and several small objects at once.
 
         Raises:
-            PluginError, StorageError: the first error. No further object is started, unfinished ones are aborted, and
-                some may be complete.
+            PluginError, StorageError: the first error. No further object is started, and unfinished objects are
+                aborted. Some objects may be complete.
         """
         if self._threads.parallelism(self._concurrency) > self._threads.count:
             self._write_all(iter(objects), self._concurrency, self._concurrency)

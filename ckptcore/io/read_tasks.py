@@ -20,8 +20,9 @@ from ckptcore.model import Box, Checksum, ChunkRead, HostArray
 from ckptcore.planning.partition import boxes_of_range
 
 _SPARE_BLOCKS: Final = 2
-"""Most unneeded blocks of an object that are read before inline checksums are used instead. Checksums of blocks are
-better, because they are in the root: only they prove that bytes belong to this save."""
+"""Maximum number of unneeded blocks that are read from an object to verify it by blocks. If more are needed, inline
+checksums are used. Checksums of blocks are better, because only they are in the root, and prove that bytes belong to
+this save."""
 
 
 _FIRST: Final = itemgetter(0)
@@ -139,7 +140,7 @@ def destinations_of(shape: ObjectShape, read: ChunkRead, base: int = 0) -> Itera
         CorruptCheckpointError: the chunk is not within the object, or a target does not fit its box.
     """
     chunk, itemsize, offset = read.box, read.itemsize, read.offset
-    # The shape of a box that starts at zero, the common case, is its stop.
+    # The common case: the box starts at zero, so its stop is its shape.
     chunk_shape = chunk.stop if not any(chunk.start) and len(chunk.start) == len(chunk.stop) else _shape(read, chunk)
     nbytes = prod(chunk_shape) * itemsize
     end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
@@ -196,7 +197,7 @@ def _part_destinations(
     elif shape.keeps_elements(read.offset - base, itemsize):
         yield BoxDestination(number, read.offset, chunk_shape, in_chunk, array.view(little_dtype(array.dtype)), origin)
     else:
-        # Reads may start or end inside elements: read them as bytes, with the bytes of an element as a last axis.
+        # Reads may start or end inside an element, so the elements are read as bytes, with an additional last axis.
         if not little:
             raise _mismatch(read, f"elements that are not aligned, for an array of {array.dtype}")
         as_bytes = array.reshape(-1).view(np.uint8).reshape(*array.shape, itemsize)
@@ -225,7 +226,7 @@ class ReadPart:
     Attributes:
         destinations: arrays that take some of the bytes, and the range of the object for each.
         direct: ranges that are read directly into the only array that needs them, in order.
-        checks: inline checksums to compare, of chunks that are in the part as a whole or in part.
+        checks: the inline checksums to compare, of chunks that are wholly or partly in this part.
     """
 
     __slots__ = ("checks", "destinations", "direct", "start", "stop")
@@ -276,8 +277,8 @@ class ReadTask:
         key: the object.
         nbytes: the bytes to read.
         requests: the parts of each request, in order.
-        numbers: the targets that take part, each once.
-        checked_numbers: the targets that wait for chunks which end here, once for each chunk.
+        numbers: the targets that need bytes of the task, each once.
+        checked_numbers: for each chunk that ends in the task, the targets that wait for the check of its checksum.
     """
 
     __slots__ = ("checked_numbers", "key", "nbytes", "numbers", "requests")
@@ -324,7 +325,7 @@ def plan_object(
     """Plan the tasks that read chunks of one object.
 
     Args:
-        shape: the sizes of reads by blocks if the blocks have checksums, else by bytes.
+        shape: the sizes of reads of the object: in whole blocks if the blocks have checksums, else in bytes.
         chunk_shape: the sizes of reads of chunks that are verified by their inline checksums.
         reads: the chunks to read.
         verify: compare inline checksums.
@@ -356,7 +357,7 @@ def plan_object(
         others.extend([destination for chunk in by_blocks for destination in chunk.destinations])
         for chunk in chunks:
             if any(isinstance(destination, BoxDestination) for destination in chunk.destinations):
-                # Blocks may start or end inside an element where parts of the chunk do not: choose destinations again.
+                # The destinations were chosen for blocks, which may cut elements that reads of the chunk do not cut.
                 chunk.destinations = [
                     destination
                     for read in chunk.reads
@@ -383,7 +384,7 @@ def _refuse_overlap(key: str, chunks: Sequence[_CheckedChunk]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Neighbours:
-    """Chunks whose blocks are read together, with the bytes of the blocks, the chunks, and the gaps that are read."""
+    """Chunks whose blocks are read together, with the bytes of the blocks, the chunks, and the gaps between chunks."""
 
     chunks: list[_CheckedChunk] = field(default_factory=list)
     block_bytes: int = 0
@@ -394,9 +395,9 @@ class _Neighbours:
 def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_CheckedChunk], list[_CheckedChunk]]:
     """Return the chunks to verify by blocks, and the chunks to verify by their inline checksums.
 
-    Neighbours are verified in the same way: by blocks, unless that reads over 2 % more bytes than the whole chunks and
-    the gaps between them. If blocks add at most `_SPARE_BLOCKS` blocks to the reads of the object, all chunks are
-    verified by blocks.
+    Chunks that are close to each other are verified in the same way. They are verified by blocks, unless the blocks
+    have over 2 % more bytes than the whole chunks and the gaps between them. All chunks are verified by blocks if this
+    adds at most `_SPARE_BLOCKS` blocks to the reads of the object.
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes
@@ -470,7 +471,7 @@ def _plan_destinations(shape: ObjectShape, destinations: Iterable[Destination]) 
         mark = len(ranges)
         for low, high in destination.spans(shape.gap_bytes):
             begin, end = low // step * step, shape.above(high)
-            if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise shared bytes are taken twice
+            if len(ranges) > mark and begin <= ranges[-1][1]:  # otherwise `take` copies shared bytes twice
                 ranges[-1] = ranges[-1][0], end, destination
             else:
                 ranges.append((begin, end, destination))
@@ -515,7 +516,7 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Destination]]) -> 
 
 
 def _share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Destination]]) -> None:
-    """Add each destination to the windows that contain the bytes (start, stop) it needs."""
+    """Add each destination to the windows that contain its bytes (start, stop)."""
     starts = list(map(_START, windows))
     for start, stop, destination in ranges:
         index = bisect.bisect_right(starts, start) - 1

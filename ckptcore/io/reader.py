@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from ckptcore.io.block_cache import BlockCache, RecentBlocks
 
 _RECENT_BYTES: Final = 32 << 20
-"""Bytes of verified blocks that are cached: small reads that are close to each other need parts of the same block."""
+"""Bytes of verified blocks that are cached, because small reads close to each other need parts of the same block."""
 
 _UNCONFIRMED_BYTES: Final = 1 << 30
-"""Most bytes that are allocated because the root states them, before the storage has confirmed them. The memory is not
-touched, and is released if an object is missing or too short."""
+"""Maximum bytes that are allocated for sizes that only the root states and the storage has not confirmed. The memory is
+not touched, and is released if an object is missing or too short."""
 
 
 class ObjectReader:
@@ -90,7 +90,7 @@ class ObjectReader:
         self._request_bytes = suited.request_bytes
         self._is_remote = threads.parallelism(self._concurrency) > threads.count
         self._sizes = sizes.for_requests(self._request_bytes) if self._is_remote else sizes
-        # While a request waits for its first byte, a remote storage delivers a good part of another request.
+        # In the time in which a remote storage starts to answer a request, it could deliver a good part of another one.
         self._gap_bytes = self._request_bytes // (4 if self._is_remote else 16)
         self._sums: dict[str, RecordedChecksums] = {}
         self.counting = threading.Lock()
@@ -137,8 +137,8 @@ class ObjectReader:
     def size_limits(self, keys: Iterable[str]) -> dict[str, int]:
         """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
 
-        Small objects on a remote storage use the recorded size, up to a limit for their sum: the request that reads
-        such an object checks the size. The storage is asked for all other sizes.
+        For small objects on a remote storage, the limit is the recorded size, because the request that reads such an
+        object checks the size. The sum of these recorded sizes is limited. The storage is asked for all other sizes.
 
         Raises:
             ObjectNotFoundError
@@ -180,11 +180,11 @@ class ObjectReader:
         return sums
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes `start` to `stop` of an object; fewer if it ends before.
+        """Return bytes `start` to `stop` of an object; fewer if it ends earlier.
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: it is shorter than recorded, or has no record and the reader is `strict`.
+            CorruptCheckpointError: the object is shorter than recorded, or has no record and the reader is `strict`.
         """
         sums = self._checksums(key)
         if sums is None:
@@ -201,7 +201,7 @@ class ObjectReader:
             return b""
         block = self._sizes.block
         begin, end = start // block * block, min(-(-stop // block) * block, size)
-        # Blocks at the ends that are requested in part may be cached by reads of their other parts.
+        # If only a part of the first or last block is requested, a read of its other part may have cached the block.
         head = self._recent.find(key, begin) if begin < start or stop < min(begin + block, size) else None
         low = begin if head is None else min(begin + block, size)
         foot = self._recent.find(key, (end - 1) // block * block) if stop < end and low < end else None
@@ -253,11 +253,11 @@ class ObjectReader:
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its chunks in `reads` are read and verified.
 
-        A chunk is verified by the checksums of the blocks of its object. A chunk with an inline checksum is read whole
-        and verified by that one if the object has no block checksums, or if whole blocks have clearly more bytes than
-        the chunk. Without any checksum, a chunk is not verified.
+        A chunk is verified by the checksums of the blocks of its object. There are two exceptions for a chunk with an
+        inline checksum: if the object has no block checksums, or if whole blocks have clearly more bytes than the
+        chunk, it is read whole and verified by its inline checksum. Without any checksum, a chunk is not verified.
 
-        The thread that asks for the next number reads too. Once this generator has ended, even by an error, no thread
+        The thread that asks for the next number reads too. After the end of this generator, even by an error, no thread
         writes into a target.
 
         Raises:
@@ -304,11 +304,11 @@ class ObjectReader:
                 pool.join()
 
     def _plan(self, key: str, size: int, reads: Sequence[ChunkRead], recorded: bool) -> list[ReadTask]:
-        """Plan the reads of an object of `size` bytes. `recorded`: its blocks have recorded checksums."""
+        """Plan the reads of an object of `size` bytes. `recorded` is True if its blocks have recorded checksums."""
         sizes, request, gap = self._sizes, self._request_bytes, self._gap_bytes
         shape = plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
         if recorded:
-            # Requests of few blocks: a block that is hashed right after its read is still in the cache.
+            # Request few blocks at a time: a block that is hashed right after its read is still in the cache.
             shape = ObjectShape(
                 key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes
             )
@@ -354,7 +354,7 @@ class _ChunkReading:
         self._reader = reader
         self._progress = reader.progress  # a later load may set another function
         self._tasks = tasks
-        # Objects are open from their first task to their last one: there may be more of them than a process may open.
+        # Objects are open only from their first to their last task, because a process can open a limited number.
         self._objects: dict[str, RangeReader] = {}
         self._left = Counter([task.key for task in tasks])
         self._opening = threading.Lock()
@@ -378,7 +378,7 @@ class _ChunkReading:
         scratch = _Scratch()
         while count:
             numbers: list[int] | BaseException | None = None
-            # The caller builds leaves from complete targets: it gets these before this thread reads more.
+            # The caller builds leaves from complete targets, so it gets them before this thread reads more.
             if self._done.empty():
                 numbers = self._next(scratch)
             if numbers is None:
@@ -445,7 +445,7 @@ class _ChunkReading:
         for part in parts:
             buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
         self._read_into(key, buffers)
-        if parts[0].checks:  # all parts are of whole chunks
+        if parts[0].checks:  # then all parts of the task have checks: see `plan_object`
             for part in parts:
                 for check in part.checks:
                     if check.compare(part.start, part.stop, buffers):

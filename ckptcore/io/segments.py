@@ -160,9 +160,9 @@ class ObjectSegments:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """Bytes `start` to `stop` of an object, in one segment. `segment` is -1 if it needs no closing.
+    """Bytes `start` to `stop` of an object, in one segment. `segment` is -1 if the segment needs no closing.
 
-    `checksum` is the inline checksum that covers them, or None.
+    `checksum` is the inline checksum that covers the bytes, or None.
     """
 
     segment: int
@@ -173,7 +173,7 @@ class _Run:
 
 
 class _Gathering:
-    """Elements of a box, copied from arrays with any strides and byte order, or from several arrays."""
+    """The elements of a box, to be copied from one array or several, with any strides and byte order."""
 
     __slots__ = ("_dtype", "_itemsize", "_shape", "_sources")
 
@@ -220,7 +220,7 @@ def _open(segment: ArraySegment, size: int) -> list[tuple[int, int, memoryview |
         box, array = arrays[0]
         if box is not segment.box and box != segment.box:
             raise _mismatch(segment, arrays)
-        # The stop of a box that starts at zero, the common case, equals its shape, and needs no calculation.
+        # The common case: the box starts at zero, so its stop is its shape and nothing has to be calculated.
         if array.itemsize != segment.itemsize or (array.shape != box.stop and array.shape != box.shape):
             raise _mismatch(segment, arrays)
         if array.nbytes != size:

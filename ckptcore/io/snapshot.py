@@ -36,13 +36,13 @@ class StateBoxes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StateElements:
-    """The elements of a state in host memory. Counts the snapshots that use them, and frees them with the last one.
+    """The elements of a state in host memory. Counts the snapshots that use them, and frees them after the last one.
 
-    Boxes that several snapshots write are transferred once. Thread-safe.
+    If several snapshots write the same boxes, the boxes are transferred once. Thread-safe.
 
     Attributes:
         transfer: starts a transfer to host memory.
-        free: frees the memory of an array; None: the memory is that of the state.
+        free: frees the memory of an array; None if the memory belongs to the state.
     """
 
     transfer: Callable[[StateBoxes], Sequence[Pending[HostArray]]]
@@ -55,9 +55,9 @@ class StateElements:
     def use(
         self, boxes: Sequence[StateBoxes]
     ) -> tuple[Callable[[int], Sequence[Pending[HostArray]]], Callable[[int], None], Collection[int]]:
-        """Return the functions of one snapshot that start and release an item. Call it before anything is released.
+        """Return functions with which one snapshot starts and releases an item. Call this before any item is released.
 
-        An item can be released again, and without being started.
+        An item may be released repeatedly, and without being started.
 
         Args:
             boxes: the boxes of each item. Only the function that starts items refers to the leaves.
@@ -92,7 +92,7 @@ class StateElements:
         return start, release, unreleased
 
     def close(self) -> None:
-        """Forget all arrays without freeing their memory. Waits for no transfer that runs."""
+        """Forget all arrays without freeing their memory. Does not wait for running transfers."""
         self._closed = True
         self._arrays.clear()
 
@@ -101,17 +101,17 @@ class StateCopy(Protocol):
     """A running copy of a part of a state."""
 
     def wait(self) -> None:
-        """Return once the part may change: everything is copied, or the writer ended."""
+        """Return once the program may change this part: when everything is copied, or when the writer has ended."""
 
     def fail(self, error: BaseException) -> None:
-        """Record that the part may have changed: no more of it is copied."""
+        """Record that the program may have changed this part, so that no more of it is copied."""
 
     def end_writing(self) -> None:
         """Record that the writer needs nothing more."""
 
 
 class ViewedSnapshot:
-    """Snapshot of a blocking save: views of the arrays. Starts transfers from devices a little ahead of the writer."""
+    """Snapshot of a blocking save: views of the arrays. Starts transfers from devices before the writer needs them."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ViewedSnapshot:
 
 
 class CopiedSnapshot:
-    """Snapshot of an asynchronous save: `wait` returns once everything is copied. Copies in the order of the plan."""
+    """Snapshot of an asynchronous save. Copies in the order of the plan. `wait` returns once everything is copied."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class CopiedSnapshot:
         try:
             return [array.result() for array in self._pending[item]]
         except Exception:
-            self._copy_failed = True  # set before the writer ends because of it: `wait` raises the error too
+            self._copy_failed = True  # set before the error ends the writer, so that `wait` raises it too
             raise
 
     def release(self, item: int) -> None:
@@ -234,7 +234,7 @@ class BoundedSnapshot:
         self._writing_ended = False
 
     def wait(self) -> None:
-        """Copy every item. Return once the last is copied, or the writer ended; then the source may change."""
+        """Copy every item. Return once the last one is copied, or the writer has ended. Then the source may change."""
         if self._earlier is not None:
             self._earlier.wait_until_written()
             self._earlier = None
@@ -269,7 +269,7 @@ class BoundedSnapshot:
                     self._requested.popleft()
                 number = self._requested[0] if self._requested else next(iter(waiting))
                 nbytes = self.plan.items[number].nbytes
-                # The limit does not apply to an item that the writer waits for: that would be a deadlock.
+                # The limit does not apply to an item that the writer waits for, because this would be a deadlock.
                 if self._requested or self._used_bytes == 0 or self._used_bytes + nbytes <= self._limit:
                     self._used_bytes += nbytes
                     return number
@@ -277,7 +277,7 @@ class BoundedSnapshot:
             return None
 
     def wait_until_written(self) -> None:
-        """Wait until every copied item is written, or the writer ended."""
+        """Wait until every copied item is written, or the writer has ended."""
         with self._changed:
             while self._used_bytes and not self._writing_ended:
                 self._changed.wait()

@@ -1,6 +1,6 @@
-"""Requests to a storage, and threads: how many run at once, how large requests are, and which ranges share one.
+"""Requests to storages, and threads: the number of each, the sizes of requests, and the ranges that share a request.
 
-Threads are for requests and copies, for work in the background, and for loops that several of them share.
+Threads make requests and copies, do background work, and share the work of a loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ckptcore.model import BLOCK_BYTES
 from ckptcore.protocols import StorageBackend, StorageCapabilities
 
 _MAX_CONCURRENCY: Final = 64
-"""Most requests at once: each one takes a thread and memory."""
+"""Maximum number of concurrent requests, because each takes a thread and memory."""
 
 _MAX_PART_BYTES: Final = 64 << 20
-"""Most bytes of a part: each thread that writes has one in memory."""
+"""Maximum bytes of a part, because each writing thread has one part in memory."""
 
 
 def requests_of(storage: StorageBackend) -> StorageCapabilities:
@@ -43,9 +43,11 @@ class Sizes(NamedTuple):
         task: the bytes that a thread reads as one task; a multiple of `block`.
         write: the bytes that a thread copies, checks and writes at a time; a multiple of `block` that fits into the
             cache of a processor.
-        inline: one thread writes an object of fewer bytes. A local read of fewer bytes stays on the calling thread.
-        direct: ranges from this size that only one array needs, unchanged, are read directly into it.
-        run: runs of elements of a box from this size are read directly into its array, block by block.
+        inline: one thread writes an object with fewer bytes. A local read of fewer bytes runs on the calling thread.
+        direct: a range of at least this size is read directly into an array, if only this array needs the range, and
+            takes its bytes unchanged.
+        run: if the contiguous runs of a box have at least this size, they are read directly into its array, block by
+            block.
     """
 
     block: int = BLOCK_BYTES
@@ -76,7 +78,7 @@ class ObjectShape(NamedTuple):
     Attributes:
         key: the object.
         size: its size in bytes.
-        step: reads start and end at multiples of it, in bytes: a block if blocks are verified, else 1.
+        step: reads start and end at multiples of this number of bytes: a block if blocks are verified, else 1.
         part_bytes: the most bytes of a request; a multiple of `step`.
         gap_bytes: gaps up to this size are read, because that is cheaper than another request.
         sizes: the sizes of tasks and blocks.
@@ -109,8 +111,8 @@ class CoalescedRange(NamedTuple):
 
     Attributes:
         key: the object.
-        start, stop: the range that contains all of them; None: up to the end of the object.
-        numbers: their positions among the given ranges.
+        start, stop: the range that contains the ranges of the group. `stop` is None for the end of the object.
+        numbers: the positions of the ranges in the argument of `coalesce`.
     """
 
     key: str
@@ -163,13 +165,13 @@ class IOThreads:
     their `ckptcore.protocols.StorageCapabilities.concurrency`. The groups do not wait for each other. Threads for
     remote storages end when they are idle. If the user set the number of threads, all storages use the first group.
 
-    The threads are daemons: at exit the interpreter waits for callers that wait for work, never for these threads, so a
-    save in a background thread still completes. A forked child starts its own threads. If no thread can be started,
-    `run` does all the work on the calling thread.
+    The threads are daemons. At exit, the interpreter does not wait for them, but it waits for background threads that
+    use them, so a save in a background thread still completes. A forked child starts its own threads. If no thread can
+    be started, `run` does all the work on the calling thread.
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Use `count` threads; by default one for each processor, but 2 to 8, and more for remote storages."""
+        """Use `count` threads. By default one for each processor, within 2 to 8, and more for remote storages."""
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MAX_THREADS, max(2, os.cpu_count() or 2))
@@ -197,8 +199,8 @@ class IOThreads:
     def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> WorkerPool:
         """Start up to `parallelism` threads that call `worker` once each. `WorkerPool.join` must follow.
 
-        Fewer threads call it if the others are busy until the pool is joined. The caller must be able to do all the
-        work itself.
+        Fewer threads call `worker`, or none, if the others are busy until the pool is joined. Therefore the caller must
+        be able to do all the work itself.
 
         Args:
             worker: the function to call; must not raise.
@@ -252,7 +254,7 @@ class _ThreadGroup:
             if self._waiting <= 0 and self._started < most:
                 thread = threading.Thread(
                     target=_serve,
-                    # A weak reference: threads must not keep alive the group whose end ends them.
+                    # A weak reference, so that a waiting thread does not keep its group alive.
                     args=(self._work, weakref.ref(self), self._idle_seconds),
                     name="ckptcore-io",
                     daemon=True,
@@ -275,7 +277,7 @@ class _ThreadGroup:
             self._waiting += 1
 
     def may_end(self) -> bool:
-        """Return True if a thread that found no work may end. False: work for it is queued now."""
+        """Return True if a thread that found no work may end, and False if work was queued for it meanwhile."""
         with self._lock:
             if self._waiting <= 0:
                 return False
@@ -297,6 +299,7 @@ def _serve(
             function = work.get(timeout=idle_seconds)
         except queue.Empty:
             group = owner()
+            # Work may be queued for this thread right after the timeout, so the group decides under its lock.
             if group is None or group.may_end():
                 return
             del group
@@ -355,9 +358,9 @@ def for_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *,
 
     Args:
         threads: the threads to use besides the calling thread.
-        items: taken in order, one when a thread is free, so they may come from a generator.
+        items: may be a generator. Items are taken in order, one whenever a thread is free.
         do: the function.
-        parallelism: useful number of concurrent calls, if more than one for each processor.
+        parallelism: the useful number of concurrent calls, if it is larger than the number of threads.
 
     Raises:
         The first error of a call. No item is taken after it, and no call runs when it is raised.
@@ -413,7 +416,7 @@ class BackgroundThreads:
         Args:
             most: the most functions that run at once.
             name: the name of the threads.
-            daemon: the interpreter does not wait for them at exit.
+            daemon: True if the interpreter must not wait for the threads at exit.
         """
         self._most = most
         self._daemon = daemon
@@ -428,7 +431,7 @@ class BackgroundThreads:
 
         Args:
             function: the function.
-            inline: call it on this thread if no other can be started.
+            inline: True to call it on this thread if no other thread can be started.
 
         Raises:
             RuntimeError: no thread can be started, and `inline` is False.
@@ -447,7 +450,7 @@ class BackgroundThreads:
                 pass
             else:
                 return future
-        # The main thread runs exit handlers after all threads were joined: nothing would wait for a new thread.
+        # The main thread runs exit handlers after it has joined all threads, so it would not wait for a new thread.
         if not inline:
             with self._lock:
                 self._work.remove(work)
@@ -466,12 +469,12 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-        self._serve()  # functions for which an interrupted `submit` started no thread
+        self._serve()  # an interrupted `submit` may have queued a function without starting a thread
         with self._lock:
             self._idle.wait_for(lambda: not self._work and not self._serving, seconds)
 
     def _serve(self) -> None:
-        """Call functions until the queue is empty. Return immediately if enough threads do."""
+        """Call functions until the queue is empty. Return immediately if enough threads already do so."""
         thread = threading.get_ident()
         with self._lock:
             if len(self._serving) >= self._most or thread in self._serving:
@@ -497,7 +500,7 @@ class BackgroundThreads:
 def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
     """Call a function that may wait for a storage. Return False if it has not returned within `seconds`.
 
-    Then it continues on a thread that ends with the program.
+    If it has not returned, it continues on a daemon thread, which ends with the program.
 
     Args:
         seconds: the longest time to wait; None: no limit.
@@ -533,7 +536,7 @@ class _Resettable(Protocol):
     """An object that can be reset."""
 
     def reset_after_fork(self) -> None:
-        """Return to the initial state. May not take locks: a thread of the parent may have held them at the fork."""
+        """Return to the initial state. Must not take locks: a thread of the parent may have held them at the fork."""
 
 
 def reset_in_children(resettable: _Resettable) -> None:

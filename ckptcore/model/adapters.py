@@ -1,4 +1,4 @@
-"""Parameters that the config of an adapter needs, by the methods of PEFT."""
+"""Parameters that the config of an adapter needs, for each method of PEFT."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ ADAPTER_METHODS: Final[Mapping[str, str]] = {
     "PVERA": "pvera_lambda_",
     "XLORA": "xlora_",
 }
-"""For each method (``PeftType`` of peft 0.21.2), the text that names of its parameters have."""
+"""For each method (``PeftType`` of peft 0.21.2), a text that the names of its parameters contain."""
 
 _WITHOUT_TARGETS: Final[tuple[JSON, ...]] = (None, [], "dummy-target-modules")
-"""Values of ``target_modules`` with which a config may train other modules only."""
+"""Values of ``target_modules`` for a config that may train only the modules of its other options."""
 
 _PARTNERS: Final = {"lora_A": "lora_B", "lora_B": "lora_A"} | {
     f"lora_embedding_{side}": f"lora_embedding_{other}" for side, other in ("AB", "BA")
 }
 
 _HEADS: Final[tuple[JSON, ...]] = ("classifier", "score")
-"""PEFT adds both to ``modules_to_save`` of a classifier, which has one of them."""
+"""PEFT adds both to the ``modules_to_save`` of a classifier, although its model has only one of them."""
 
 
 class AdapterGaps(NamedTuple):
     """Gaps of an adapter.
 
     Attributes:
-        lacking: what its config needs and is not stored.
-        unjudged: what may be complete or not, because the config does not say so.
+        lacking: parameters that its config needs and that are not stored.
+        unjudged: parameters that may be missing; the config does not state whether the model has them.
     """
 
     lacking: tuple[str, ...]
@@ -62,7 +62,7 @@ def adapter_gaps(config: Mapping[str, JSON], names: Collection[str]) -> AdapterG
     for option in ("target_modules", "modules_to_save"):
         listed = config.get(option)
         if option == "target_modules" and part != "lora_":
-            continue  # others share their parameters between modules
+            continue  # other methods share their parameters between modules
         if isinstance(listed, list) and (absent := _not_stored(listed, names)):
             # a program may list modules that its model does not have
             (lacking if option == "modules_to_save" and len(absent) == len(listed) else unjudged).append(

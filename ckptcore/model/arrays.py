@@ -20,7 +20,7 @@ HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
 _MAX_WORK: Final = 1 << 16
-"""Limit of steps and of listed elements in an exact comparison. Beyond it, memory counts as shared."""
+"""Limit of steps and of listed elements in an exact comparison. Beyond this limit, memory counts as shared."""
 
 _NUMPY_NAMES: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -157,7 +157,7 @@ class Box(NamedTuple):
         )
 
     def relative(self, origin: tuple[int, ...]) -> Box:
-        """Return this box in coordinates that begin at an index of the array."""
+        """Return this box in coordinates relative to an index of the array."""
         return Box(tuple(map(operator.sub, self.start, origin)), tuple(map(operator.sub, self.stop, origin)))
 
     def band(self, axis: int, start: int, stop: int) -> Box:
@@ -210,7 +210,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """True if its bytes can be addressed. NumPy requires this of the other axes even if one axis is empty."""
+        """True if its bytes can be addressed. If an axis is empty, NumPy still requires this of the other axes."""
         elements = math.prod([extent for extent in self.shape if extent])
         return elements * dtype_from_name(self.dtype).itemsize <= sys.maxsize
 
@@ -225,8 +225,8 @@ class AbstractArray:
     Attributes:
         shape: elements along each axis.
         dtype: a dtype of NumPy or ml_dtypes.
-        framework: of a stored array, the framework of the saved array, such as ``"torch"``; None if unknown. The array
-            loads in this framework if it is a part of the state of an object, which may not have it yet.
+        framework: for a stored array, the framework from which it was saved, such as ``"torch"``; None if unknown. An
+            array in the state of an object loads in this framework, because the object may not have the array yet.
     """
 
     shape: tuple[int, ...]
@@ -288,7 +288,7 @@ class StridedMemory(NamedTuple):
         return range(first, last + self.itemsize)
 
     def shares_bytes(self, other: StridedMemory) -> bool:
-        """Return True if elements of both share a byte. Interleaved elements do not."""
+        """Return True if elements of both share a byte. Elements that are only interleaved share no byte."""
         if self.space != other.space:
             return False
         own, others = self.extent, other.extent
@@ -315,7 +315,7 @@ class StridedMemory(NamedTuple):
         return False
 
     def _repeats_an_offset(self, axes: list[tuple[int, int]]) -> bool:
-        """Compare the offsets of all elements if the strides alone are not sufficient."""
+        """Return True if two elements overlap, or if there are too many elements to compare their offsets."""
         if any(stride < self.itemsize for stride, _ in axes):
             return True
         if math.prod([length for _, length in axes]) > _MAX_WORK:
@@ -339,17 +339,17 @@ def _addresses(memory: StridedMemory) -> HostArray:
 
 
 WHOLE_SAMPLE_BYTES: Final = 256 << 10
-"""Size of the largest array of which `sampled` returns all elements, in bytes."""
+"""Maximum size in bytes of an array that `sampled` returns whole."""
 
 _SAMPLE_EVERY_BYTES: Final = 4096
 _SAMPLE_BYTES: Final = 64
 
 
 def sample_steps(itemsize: int) -> tuple[int, int]:
-    """Return the distance of the parts of a sample, and the size of a part, in elements of `itemsize` bytes.
+    """Return the distance between the parts of a sample, and the size of a part, in elements of `itemsize` bytes.
 
-    Every process must sample equally, also of an array that is on a device or not contiguous in one of them. Therefore
-    parts are counted in elements of the array in C order.
+    Every process must sample the same elements, even if the array is on a device or not contiguous in some processes.
+    Therefore parts are counted in elements of the array in C order.
     """
     taken = max(1, _SAMPLE_BYTES // itemsize)
     return max(taken, _SAMPLE_EVERY_BYTES // itemsize), taken
@@ -358,8 +358,8 @@ def sample_steps(itemsize: int) -> tuple[int, int]:
 def sampled(array: HostArray) -> Sequence[HostArray]:
     """Return the elements of an array that are compared with those of other processes.
 
-    All elements of a small array. Of a larger one, 64 bytes of every 4 KiB and the last 64 bytes, so that arrays which
-    differ in 4 KiB or more in a row have different samples. See ``docs/design/ranks-with-different-trees.md``.
+    A small array is returned whole. Of a larger array, return 64 bytes of every 4 KiB and the last 64 bytes. If
+    arrays differ in 4 KiB or more in a row, their samples differ. See ``docs/design/ranks-with-different-trees.md``.
     """
     if array.nbytes <= WHOLE_SAMPLE_BYTES:
         return (array,)

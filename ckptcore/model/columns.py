@@ -1,13 +1,17 @@
 """Columns: long lists, tuples and dicts of plain numbers and text, each stored as one value.
 
-A leaf for each of a million numbers costs a handler call, a record, a path and a row of the root. A column costs its
-bytes: the numbers as one array in base64, in the root. Its record has the kind ``list``, ``tuple`` or ``dict``.
+If each of a million numbers is a leaf, each costs a handler call, a record, a path and a row of the root. A column
+costs only its bytes: the root has the numbers as one array in base64. Its record has the kind ``list``, ``tuple`` or
+``dict``.
 
-The record's value has ``items``, and ``keys`` for a dict. Each has the values of every type together: ``int`` as
-``[bytes per number, base64]`` in two's complement and little-endian, ``float`` as base64 of float64, ``bool`` as base64
-of bytes, ``str`` as texts, ``long`` as hexadecimal ints, if one exceeds 64 bits. If there are several types, ``types``
-has one byte for each value. ``runs`` are the containers in a list of lists: a number of values, or
-``[kind, runs, times]``. Each value of a hostile column costs at least a byte of it, and containers are few per value.
+The record's value has ``items``, and ``keys`` for a dict. Each of them groups its values by type: ``int`` is
+``[bytes per number, base64]`` in two's complement and little-endian, ``float`` is base64 of float64, ``bool`` is base64
+of bytes, and ``str`` is a list of texts. ``long``, a list of hexadecimal texts, replaces ``int`` if a number exceeds 64
+bits. If there are several types, ``types`` has the type of each value, in one byte per value.
+
+``runs`` describes the containers in a list of lists. A run is a number of values, or ``[kind, runs, times]`` for equal
+containers in a row. A hostile column cannot expand much: each value takes at least a byte of the column, and the number
+of containers per value is limited.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ COLUMN_KINDS: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", dict: "
 """The kind of the record of each type of column."""
 
 COLUMN_VALUES: Final = 1000
-"""Fewest values of a column. Leaves of shorter containers have paths: other software finds them under their names."""
+"""Minimum number of values of a column. Values of shorter containers are leaves, which other software finds by name."""
 
 _TYPES: Final[tuple[type, ...]] = (type(None), bool, int, float, str)
 """The types of values in columns. Their positions are their codes in ``types``."""
@@ -36,13 +40,13 @@ _NAMES: Final = ("none", "bool", "int", "float", "str")
 _PLAIN: Final = frozenset(_TYPES)
 _SEQUENCES: Final = frozenset({list, tuple})
 _MAX_DEPTH: Final = 3
-"""Most nested lists and tuples of a column. Limits the containers for each value of a hostile column."""
+"""Maximum depth of nested lists and tuples in a column. Limits the containers for each value of a hostile column."""
 _MAX_TEXT: Final = 1 << 12
-"""Most characters of a text in a column. Long texts are arrays."""
+"""Maximum number of characters of a text in a column. Longer texts are stored as arrays."""
 
 
 def is_column(value: object) -> bool:
-    """Return True for a list, tuple or dict that is saved as a column: long, and only with plain values.
+    """Return True for a list, tuple or dict that is saved as a column, because it is long and has only plain values.
 
     A column is a dict of plain values with keys of type int or str, or a list or tuple of plain values or of such lists
     and tuples. Plain values have exactly the types int, float, bool, str or None. Subclasses are no columns.
@@ -53,7 +57,7 @@ def is_column(value: object) -> bool:
 
 
 def is_plain(value: object, depth: int = 8) -> bool:
-    """Return True for a plain value, and for a list, tuple or dict of any length that has only plain ones below."""
+    """Return True for a plain value, and for a list, tuple or dict of any length whose nested values are all plain."""
     if isinstance(value, dict):
         return depth > 0 and all(is_plain(child, depth - 1) for child in value.values())
     if isinstance(value, list) or type(value) is tuple:
@@ -63,7 +67,7 @@ def is_plain(value: object, depth: int = 8) -> bool:
 
 
 def _count(value: Sequence[object], depth: int) -> int | None:
-    """Return the number of values in nested lists and tuples; None if there is anything else."""
+    """Return the number of values in nested lists and tuples; None if they contain anything else."""
     types = {*map(type, value)}
     if types <= _PLAIN:
         return len(value) if _are_values(value) else None
@@ -100,7 +104,7 @@ def column_record(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> ValueR
 
 
 def _runs(value: Sequence[Any], items: list[object]) -> list[JSON]:
-    """Return the containers in a list, and append its values to `items`. Equal neighbours are one run."""
+    """Return the containers in a list as runs, and append its values to `items`. Equal neighbours form one run."""
     runs: list[Any] = []
     for is_value, children in itertools.groupby(value, lambda child: type(child) in _PLAIN):
         if is_value:
@@ -207,12 +211,12 @@ def _build_runs(runs: Any, items: Iterator[Any], depth: int) -> Iterator[Any]:
 
 
 def _has_values(runs: Any) -> bool:
-    """Return True if a container and each one in it have a value. Only such are repeated: values limit their number."""
+    """Return True if a container and all containers in it have values. Values limit how often a container repeats."""
     return bool(runs) and all(run > 0 if type(run) is int else _has_values(run[1]) for run in runs)
 
 
 def _decode_items(encoded: Any) -> list[Any]:
-    """Return the values in order. Their number follows from the bytes: a short text cannot state a long list."""
+    """Return the values in order. Their number follows from the bytes, so a short text cannot state a long list."""
     columns = {name: _decode_type(name, column) for name, column in encoded.items() if name != "types"}
     if "types" not in encoded:
         (values,) = columns.values()

@@ -1,4 +1,4 @@
-"""Kinds of files and directories of other software, by first bytes and names, for errors."""
+"""Kinds of files and directories of other software, recognized by their first bytes and names. Errors name them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 FILE_HEAD_BYTES: Final = 512
-"""Bytes of a file by which it is recognized."""
+"""Number of bytes at the start of a file by which its kind is recognized."""
 
 
 class FileKind(NamedTuple):
     """A kind of file, or of directory.
 
     Attributes:
-        noun: what it is, with an article.
-        remedy: what to do, as an imperative.
-        layout: the layout that reads it; empty if there is none.
-        is_archive: True if files in it can be named.
+        noun: a noun for it, with an article.
+        remedy: advice, as an imperative.
+        layout: the layout that reads it; empty if no layout does.
+        is_archive: True if a location can name files in it.
     """
 
     noun: str
@@ -27,7 +27,7 @@ class FileKind(NamedTuple):
     is_archive: bool = False
 
     def __str__(self) -> str:
-        """Return both, to follow the name of the file and `is`."""
+        """Return noun and remedy. In a message, they follow the name of the file and ``is``."""
         return f"{self.noun}: {self.remedy}"
 
 
@@ -70,12 +70,12 @@ _MAGIC: Final[Mapping[bytes, FileKind]] = {
 
 _EMPTY: Final = FileKind("empty", "restore it from a copy, or load another one")
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""Limit of the header of safetensors, in its length in 8 bytes."""
+"""Maximum header length of safetensors. The first 8 bytes of a file are this length."""
 _OLD_PICKLE: Final = re.compile(rb"\([dl]p\d+\n|c[A-Za-z_][\w.]*\n\w+\n")
 """Dicts, lists and objects in pickles of protocol 0, which are lines of text."""
 _ZIP_PART: Final = re.compile(r"\.z\d{2,3}\Z", re.ASCII)
 _SPLIT_PART: Final = re.compile(r"\.(zip|tar|tgz|gz)\.(\d{2,3}|part[a-z]{2})\Z", re.ASCII)
-"""Names of parts that begin with any bytes, as ``zip -s``, ``split`` and 7-Zip give them."""
+"""Names of archive parts, as ``zip -s``, ``split`` and 7-Zip give them. The first bytes of such parts are arbitrary."""
 _WORD_VECTORS: Final = re.compile(rb"\d{1,12} \d{1,9}\n")
 _TEXT: Final = FileKind("a text", "load the directory or the file with the weights")
 
@@ -90,7 +90,7 @@ _SUFFIXES: Final[Mapping[str, FileKind]] = {
 
 
 def file_kind(head: bytes, name: str) -> FileKind | None:
-    """Return the kind of a file of other software, or None if it is not known.
+    """Return the kind of a file of other software, or None if the kind is unknown.
 
     Args:
         head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter one.
@@ -112,7 +112,8 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
         return part
     if head.startswith(b"PK\x03\x04"):
         return _zip_kind(head, name)
-    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:  # before pickles: may be 0x280
+    # Before pickles: a header length of 0x280 has the first bytes of a pickle, 80 02.
+    if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < _MAX_HEADER_BYTES:
         if not name or name.endswith(".safetensors"):
             return None
         return FileKind("a safetensors file that is cut off or damaged", _EMPTY.remedy)
@@ -129,15 +130,15 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
 
 
 def kind_in_place_of(head: bytes) -> FileKind | None:
-    """Return the kind of a pointer, a page or an empty file in place of the expected file; None for other files."""
+    """Return the kind of a pointer, a page or an empty file that replaces the expected file; None for other files."""
     kind = file_kind(head, "")
     return kind if kind in (_LFS, _HTML, _EMPTY) or head.startswith(b"<?xml") else None
 
 
 def part_of_archive(head: bytes, name: str) -> FileKind | None:
-    """Return the kind of a file that, by its first bytes or its name, is a part of an archive; None for others.
+    """Return the kind of a file that is a part of an archive, by its first bytes or its name; None for other files.
 
-    The last part of a zip is not recognized, because it has the name of a whole one. See `file_kind` for arguments.
+    The last part of a zip is not recognized, because it has the name of a whole zip. See `file_kind` for arguments.
     """
     if head.startswith(b"PK\x07\x08") or _ZIP_PART.search(name):
         return FileKind("a part of a zip archive in several parts", _JOIN)
@@ -150,7 +151,7 @@ def is_text(head: bytes) -> bool:
     """Return True for UTF-8 without control characters. The last character may be cut off."""
     text = head.decode("utf-8", "ignore")
     is_printable = all(character.isprintable() or character.isspace() for character in text)
-    # At most 3 bytes of a character that the end of the head cuts off are lost.
+    # `ignore` drops invalid bytes. If the head ends inside a character, at most 3 bytes of this character are dropped.
     return bool(text) and len(text.encode()) > len(head) - 4 and is_printable
 
 
@@ -170,10 +171,10 @@ def _zip_kind(head: bytes, name: str) -> FileKind:
 
 
 def directory_kind(names: Collection[str]) -> FileKind | None:
-    """Return the kind of a directory of other software by the names in it, or None if it is not known.
+    """Return the kind of a directory of other software by the names in it, or None if the kind is unknown.
 
     Args:
-        names: the names; those of directories end with ``/``.
+        names: the names; names of directories end with ``/``.
     """
     for patterns, kind in _DIRECTORIES:
         if any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns):
@@ -182,9 +183,10 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats whose checkpoints are whole directories, of a directory with these names.
+    """Return the formats whose files a directory with these names has, and whose checkpoints are whole directories.
 
-    The value is a name by which the checkpoint can be loaded alone, or empty. See `directory_kind` for `names`.
+    The value of a format is the name by which its checkpoint can be loaded alone, or empty. See `directory_kind` for
+    `names`.
     """
     formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:
@@ -218,4 +220,4 @@ _DIRECTORIES: Final[tuple[tuple[tuple[str, ...], FileKind], ...]] = (
     (("*.gguf",), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
     (("*.onnx",), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
 )
-"""Patterns of names in directories, and the kinds of directories with a name that matches one."""
+"""Patterns of names, and the kind of a directory that has a name that matches one of them."""

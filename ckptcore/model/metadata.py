@@ -31,10 +31,10 @@ _NO_NOTES: Final[Mapping[str, JSON]] = {}
 
 
 PARTS: Final = "__parts__"
-"""The key, in a dict of the parts of an array of a framework, of the text that says which array they make up."""
+"""A key in the dict that stores an array of a framework in parts. Its value is a text that describes the array."""
 
 UNREADABLE: Final = "unreadable"
-"""The kind of a leaf that cannot be loaded. The other leaves of its checkpoint can be."""
+"""The kind of a leaf that cannot be loaded, although the other leaves of its checkpoint can be loaded."""
 
 
 class ArrayRecord(NamedTuple):
@@ -42,11 +42,11 @@ class ArrayRecord(NamedTuple):
 
     Attributes:
         spec: shape and dtype of the whole array, over all processes.
-        kind: the meaning of the array: `PLAIN_ARRAY`, or a name of its leaf handler (``numpy.scalar``, ``jax.key``). A
-            handler that does not know the kind treats the leaf as a plain array.
-        cuts: per axis the sorted inner boundaries at which shards meet, in elements; None if there are none.
-        notes: JSON of its leaf handler (its framework, how it was sharded, conversions); never needed to read the
-            elements. Several records may share one object, which must not be changed.
+        kind: the meaning of the array: `PLAIN_ARRAY`, or a name that its leaf handler defines (``numpy.scalar``,
+            ``jax.key``). A handler that does not know the kind treats the leaf as a plain array.
+        cuts: for each axis, the sorted inner boundaries of shards, in elements; None if there are no boundaries.
+        notes: JSON of its leaf handler, such as the framework, the sharding and conversions. Reading the elements never
+            needs them. Several records may share one object, which must not be changed.
     """
 
     spec: ArraySpec
@@ -56,7 +56,7 @@ class ArrayRecord(NamedTuple):
 
     @property
     def framework(self) -> str | None:
-        """The framework of the saved array, such as ``"torch"``, by its notes; None if unknown."""
+        """The framework of the saved array according to its notes, such as ``"torch"``; None if unknown."""
         framework = self.notes.get("framework")
         return framework if isinstance(framework, str) else None
 
@@ -65,8 +65,8 @@ class ValueRecord(NamedTuple):
     """A value that is stored in the root.
 
     Attributes:
-        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name of its leaf handler;
-            `UNREADABLE` for a leaf of other software that no load can return: see `unreadable_leaf`.
+        kind: the name of its type: none, bool, int, float, complex, str, bytes, or a name that its leaf handler
+            defines. `UNREADABLE` for a leaf of other software that no load can return: see `unreadable_leaf`.
         value: the value as JSON, in the encoding of its leaf handler.
     """
 
@@ -79,11 +79,11 @@ LeafRecord: TypeAlias = ArrayRecord | ValueRecord
 
 
 def unreadable_leaf(error: CheckpointError) -> ValueRecord:
-    """Return the record of a leaf of other software that cannot be loaded, while the other leaves can be.
+    """Return the record of a leaf of other software that cannot be loaded, although the other leaves can be loaded.
 
     Args:
-        error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. If it is a
-            CorruptCheckpointError, data are missing or damaged, which `ckptcore.verify` reports.
+        error: a message about this leaf alone: what is stored, why it cannot be loaded, what to do. A
+            CorruptCheckpointError means that data are missing or damaged. `ckptcore.verify` then reports them.
     """
     if isinstance(error, CorruptCheckpointError):
         return ValueRecord(UNREADABLE, {"reason": str(error), "damaged": True, "key": error.key})
@@ -109,11 +109,11 @@ class TreeMetadata:
 
     Attributes:
         skeleton: the containers.
-        leaves: a record per leaf, in the order of the skeleton.
+        leaves: a record for each leaf, in the order of the skeleton.
         aliases: for each leaf that shares its bytes with an earlier leaf, the number of the earlier leaf.
-        held_by: for each leaf that only some of the saving processes held, their ranks, ascending. A rank that holds
-            no elements of an array is not among them. A process may load the tree without such a leaf. Several leaves
-            may share one tuple.
+        held_by: for each leaf that only some of the saving processes held, the ascending ranks of these processes. A
+            rank that held no elements of an array is left out. A process may load the tree without such a leaf. Several
+            leaves may share one tuple.
     """
 
     skeleton: Skeleton
@@ -136,10 +136,10 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the tree as columns with one entry per leaf, which are small and fast to parse.
+        """Return the tree as columns with one entry for each leaf. Columns are small and fast to parse.
 
-        Distinct notes are stored once in ``notes``, and the column ``note`` has their indices, because thousands of
-        arrays have the same few shardings.
+        Equal notes are stored once in ``notes``, because thousands of arrays may have the same few shardings. The
+        column ``note`` has their indices.
         """
         arrays: list[JSON] = []
         values: list[JSON] = []
@@ -187,11 +187,11 @@ class TreeMetadata:
 
     @classmethod
     def from_json(cls, encoded: JSON) -> TreeMetadata:
-        """Decode the result of `to_json`; the JSON may be hostile.
+        """Decode the result of `to_json`. The JSON may be hostile.
 
         Raises:
-            CorruptCheckpointError: it is not a tree.
-            UnsupportedLeafError: it names an unknown dtype.
+            CorruptCheckpointError: the JSON is not a tree.
+            UnsupportedLeafError: the JSON names an unknown dtype.
         """
         try:
             return _decode(encoded)
@@ -202,7 +202,7 @@ class TreeMetadata:
 
 
 class _NoteTable:
-    """Distinct notes in `table`, each with a number."""
+    """The distinct notes of a tree, in `table`. The number of notes is their position."""
 
     def __init__(self) -> None:
         self.table: list[JSON] = []
@@ -210,8 +210,8 @@ class _NoteTable:
         self._seen: dict[int, int] = {}
 
     def number(self, notes: Mapping[str, JSON]) -> int:
-        # Compare by identity first: most records share the object, and a sharding over many devices is long. The
-        # records keep the object alive.
+        # Compare by identity first, because most records share one object, and the JSON of a sharding over many devices
+        # is long. Ids stay unique, because the records keep the objects alive.
         known = self._seen.get(id(notes))
         if known is None:
             known = self._numbers.setdefault(json.dumps(dict(notes)), len(self.table))
@@ -245,6 +245,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
             raise damaged_tree("a leaf has two values")
         leaves[number] = ValueRecord(_expect(kind, str), value)
     _check_shapes(shape_column)
+    # Exact types, because isinstance accepts a bool as an int.
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
         raise damaged_tree("a column of numbers has other values")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
@@ -301,13 +302,13 @@ def _plain_record(
     if min(shape, default=0) < 0:
         raise damaged_tree(f"{min(shape)} is not a valid length of an axis")
     spec = ArraySpec(shape, dtypes[_natural(dtype_number)])
-    if 0 in shape and not spec.is_possible:  # others are compared with the sizes of their objects
+    if 0 in shape and not spec.is_possible:  # other arrays are compared with the sizes of their objects
         raise damaged_tree(f"an array cannot be {spec}")
     return ArrayRecord(spec, notes=_NO_NOTES if note is None else notes[_natural(note)])
 
 
 def _check_shapes(column: list[Any]) -> None:
-    """Refuse anything but lists of integers. Checks whole columns, for checkpoints with very many arrays."""
+    """Refuse anything but lists of integers. Checks whole columns, because a checkpoint may have very many arrays."""
     if {*map(type, column)} - {list, tuple}:
         raise damaged_tree("a shape is not a list")
     kinds = {*map(type, itertools.chain.from_iterable(column))} - {int}
@@ -329,7 +330,7 @@ def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
 
 
 def _cuts(encoded: JSON, spec: ArraySpec) -> tuple[tuple[int, ...], ...] | None:
-    """Return the boundaries of shards. None if they are odd: no array needs them."""
+    """Return the boundaries of shards. None if they are invalid, because arrays can be read without them."""
     if not isinstance(encoded, list) or len(encoded) != len(spec.shape):
         return None
     if {*map(type, encoded)} - {list} or {*map(type, itertools.chain.from_iterable(encoded))} - {int}:
@@ -387,7 +388,7 @@ class ObjectRecord(NamedTuple):
 def check_key(key: str) -> str:
     """Return a key if it names an object below a directory: relative, with ``/`` between its parts.
 
-    Keys may come from a hostile file. A storage may refuse further keys that none of its objects can have.
+    Keys may come from a hostile file. A storage may refuse further keys, which none of its objects can have.
 
     Raises:
         InvalidLocationError: the key is absolute or empty, or has an empty, ``.`` or ``..`` part, a NUL character or a

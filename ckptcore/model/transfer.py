@@ -38,7 +38,7 @@ class WriteItem(NamedTuple):
     Attributes:
         leaf: the number of the leaf in the tree.
         spec: the whole array.
-        boxes: without overlap, in the order of their elements in a `Snapshot`.
+        boxes: the boxes, without overlap, in the order in which `Snapshot.take` returns their elements.
     """
 
     leaf: int
@@ -56,9 +56,9 @@ class WritePlan(NamedTuple):
 
     Attributes:
         tree: the tree of the whole job.
-        items: the arrays of which this process writes boxes; tied arrays once, under their first leaf.
+        items: the arrays of which this process writes boxes. Tied arrays are listed once, under their first leaf.
         rank, size: the rank of this process, and the number of processes.
-        save_id: the id of the save; part of the names of objects that the format does not fix.
+        save_id: the id of the save. It is part of the names of objects, unless the format fixes the names.
         name: the name of the checkpointable; empty if the tree is the whole checkpoint.
         session: in a checkpoint with several sessions, the rank of the session's first process among the processes of
             all sessions; else None. The tree is then the tree of the session, and `rank` is the rank of this process
@@ -79,9 +79,9 @@ class Receipt(NamedTuple):
 
     Attributes:
         rank: the rank of the process.
-        items: the written boxes, as planned. Those of another process may be an `ItemColumns`.
-        state: JSON of the layout, such as the positions of chunks. If it comes from another process, lists of integers
-            may be an `IntegerColumn`, which iterates like a list, and which NumPy accepts.
+        items: the written boxes, as planned. If the receipt comes from another process, they may be an `ItemColumns`.
+        state: JSON of the layout, such as the positions of chunks. If it comes from another process, a list of integers
+            may be an `IntegerColumn`, which can be iterated like a list and passed to NumPy.
         objects: every object written, with its checksums.
     """
 
@@ -134,7 +134,7 @@ class ArraySegment(NamedTuple):
         itemsize: bytes per element.
         open: returns boxes and arrays that together cover `box`; may block until they are available. Their bytes are
             converted to little endian and gathered while they are written.
-        close: called once, when all bytes are in the storage or the write failed, to release the memory.
+        close: called once to release the memory, when all bytes are in the storage or the write has failed.
     """
 
     box: Box
@@ -157,7 +157,7 @@ class Checksum(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a checksum in an object; at least one, equal for every value."""
+        """Bytes of a checksum in an object: at least one, and equal for every value."""
 
     def of(self, data: memoryview) -> int:
         """Return the checksum of a view with format ``B``, which may be empty. Releases the GIL for large views."""
@@ -219,7 +219,7 @@ class ChunkRead(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of an array that is stored separately, as the metadata describes it.
+    """A separately stored box of an array, as the metadata describes it.
 
     Attributes:
         key: the object that contains it.
@@ -251,7 +251,8 @@ class ChunkLocations(NamedTuple):
     Attributes:
         keys: the object of each chunk; empty for chunks that are `inline` or have a fill value.
         starts: the first byte of each chunk in its object, or in its `inline` bytes.
-        stops: by row, the end of an encoded chunk in its object or `inline` bytes; None or missing: their end.
+        stops: by row, the end of an encoded chunk in its object or `inline` bytes. If it is None or missing, the chunk
+            extends to the end of the object or bytes.
         encoded: rows of chunks that are passed to `ChunkIndex.decode`; all others are elements in C order, little
             endian, uncompressed.
         checksums: by row, the inline checksum of a raw chunk.
@@ -320,10 +321,10 @@ class IntegerColumn(Sequence[int]):
 
 
 def list_of_column(column: object) -> list[int]:
-    """Return a column as a list: for the argument `default` of `json.dumps`.
+    """Return a column as a list. Can be passed to `json.dumps` as `default`.
 
     Raises:
-        TypeError: it is not a column.
+        TypeError: the object is not a column.
     """
     if isinstance(column, IntegerColumn):
         return list(column)

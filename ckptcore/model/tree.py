@@ -16,13 +16,13 @@ JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[s
 """The content of a JSON document."""
 
 MAX_DEPTH: Final = 200
-"""Most nested containers in a tree that is saved or loaded."""
+"""Maximum depth of nested containers in a tree that is saved or loaded."""
 
 MAX_KEY_DEPTH: Final = 16
-"""Most nested tuples in a key."""
+"""Maximum depth of nested tuples in a key."""
 
 MAX_KEY_PARTS: Final = 10_000
-"""Most parts of a tuple in a key. NUTS has one for the names of all parameters."""
+"""Maximum number of parts of a tuple in a key. A key in the state of NUTS is a tuple of the names of all parameters."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,7 +36,7 @@ class Attribute:
 
 
 PlainKey: TypeAlias = int | str | tuple["PlainKey", ...]
-"""A key of a mapping: an int, a bool, a str, or a tuple of such keys. Equal keys of Python (True and 1) are equal."""
+"""A key of a mapping: an int, a bool, a str, or a tuple of such keys. As in Python, True and 1 are equal."""
 
 Key: TypeAlias = PlainKey | Attribute
 """A step from a container to one of its children: an index or a key of a mapping, or an attribute."""
@@ -79,8 +79,8 @@ class Node(NamedTuple):
         children: a `Node` or `LEAF` for each key.
         type: the qualified name of the saved type if `kind` does not determine it, else None. It is only shown, and
             never imported.
-        attributes: the attributes of an instance of OrderedDict, as JSON; None if there are none. PyTorch keeps the
-            versions of modules there.
+        attributes: the attributes of an OrderedDict instance, as JSON; None if there are none. PyTorch stores the
+            versions of modules in such an attribute.
     """
 
     kind: NodeKind
@@ -94,7 +94,7 @@ class StoredObject(dict[Any, Any]):
     """The stored state of an object that is not a container of Python: a dict of its attributes and keys.
 
     Attributes:
-        type: the qualified name of its saved type, if known. It is text of the checkpoint, and never imported.
+        type: the qualified name of its saved type, if known. It comes from the checkpoint, and is never imported.
     """
 
     def __init__(self, items: Iterable[tuple[Any, Any]], kind: str | None) -> None:
@@ -123,12 +123,12 @@ def format_path(path: TreePath) -> str:
 
 
 def are_indices(keys: Sequence[Key]) -> bool:
-    """Return True if keys are 0, 1, 2 and so on, as ints: False and True are keys of a mapping."""
+    """Return True if keys are the ints 0, 1, 2 and so on. The bools False and True are keys of a mapping instead."""
     return tuple(keys) == tuple(range(len(keys))) and bool not in map(type, keys)
 
 
 def is_name(key: object) -> bool:
-    """Return True for a key of a mapping that a program chose. Numbers, such as those of epochs, change as it runs."""
+    """Return True for a key of a mapping that is a name. Ints, such as epoch numbers, change while a program runs."""
     return isinstance(key, str | bool | tuple)
 
 
@@ -174,9 +174,9 @@ def leaf_count(skeleton: Skeleton) -> int:
 def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (), root: str = "array") -> dict[int, str]:
     """Return a name for each leaf of a flat layout: its keys joined by dots, as other software expects.
 
-    Leaves with equal or reserved names get escaped names: a backslash precedes each dot and each backslash within
-    a key, a str key that is empty or looks like an int is quoted, an attribute begins with ``\\@``, and a bool or a
-    tuple with a backslash. If the escaped name is reserved too, a backslash is put before it.
+    Leaves with equal or reserved names get escaped names. In these, a backslash precedes each dot and each backslash
+    within a key. A str key that is empty or looks like an int is quoted. An attribute begins with ``\\@``, a bool or a
+    tuple with a backslash. If the escaped name is reserved too, another backslash precedes it.
 
     Args:
         paths: by leaf, its path.
@@ -207,7 +207,7 @@ def leaf_names(paths: Mapping[int, TreePath], *, reserved: Collection[str] = (),
 
 
 def _printable(name: str) -> str:
-    """Return a name with surrogates escaped, as ``\\ud800``: no file format can store them."""
+    """Return a name with escaped surrogates, such as ``\\ud800``, because file formats cannot store surrogates."""
     return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -247,7 +247,7 @@ def text_from_json(encoded: JSON) -> str:
 
 
 def float_to_json(number: float) -> JSON:
-    """Return a number, or its name if it is not finite. A NaN other than `math.nan` keeps its sign and payload."""
+    """Return a finite number itself, others as text. A NaN other than `math.nan` keeps its sign and payload."""
     if math.isfinite(number):
         return number
     if not math.isnan(number):
@@ -275,11 +275,11 @@ def float_from_json(value: JSON) -> float:
 
 
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
-    """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and if known, the type and attributes.
+    """Return a skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]``, and the type and attributes if known.
 
-    `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``; int, bool and str keys are themselves
-    (text with surrogates: see `text_to_json`), and a tuple is a list of its parts.
-    `children` is the number of children if every child is a leaf.
+    `keys` is None for a list or tuple. An attribute key is ``{"attr": name}``. Int, bool and str keys are encoded as
+    themselves (for text with surrogates see `text_to_json`), and a tuple as a list of its parts. If every child is a
+    leaf, `children` is the number of children.
     """
     if not isinstance(skeleton, Node):
         return 0
@@ -308,7 +308,7 @@ def skeleton_from_json(encoded: JSON, limit: int) -> Skeleton:
 
 
 def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
-    """Decode a node. `left` has the number of leaves that may follow, so that a short text cannot make many nodes."""
+    """Decode a node. `left` has the number of leaves that may follow: a short text must not create many leaves."""
     if encoded == 0 and isinstance(encoded, int):
         _take_leaves(1, left)
         return LEAF
@@ -385,5 +385,5 @@ def _bad_skeleton(encoded: object) -> CorruptCheckpointError:
 
 
 def damaged_tree(reason: str) -> CorruptCheckpointError:
-    """Return the error for metadata that are not a tree."""
+    """Return the error for metadata that do not describe a tree."""
     return CorruptCheckpointError(f"the saved tree cannot be read: {reason}")

@@ -68,7 +68,7 @@ class ChunkColumns:
 class ChunkTable(ChunkIndex):
     """A chunk index of raw chunks: elements in C order, little endian, uncompressed. Thread-safe.
 
-    The state has the columns of `ChunkColumns`. Without the column ``box`` each row is a whole array; such a state may
+    The state has the columns of `ChunkColumns`. Without the column ``box``, each row is a whole array. Such a state may
     have a second table, ``slices``, for the arrays that are stored in several boxes.
     """
 
@@ -116,7 +116,7 @@ class ChunkTable(ChunkIndex):
         return (Chunk(location[0], location[1], whole, True, self._checksum is None, leaf),)
 
     def _whole_array(self, leaf: int) -> tuple[str, int] | None:
-        """Return the key and offset of an array that is a single chunk, and cache them; None if it is not."""
+        """Return the key and offset of an array that is a single chunk, and cache them; None for any other array."""
         location = None if self._sliced is None else self._sliced.whole_array(leaf, _spec(self._tree, leaf).shape)
         if location is not None:
             self._whole[leaf] = location
@@ -202,7 +202,7 @@ class _SlicedArrays:
         return (leaf for leaf in range(len(self._rows_of) - 1) if self._rows_of[leaf] < self._rows_of[leaf + 1])
 
     def whole_array(self, leaf: int, shape: tuple[int, ...]) -> tuple[str, int] | None:
-        """Return the file and offset of an array that is one chunk, or None if it is not."""
+        """Return the file and offset of an array that is a single chunk; None for any other array."""
         first = self._rows_of[leaf]
         if self._rows_of[leaf + 1] - first != 1:
             return None
@@ -227,7 +227,7 @@ class _SlicedArrays:
         return uncovered(spec, [chunk.box for chunk in self.chunks(leaf, spec)])
 
     def chunks(self, leaf: int, spec: ArraySpec, within: Box | None = None, is_exact: bool = True) -> list[Chunk]:
-        """Return the chunks of a leaf. With a box, leave out chunks outside of it, but not the only chunk of a leaf."""
+        """Return the chunks of a leaf that are not outside of `within`. The only chunk of a leaf is always returned."""
         rows = self._order[self._rows_of[leaf] : self._rows_of[leaf + 1]]
         axes = len(spec.shape)
         if within is not None and axes and len(rows) > 1:
@@ -244,7 +244,7 @@ class _SlicedArrays:
 
 
 def natural_column(column: Any, below: int, count: int | None = None) -> HostArray:
-    """Check a column of whole numbers from 0 to `below` - 1, and return it as an array. The column may be hostile.
+    """Check a column of integers from 0 to `below` - 1, and return it as an array. The column may be hostile.
 
     Raises:
         TypeError, ValueError, IndexError, OverflowError: the column is not a list of ints, has another length, or has a
@@ -261,7 +261,7 @@ def natural_column(column: Any, below: int, count: int | None = None) -> HostArr
 
 
 def _whole_columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[str], Sequence[int]]:
-    """Return the leaf, file and offset of each whole array. Checks columns at once: there may be 100,000 rows.
+    """Return the leaf, file and offset of each whole array. Checks whole columns, because they may have 100,000 rows.
 
     Raises:
         TypeError, IndexError, KeyError: the columns are damaged or hostile.

@@ -1,6 +1,6 @@
-"""Boxes divided into disjoint boxes and flat ranges, and the check that boxes cover an array.
+"""Division of boxes into disjoint boxes and flat ranges, and the check that boxes cover an array.
 
-Plans are the boxes that each process writes and reads. Replicas divide the writes of a box.
+Plans have the boxes that each process writes and reads. The replicas of a box divide its writes.
 """
 
 from __future__ import annotations
@@ -64,29 +64,29 @@ _FEW_BOXES: Final = 16
 """Up to this number of boxes, comparing each pair is faster than computing `_moved_volumes`."""
 
 _MAX_EXTENT: Final = 1 << 62
-"""Limit of the length of an axis, which the tables of boxes share."""
+"""Limit of the length of an axis. Tables of boxes have the same limit."""
 
 _MAX_ELEMENTS: Final = 1 << 56
-"""Limit of elements: the sum of the sizes of few boxes fits into 64 bits."""
+"""Limit of elements of an array, so that the sum of the sizes of `_FEW_BOXES` boxes fits into 64 bits."""
 
 _PRIMES: Final[HostArray] = np.array([2147483647, 2147483629], np.uint64)
-"""The two largest primes below 2**31: products of two remainders fit into 64 bits."""
+"""The two largest primes below 2**31, so that products of two remainders fit into 64 bits."""
 
 _MOVED_ROWS: Final = 1 << 12
-"""Number of boxes whose bounds are moved at a time: the arrays stay in the cache."""
+"""Number of boxes whose bounds are moved at a time, so that the arrays stay in the cache."""
 
 
 def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) -> bool:
     """Return True if boxes cover an array without gap and overlap.
 
-    Takes time proportional to the boxes and their axes, whatever the boxes are: a hostile checkpoint may state any.
+    The time is proportional to the number of boxes and axes, even for the worst boxes of a hostile checkpoint.
 
-    Let ``step(n)`` be the function of an index that is 0 below `n` and 1 from `n` on. Then a box is the product of
-    ``step(start) - step(stop)`` over the axes: 1 inside the box, 0 outside. The boxes cover the array exactly if the
-    sum of their products equals the product of the array. Steps at different bounds are independent, so both sides are
-    equal if and only if they are equal as polynomials with an unknown for each step. The polynomials are compared at
-    random values of the unknowns, modulo two primes. Unequal ones have equal values in less than one of 2**50 calls
-    (Schwartz and Zippel).
+    Let ``step(n)`` be the function of an index that is 0 below `n` and 1 from `n` on. For a box, the product of
+    ``step(start) - step(stop)`` over the axes is 1 inside the box and 0 outside. The boxes cover the array exactly if
+    the sum of their products equals the product of the whole array. Steps at different bounds are linearly independent.
+    Therefore both sides are equal if and only if they are equal as polynomials with an unknown for each step. The
+    polynomials are compared at random values of the unknowns, modulo two primes. Unequal polynomials have equal values
+    in less than one of 2**50 calls (Schwartz-Zippel lemma).
 
     Args:
         shape: shape of the array, in elements.
@@ -105,12 +105,12 @@ def covers_exactly(shape: Sequence[int], starts: HostArray, stops: HostArray) ->
     if not shape:
         return len(starts) == 1
     if len(starts) <= _FEW_BOXES and math.prod(shape) <= _MAX_ELEMENTS:
-        overlapping = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)  # each box with itself, too
+        overlapping = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)  # a box overlaps itself
         missing = math.prod(shape) - int((stops - starts).prod(axis=1).sum())
         return not missing and int(overlapping.sum()) == len(starts)
     import random  # only arrays in many boxes need it
 
-    choices = random.SystemRandom()  # keeps the state of the caller's generators
+    choices = random.SystemRandom()  # leaves the caller's generators unchanged
     keys = np.array([[[choices.getrandbits(64)] for _ in shape] for _ in _PRIMES], np.uint64)
     total = _moved_volumes(np.zeros((1, len(shape)), np.int64), ends[None], keys)
     for first in range(0, len(starts), _MOVED_ROWS):
@@ -174,7 +174,8 @@ class WrittenBoxes:
 def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     """Return why boxes do not cover an array exactly, as text for a message; None if they do.
 
-    Takes time proportional to the boxes if they cover the array, else to the boxes and the logarithm of the elements.
+    The time is proportional to the number of boxes. If they do not cover the array, it also grows with the logarithm of
+    the number of elements.
     """
     whole = Box.whole(spec.shape)
     if len(boxes) == 1 and boxes[0] == whole:
@@ -258,12 +259,12 @@ def _span(box: Box) -> str:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Divide a range of the elements of an array, in C order, into boxes in this order. Each is one run of elements.
+    """Divide a range of the elements of an array, in C order, into boxes in this order. Each box is one run.
 
-    At most two boxes for each axis except the last one, plus one.
+    There are at most two boxes for each axis except the last one, plus one box.
 
     Args:
-        shape: the shape of the array, of which no extent is 0.
+        shape: the shape of the array; no extent is 0.
         start, stop: the range, in elements.
     """
     boxes: list[Box] = []
@@ -307,8 +308,8 @@ class ReplicaOptions:
 
     Attributes:
         piece_bytes: minimum size of the pieces into which a box is cut for its replicas, in bytes.
-        most: maximum number of replicas that write parts of one box; 1: no box is cut. More concurrent requests are not
-            always faster.
+        most: maximum number of replicas that write parts of one box; 1: no box is cut. A limit can make saves faster,
+            because more concurrent requests are not always faster.
         objects: treatment of objects with a state, such as a data loader or a wrapper of a model with ``state_dict``,
             in a tree that several processes save together. ``"refuse"``: raise an error, because the states may differ
             between processes. ``"lowest_rank"``: as torch.distributed.checkpoint does. The keys of all processes are
@@ -349,7 +350,7 @@ class SplitTree(NamedTuple):
 
     Attributes:
         tree: the tree, with the additional cuts.
-        splits: by array, the split of each of its boxes; arrays that were not cut are left out.
+        splits: by array, the split of its boxes. Arrays that were not cut are left out.
         replicas: by array, the number of processes that hold each box, if it is known.
     """
 
@@ -362,8 +363,8 @@ class Owners(NamedTuple):
     """A rule for the replica that writes each cell of an array. Its size does not depend on the number of cells.
 
     Attributes:
-        numbers: by piece of a box, the replica that writes this piece of the first box. For another box, add the
-            sum of its indices along all axes, modulo the number of replicas.
+        numbers: for each piece of a box, the replica that writes this piece of the first box. For any other box, add
+            the sum of the box's indices along all axes, and take the result modulo the number of replicas.
         axis: the axis along which boxes are cut into pieces.
     """
 
@@ -387,9 +388,9 @@ def cut_for_replicas(
 ) -> SplitTree:
     """Cut large boxes that several processes hold, so that each process can write a piece.
 
-    Every process computes the same cuts. If the number of replicas of an array is not known, all of its boxes are
-    assumed to have the same number, provided that the number of boxes divides the number of processes. A wrong
-    assumption costs a few more chunks; the written elements are the same.
+    Every process computes the same cuts. If the number of replicas of an array is not known, its boxes are assumed to
+    share the processes equally, if the number of boxes divides the number of processes. A wrong assumption costs a few
+    more chunks, but does not change the written elements.
 
     Args:
         tree: the tree, as leaf handlers describe it.
@@ -422,11 +423,11 @@ def cut_for_replicas(
 def owners_of(split: SplitTree, *, rank: int, size: int) -> Mapping[int, Owners]:
     """Return the owners of the cells of each array that this process holds.
 
-    Pieces are assigned as if each array had one box: the largest piece first, each to the replica that has the fewest
-    bytes so far. This divides the bytes evenly among processes that hold one box of each of several arrays. Arrays
-    that are cut into equally many boxes along each axis are divided together, because a process then holds the boxes at
-    the same position of each; the assignment rotates among replicas from position to position. Every process computes
-    the same result, in time that grows with the number of arrays, not of cells or processes.
+    Pieces are assigned as if each array had one box. The largest piece comes first, and each piece goes to the replica
+    that has the fewest bytes so far. This divides the bytes evenly among processes that hold one box of each of several
+    arrays. Arrays with equal numbers of boxes along each axis are divided together, because a process then holds the
+    box at the same position in each of them. From one position to the next, the assignment rotates among the replicas.
+    Every process computes the same result. The time grows with the number of arrays, not of cells or processes.
 
     Args:
         split: the tree of the job, with the splits of the arrays that this process holds.
@@ -475,8 +476,8 @@ def _first_box_bytes(record: ArrayRecord, split: BoxSplit) -> list[int]:
 def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """Return the boxes that a process writes.
 
-    A box without other replicas is written whole. A box that does not match the cuts of the array, because its handler
-    did not describe it, is written whole by replica 0. Each replica of any other box writes the cells that it owns.
+    A box without other replicas is written whole. If a box does not match the cuts of the array, because its handler
+    did not describe it, replica 0 writes it whole. Of any other box, each replica writes the cells that it owns.
 
     Args:
         record: the array.
@@ -500,7 +501,7 @@ def owned_cells(record: ArrayRecord, shard: Shard, owners: Owners | None) -> Ite
     Args:
         record: the array.
         shard: the box.
-        owners: as for `written_boxes`.
+        owners: see `written_boxes`.
     """
     ranges = None if owners is None else _cells_within(record, shard.box)
     if owners is None or ranges is None:

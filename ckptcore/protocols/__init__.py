@@ -2,7 +2,7 @@
 
 ::
 
-    values      handlers of leaves, containers and checkpointables; changes of a tree while it is loaded
+    values      handlers of leaves, containers and checkpointables; transforms of a tree while it is loaded
     layouts     layouts, and the stores that they write and read
     storage     storages
     job         strategies of saves and loads, commits and transactions; the processes of a job, their messages, and the

@@ -1,8 +1,8 @@
 """Protocols of an operation and its job: strategies, commits and transactions; coordinators, collectives, executors.
 
 A caller passes a strategy to `ckptcore.save`. `prepare` returns the save, `begin` returns the commit of that save, and
-the core runs its stages: claim, write, commit. Every stage ends with an exchange of errors between the processes of the
-job. A strategy of a load decides how its stages run, and from which source boxes of stored arrays are read.
+the core runs its stages: claim, write, commit. At the end of every stage, the processes of the job exchange their
+errors. The strategy of a load decides how the stages of the load run, and from which source it reads stored arrays.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ class Transaction(Protocol):
         """Make the claim visible to the other processes of the job, which wait for it before they write."""
 
     def expect_distinct(self, keys: Callable[[], Iterable[str]]) -> None:
-        """Refuse keys that the storage takes for one, or that have names that are too long for it.
+        """Refuse keys that the storage cannot distinguish, or with names that are too long for the storage.
 
         Args:
-            keys: returns keys of objects that will be written, or of directories. Not called if no keys are refused.
+            keys: returns keys of objects that will be written, or of directories. Not called if the storage accepts
+                all keys.
 
         Raises:
-            NameCollisionError: two of them are one object, or one directory, for the storage.
+            NameCollisionError: two keys are the same object or directory in the storage.
             InvalidLocationError: a name is too long.
         """
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
-        """Turn the objects into the checkpoint at the location; durable if the storage was opened durable.
+        """Turn the objects into the checkpoint at the location. It is durable if the storage was opened durable.
 
         Args:
-            root: the root; None for a checkpoint of other software, which has none.
-            parts: by key, objects that the root names in addition to those of the layout.
+            root: the root; None for a checkpoint of other software, which has no root.
+            parts: by key, objects to which the root refers in addition to the objects of the layout.
 
         Raises:
             CheckpointExistsError, SaveLostError: nothing was committed.
@@ -61,7 +62,7 @@ class Transaction(Protocol):
         """
 
     def leave(self) -> None:
-        """Release the claim and keep the objects, for a later transaction that resumes. Does nothing after the end."""
+        """Release the claim and keep the objects for a later transaction, which resumes. Does nothing after the end."""
 
     def abort(self) -> None:
         """Remove all objects and release the claim. Does nothing after the end."""
@@ -82,7 +83,7 @@ class SaveCommit(Protocol):
         """The consequence of a failed commit on another rank; empty if unknown."""
 
     def claim(self) -> None:
-        """Claim the target, if this process claims for others. Otherwise check that the claim is visible."""
+        """Claim the target if this process claims for the job. Otherwise check that the claim is visible."""
 
     @property
     def store(self) -> StorageBackend:
@@ -92,8 +93,8 @@ class SaveCommit(Protocol):
         """Commit the objects of all processes.
 
         Args:
-            payloads: on the leader, one for each rank: its encoded receipts in a job, None without other processes.
-                Empty on other ranks.
+            payloads: on the leader, a payload for each rank: the encoded receipts of the rank, or None if the job has
+                only one process. Empty on other ranks.
         """
 
     def settle(self, error: Exception | None) -> None:
@@ -117,13 +118,15 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
     `PlainSave`.
 
     Attributes:
-        takes_placeholders: True if the state may have placeholders, for leaves that the strategy finds elsewhere.
+        takes_placeholders: True if the state may have placeholders. The strategy finds their leaves elsewhere.
         merges_keys: True if several saves of the strategy add keys to the same dicts.
         checks_target: True if `prepare` checks the location. Otherwise the core refuses an existing target unless
             ``overwrite=`` allows replacing it.
-        layouts: the layouts of the further saves: those that write the same elements to other locations, once this one
-            is committed. `prepare` returns them in `Save.further`. The core captures the elements once for all saves.
-        signature: text about the further saves that the ranks of a job compare; the save is refused if it differs.
+        layouts: the layouts of further saves, which write the same elements to other locations once this save is
+            committed. `prepare` returns the further saves in `Save.further`. The core captures the elements once for
+            all saves.
+        signature: text that describes the further saves. The ranks of a job compare it; if it differs, the save is
+            refused.
     """
 
     @property
@@ -142,17 +145,19 @@ class SaveStrategy(Protocol[DraftT_contra, SaveT]):
     def signature(self) -> str: ...
 
     def prepare(self, draft: DraftT_contra) -> SaveT:
-        """Return the save with the plans of its parts. On every rank, with equal trees; writes nothing to the target.
+        """Return the save with the plans of its parts. Called on all ranks with equal trees.
+
+        Writes nothing to the target.
 
         Args:
             draft: the target, the described trees and the content of the root.
         """
 
     def begin(self, save: SaveT) -> SaveCommit:
-        """Return the commit of a save that `prepare` returned, or refuse it. Without I/O; can be called again."""
+        """Return the commit of a save that `prepare` returned, or refuse the save. Does no I/O; can be called again."""
 
     def after_commit(self, save: SaveT, write: Callable[[SaveT], None]) -> None:
-        """Write the further saves. On every rank, after the commit of the save.
+        """Write the further saves. Called on every rank, after the commit of the save.
 
         Args:
             save: the save.
@@ -164,25 +169,25 @@ class StepStrategy(Protocol[StrategyT]):
     """Strategies for the steps of a `Checkpointer`. Immutable.
 
     Attributes:
-        layouts: further layouts of the strategies. The `Checkpointer` refuses unknown ones.
+        layouts: layouts of further saves. The `Checkpointer` refuses unknown ones.
     """
 
     @property
     def layouts(self) -> Sequence[str | Layout]: ...
 
     def check(self, steps: str | os.PathLike[str]) -> None:
-        """Refuse, when a `Checkpointer` is created, settings that would fail at a step.
+        """Refuse settings that would fail at a step. Called when a `Checkpointer` is created.
 
         Args:
             steps: the directory of the run.
         """
 
     def for_step(self, step: int, name: str, strategy: StrategyT) -> StrategyT:
-        """Return the strategy of a step. On every rank, with equal arguments.
+        """Return the strategy of a step. Called on every rank with equal arguments.
 
         Args:
-            step: its number.
-            name: the name of its directory.
+            step: the number of the step.
+            name: the name of the directory of the step.
             strategy: the strategy of the run directory. The result wraps it, or is the same object.
         """
 
@@ -200,11 +205,11 @@ class ReadThrough(Protocol):
         """Fill buffers with the boxes of a plan. Yields the number of each box once it is complete.
 
         Args:
-            content_id: identifies the stored tree. Every save, and every checkpointable of a save, has a different id.
-                None if other software wrote the checkpoint: its bytes may change, so they may not be cached.
-            plan: the boxes, of arrays in their stored form.
+            content_id: identifies the stored tree. Every checkpointable of every save has a different id. None if
+                other software wrote the checkpoint: its bytes may change, so they must not be cached.
+            plan: the boxes, in the stored shape and dtype of their arrays.
             buffers: for each box, C-contiguous memory of its shape and the stored dtype.
-            read_stored: reads boxes from the checkpoint and verifies them. Accepts any boxes of the tree of the plan.
+            read_stored: reads boxes from the checkpoint and verifies them. Accepts any box of the plan's tree.
         """
 
 
@@ -212,7 +217,7 @@ class StagedLoad(Protocol[T_co]):
     """A load of one tree, as a strategy uses it."""
 
     def run_here(self, read_through: ReadThrough | None = None) -> T_co:
-        """Run all stages in this process, and return the loaded value. Repeats them if the checkpoint was replaced.
+        """Run all stages in this process, and return the loaded value. Repeat them if the checkpoint was replaced.
 
         Args:
             read_through: reads boxes from another source; None: read the checkpoint.
@@ -232,7 +237,7 @@ class ReadStrategy(Protocol[LoadT_contra]):
 class Coordinator(Protocol):
     """Exchanges messages between the processes of a job. Thread-safe. Each exchange has a unique key.
 
-    Every wait has a deadline. After it, `CoordinationTimeoutError` names the missing ranks.
+    Every wait has a deadline. After the deadline, `CoordinationTimeoutError` names the missing ranks.
     """
 
     @property
@@ -244,7 +249,7 @@ class Coordinator(Protocol):
         """The number of processes."""
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
-        """Send a payload to the leader. Return all payloads in order of rank on the leader, None elsewhere."""
+        """Send a payload to the leader. Return all payloads in order of rank on the leader, and None on other ranks."""
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Return the payload of the leader; other ranks pass None. After a timeout, a rank may repeat the call."""
@@ -252,31 +257,31 @@ class Coordinator(Protocol):
 
 @runtime_checkable
 class Rejoinable(Protocol):
-    """A `Coordinator` of one incarnation of its job. If a rank is restarted, all ranks join again.
+    """A `Coordinator` of one incarnation of its job. If a rank is restarted, all ranks join again as a new incarnation.
 
-    The hook `ckpt_coordinator` returns the same object within an incarnation, and another one after the process has
-    joined again. Operations are counted from 0 for each object, so that restarted and other processes use the same
-    numbers.
+    The hook `ckpt_coordinator` returns the same object within an incarnation, and another object after the process has
+    joined again. Operations are counted from 0 for each object, so that restarted processes and other processes use the
+    same numbers.
     """
 
     @property
     def incarnation(self) -> int:
-        """The number of the incarnation, for messages: of the job, or of this process if the job has none."""
+        """The incarnation number of the job, or of this process if the job has none. Shown in messages."""
 
 
 @runtime_checkable
 class GathersInGroups(Protocol):
-    """A `Coordinator` with groups of processes, so that a large job gathers in steps."""
+    """A `Coordinator` with groups of processes, through which a large job gathers in several steps."""
 
     def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> Coordinator:
         """Return the coordinator of a group. Does not wait, and sends nothing.
 
-        In the group, processes have the ranks 0, 1, ... in the given order, also in errors. The first one is the
+        In the group, and in its errors, processes have the ranks 0, 1, ... in the given order. The first process is the
         leader. Keys are unique among all exchanges of the job, in all groups.
 
         Args:
             ranks: the ranks of the group in this coordinator, each once, including the rank of this process.
-            deadlines: the time that an exchange of the group waits, as a multiple of this coordinator's deadline.
+            deadlines: the deadline of the group's exchanges, as a multiple of this coordinator's deadline.
         """
 
 
@@ -284,11 +289,11 @@ class GathersInGroups(Protocol):
 class ReportsAwaited(Protocol):
     """A `Coordinator` that knows for which ranks a running exchange waits.
 
-    The core logs them after ten seconds.
+    If an exchange takes more than ten seconds, the core logs these ranks.
     """
 
     def awaited(self, key: str) -> Sequence[int]:
-        """Return the ranks whose payloads are missing in an exchange in which this rank waits; empty if unknown.
+        """Return the ranks whose payloads are missing in an exchange that this rank waits for; empty if unknown.
 
         Called on another thread while the exchange runs, or right after it.
 
@@ -313,9 +318,9 @@ class Channels(Protocol):
     def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
         """Start to send `data` from one member of a group to all others.
 
-        All members of a group call this in the same order, with the same sender and number of bytes. Processes with
-        several groups in common also use the same order across these. `data` is part of `memory`, and must not be used
-        before the result. Wait for results in the order of the calls.
+        All members of a group make the same calls in the same order, with the same sender and number of bytes.
+        Processes that share several groups also use the same order across these groups. `data` is part of `memory`, and
+        must not be used before the result is available. Wait for results in the order of the calls.
 
         Args:
             group: the index of the group among those that were connected.
@@ -327,13 +332,13 @@ class Channels(Protocol):
         """
 
     def close(self) -> None:
-        """Release the memory. No broadcast may be running. After a failed one, the next use connects again."""
+        """Release the memory. No broadcast may be running. After a failed broadcast, the next use connects again."""
 
 
 class Collectives(Protocol):
-    """Sends bytes between the processes of a job with the collectives of a framework, separate from the program's.
+    """Sends bytes between the processes of a job with the collectives of a framework.
 
-    May be used from any thread, but only by one at a time.
+    The messages are separate from the messages of the program. May be used from any thread, by one thread at a time.
     """
 
     @property
@@ -352,9 +357,10 @@ class Collectives(Protocol):
         """Connect the members of groups of ranks. May wait for the others.
 
         Args:
-            key: equal on all ranks that connect now, and unique, so that messages are not mixed up with others.
-            groups: the groups of this process, each sorted, with at least two members. Processes with several groups in
-                common pass these in the same order.
+            key: equal on all ranks that connect now, and unique, so that messages of different connections are not
+                mixed up.
+            groups: the groups of this process, each sorted, with at least two members. Processes that share several
+                groups pass these groups in the same order.
 
         Raises:
             RankFailedError: another process failed, or is late.
@@ -362,22 +368,22 @@ class Collectives(Protocol):
 
 
 class Executor(Protocol):
-    """Workers of a single controller, which hold elements of leaves: they copy, write and read these. Thread-safe.
+    """The workers of a single controller, which hold, copy, write and read elements of leaves. Thread-safe.
 
-    The controller plans and commits; no elements pass through it. In a checkpoint the controller is rank 0 and worker
-    `n` is rank ``n + 1``, as if each were a process of a job. Derive an executor from
+    The controller plans and commits; no elements pass through the controller. In a checkpoint the controller is rank 0
+    and worker `n` is rank ``n + 1``, as if each were a process of a job. Derive an executor from
     ``ckptcore_jax.staged_executor.StagedExecutor``.
     """
 
     def leaves_to_save(self, handler: LeafHandler) -> LeafHandler:
-        """Return a handler that describes leaves like another one. This process holds no boxes of those at workers."""
+        """Return a handler like `handler`, in which this process holds no boxes of the leaves that workers hold."""
 
     def save_strategy(self, strategy: SaveStrategy[Any, Any]) -> SaveStrategy[Any, Any]:
-        """Return a strategy that saves like another one, and lets workers write the leaves at them."""
+        """Return a strategy that saves like `strategy`, and lets workers write the leaves that they hold."""
 
     def read_strategy(self, strategy: ReadStrategy[Any] | None) -> ReadStrategy[Any]:
-        """Return a strategy that loads like another one, and lets workers read the leaves at them.
+        """Return a strategy that loads like `strategy`, and lets workers read the leaves that they hold.
 
         Args:
-            strategy: the other strategy; None: the stages of the load run as usual.
+            strategy: the strategy to follow; None: the stages of the load run as usual.
         """

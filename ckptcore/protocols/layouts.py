@@ -1,4 +1,4 @@
-"""Layouts, which store the arrays of a tree in objects, and the stores that layouts write and read."""
+"""Protocols of layouts, which store the arrays of a tree in objects, and of the stores that layouts use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from ckptcore.protocols.storage import StorageAddress
 
 
 class Snapshot(Protocol):
-    """The arrays of one save, in host memory or in transfer to it. Thread-safe."""
+    """The arrays of one save, in host memory or being copied to it. Thread-safe."""
 
     @property
     def plan(self) -> WritePlan:
         """The boxes that this process writes."""
 
     def take(self, item: int) -> Sequence[HostArray]:
-        """Wait for the elements of each box of ``plan.items[item]``, and return them, in any strides and byte order."""
+        """Wait for the elements of each box of ``plan.items[item]``, and return them.
+
+        The arrays may have any strides and byte order.
+        """
 
     def release(self, item: int) -> None:
         """Release the memory of an item after it was written. The item is not taken again."""
@@ -45,14 +48,14 @@ class WriteStore(Protocol):
         The threads that write the bytes also compute inline checksums.
 
         Raises:
-            PluginError: the arrays of a segment do not make up its box, or an inline checksum covers another one.
+            PluginError: the arrays of a segment do not make up its box, or an inline checksum covers another checksum.
         """
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
 
-        The iterator is advanced by one thread at a time, which may be another thread than this one. Objects are started
-        in this order, and may be completed in any order. After the first error no further object is started.
+        One thread at a time advances the iterator. It may be another thread than the caller's. Objects are started in
+        this order, and may be completed in any order. After the first error, no further object is started.
         """
 
 
@@ -93,8 +96,8 @@ class ReadStore(Protocol):
     def read_chunks(self, reads: Sequence[ChunkRead]) -> Iterator[int]:
         """Fill targets on the core's I/O threads. Yields the number of a target once its chunks in `reads` are read.
 
-        By then, a store that verifies has compared the chunks with the checksums recorded for their objects, or with
-        their inline checksums. The store may read a whole chunk for this if only a part is requested.
+        A store that verifies has by then compared the chunks with the checksums recorded for their objects, or with
+        their inline checksums. To do this, it may read a whole chunk although only a part is requested.
 
         Raises:
             ObjectNotFoundError, ChecksumError
@@ -131,9 +134,9 @@ class Inspection(NamedTuple):
         custom: metadata of the user.
         metrics: measurements.
         created: the time at which it was written, ISO 8601 in UTC; None if unknown.
-        unused: by object, the names of stored arrays that are not leaves of the tree: the index of the
-            checkpoint names another copy of them, or does not name them. Shown to the user.
-        files: the objects of the checkpoint; those with arrays and those in `unused` may be left out.
+        unused: by object, the names of stored arrays that are not leaves of the tree, because the index of the
+            checkpoint names another copy of them, or none. Shown to the user.
+        files: the objects of the checkpoint. Objects with arrays, and objects in `unused`, may be left out.
     """
 
     tree: TreeMetadata
@@ -150,11 +153,11 @@ class InspectedComposite(NamedTuple):
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
-        members: the kind of each checkpointable by name, in order. Each is a directory of that name, or a file with
-            that name that contains a tree. A tree may have any installed layout. Other directories, such as metadata,
-            are left out. The mapping may list a checkpointable whose directory or file is missing.
-        writer, custom, metrics, created: of the checkpoint as a whole. See `Inspection`.
-        default: the checkpointable that `inspect` finds, which a load of one tree uses; None if it finds none.
+        members: the kind of each checkpointable by name, in order. Each is a directory with
+            this name, or a file with this name that contains a tree. A tree may have any installed layout. Other
+            directories, such as metadata, are left out. The directory or file of a checkpointable may be missing.
+        writer, custom, metrics, created: properties of the checkpoint as a whole. See `Inspection`.
+        default: the checkpointable that `inspect` finds, and that a load of one tree uses; None if it finds none.
     """
 
     members: Mapping[str, MemberKind]
@@ -171,9 +174,9 @@ class CheckpointInfo(NamedTuple):
     Attributes:
         created: the time at which the save began, ISO 8601 in UTC.
         custom: metadata of the user.
-        metrics: measurements of the user; may be non-finite numbers.
-        members: the kind of each checkpointable, by its directory. A checkpointable that every process saved for itself
-            has several directories (``data.rank_0``). Empty if the checkpoint is one tree.
+        metrics: measurements of the user; numbers may be non-finite.
+        members: the kind of each checkpointable, by its directory. A checkpointable that every process saved
+            separately has a directory for each process (``data.rank_0``). Empty if the checkpoint is one tree.
     """
 
     created: str
@@ -185,16 +188,16 @@ class CheckpointInfo(NamedTuple):
 class ChunkIndex(Protocol):
     """Locates the chunks of the arrays of a checkpoint. Thread-safe.
 
-    The core reads arrays through it: it requests the chunks of a box, locates those whose positions are not exact, and
-    reads their bytes. Leaves are numbers of arrays in the tree, never of aliases. An index may be built from hostile
-    metadata.
+    The core reads arrays through an index: it requests the chunks of a box, locates the chunks whose positions are not
+    exact, and reads their bytes. A leaf is the number of an array in the tree, never of an alias. An index may be built
+    from hostile metadata.
 
-    The defaults are for layouts with raw chunks at exact positions.
+    The defaults suit layouts with raw chunks at exact positions.
     """
 
     @abstractmethod
     def boxes(self, leaf: int, box: Box) -> Iterable[Chunk]:
-        """Return the chunks that contain elements of a box of an array. Reads nothing; equal on every process.
+        """Return the chunks that contain elements of a box. Reads nothing. The result is equal on every process.
 
         Chunks do not overlap. Processes divide reads by the positions of chunks. An inexact position may cause larger
         reads, but no wrong elements.
@@ -206,25 +209,25 @@ class ChunkIndex(Protocol):
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """By leaf, the stored shape and dtype of an array, if they differ from its record. Chunks have this form.
+        """Stored shape and dtype by leaf, for arrays whose records state others. Chunks have the stored ones.
 
-        The bytes are equal. The stored shape may have one more axis, for the bytes of an element.
+        The bytes are the same. The stored shape may have one additional axis, for the bytes of an element.
         """
         return {}
 
     @abstractmethod
     def extents(self, leaf: int) -> Iterable[tuple[str, int, int]]:
-        """Return the byte ranges (object, start, stop) of an array, as far as the metadata has them.
+        """Return the byte ranges (object, start, stop) of an array, as far as the metadata states them.
 
-        Errors use them to name arrays. They limit the memory that a load allocates. Elements that are in no plain
-        range are left out.
+        Error messages use the ranges to name arrays, and loads use them to limit the memory that they allocate.
+        Elements outside of plain ranges are left out.
         """
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
         """Return the objects in which a damaged byte of an array may go undetected, because they have no checksum.
 
-        Called after the whole array was read, in checkpoints of other software. Compares those checksums of the format
-        that the read did not compare. By default returns all objects of `extents`.
+        Called for checkpoints of other software, after the whole array was read. Compares the checksums of the format
+        that the read did not compare. By default return all objects of `extents`.
 
         Raises:
             CorruptCheckpointError: a checksum differs.
@@ -234,8 +237,8 @@ class ChunkIndex(Protocol):
     def check(self, leaves: Collection[int]) -> None:
         """Refuse arrays that their chunks do not cover exactly. Called before memory is allocated; reads nothing.
 
-        A hostile state of a few bytes may describe an array of any shape, so the check must not take longer than
-        reading the state.
+        The check must not take longer than reading the state, because a hostile state of a few bytes may describe an
+        array of any shape.
 
         Raises:
             CorruptCheckpointError, UnsupportedLeafError: see `boxes`; for the first such array.
@@ -245,7 +248,7 @@ class ChunkIndex(Protocol):
     def chunk_rows(self, leaf: int) -> int | None:
         """Return the extent of a chunk along the first axis, for arrays in a regular grid; else None.
 
-        Conversions divide arrays between chunks that are read whole.
+        Verification reads arrays in bands whose bounds are multiples of this extent, so that no chunk is read twice.
         """
         return None
 
@@ -291,8 +294,9 @@ class LayoutCapabilities(NamedTuple):
 
     Attributes:
         any_replica_writes: True if the processes that hold the same box may each write a part of it. The parts end at
-            the cuts of the array's record. If False, replica 0 writes the whole box, as formats of whole arrays need.
-        sessions: True if several saves can fill one checkpoint, one after the other. See `Layout.renumbered`.
+            the cuts of the array's record. If False, replica 0 writes the whole box: formats that store an array as a
+            whole need this.
+        sessions: True if several saves can fill one checkpoint, one after another. See `Layout.renumbered`.
     """
 
     any_replica_writes: bool = False
@@ -313,7 +317,7 @@ class Layout(Protocol):
 
     @property
     def capabilities(self) -> LayoutCapabilities:
-        """The features of saves that it supports; may be a class attribute."""
+        """The features of saves that the layout supports; may be a class attribute."""
         return LayoutCapabilities()
 
     # --- write
@@ -331,9 +335,9 @@ class Layout(Protocol):
         return
 
     def names_in_keys(self, plan: WritePlan) -> Collection[str]:
-        """Return keys that contain names of arrays, or the directories on their paths that do; none by default.
+        """Return the keys, or the directories of keys, that contain names of arrays; none by default.
 
-        A save is refused before it writes if its file system takes two of them for one.
+        A save is refused before it writes if its file system cannot distinguish two of them.
         """
         return ()
 
@@ -345,7 +349,7 @@ class Layout(Protocol):
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write objects that describe the objects of all processes, such as an index for other software.
 
-        Called on the leader after all processes have written. The root stores the result, which `index` receives.
+        Called on the leader after all processes have written. The root stores the result, and `index` receives it.
         """
 
     def write_metadata_files(self, info: CheckpointInfo, store: WriteStore) -> None:
@@ -360,13 +364,14 @@ class Layout(Protocol):
     # --- names of their own
     #
     # A save with overwrite="keep-other-files" moves its objects into the directory of the checkpoint that it replaces.
-    # So its objects need other names, and one object that refers to them, which is replaced after the root.
+    # Therefore its objects need names that the old checkpoint does not use. One object with a fixed name refers to
+    # them; it is replaced after the root.
 
     def with_own_names(self, tag: str) -> Layout | None:
-        """Return this layout for objects whose names contain ``.`` and `tag`; None, the default, if names are fixed.
+        """Return a layout like this one that adds ``.`` and `tag` to names; None, the default, if names are fixed.
 
-        `finish` writes only the object `index_name` under a fixed name. Without ``.`` and the tag, the name of
-        an object is its usual one.
+        `finish` writes only the object `index_name` under a fixed name. The name of any other object is its usual name
+        with ``.`` and the tag inserted.
 
         Args:
             tag: letters and digits that no other save uses.
@@ -402,8 +407,8 @@ class Layout(Protocol):
             entry: the file that the user named as the location, or None for a directory.
 
         Raises:
-            CompositeCheckpointError: it contains several checkpointables, and its software's plain load returns none of
-                them.
+            CompositeCheckpointError: it contains several checkpointables, and a plain load in the other software
+                returns none of them.
             CorruptCheckpointError: it cannot be read.
         """
         return None
@@ -411,8 +416,8 @@ class Layout(Protocol):
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
-        Also None for a checkpoint of one tree. If its software also gives this tree a name, it may be returned as the
-        only member. If `inspect` finds a tree in the same store, the members are used only by loads that name them.
+        Also None for a checkpoint of one tree; but if the other software gives this tree a name, the tree may be
+        returned as the only member. If `inspect` finds a tree in the same store, only loads that name members use them.
 
         Args:
             store: the store to search; everything in it may be hostile, and it may be empty.
@@ -427,7 +432,8 @@ class Layout(Protocol):
         """Return the files in the directory of a checkpoint of this layout that belong to the checkpoint.
 
         Called only for a checkpoint that other software wrote, before a save replaces it. Other files, such as a
-        configuration or a tokenizer, are the user's, and stop the save. By default all files belong to it.
+        configuration or a tokenizer, belong to the user and stop the save. By default all files belong to the
+        checkpoint.
 
         Args:
             keys: the keys of all files.
@@ -441,20 +447,20 @@ class Layout(Protocol):
         """Return the leaves in each object, without aliases, in the order in which `write` takes them.
 
         None, the default, if `write` takes whole arrays only. Otherwise a plan may have several items of one array, so
-        that it need not be in memory as a whole. Each item is one box, whose elements are one run in C order, and the
-        runs are adjacent. The written bytes do not depend on how arrays were divided.
+        that the array need not be in memory as a whole. Each item has one box, whose elements are contiguous in C
+        order and follow those of the item before. The written bytes do not depend on the division of arrays.
 
-        The result must depend on the tree alone, so that processes agree without communication. An object is written by
-        one process, and different processes may write different objects. The leader writes an object without arrays.
+        The result must depend on the tree alone, so that processes agree without communication. One process writes an
+        object; different processes may write different objects. The leader writes an object without arrays.
         """
         return None
 
     # --- sessions: needed if `capabilities.sessions`
     #
     # In a session the plan has ``session``, a tree with only the leaves of the session, and a rank that no other
-    # process of any session has: names of objects may depend on that rank, on the session, and on names of arrays. A
-    # session writes nothing that describes the whole checkpoint. `finish` receives the tree with its values, and the
-    # receipts of the processes of all sessions, by rank; ranks may be missing.
+    # process of any session has. Names of objects may depend on that rank, on the session, and on names of arrays. A
+    # session writes nothing that describes the whole checkpoint. `finish` receives the whole tree with its values, and
+    # the receipts of the processes of all sessions, by rank; ranks may be missing.
 
     @property
     def session_options(self) -> str:

@@ -1,4 +1,4 @@
-"""Storages: objects by key, and the requests that suit each storage."""
+"""Protocols of storages: objects by key, and the requests that suit each storage."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StorageAddress(NamedTuple):
 
     Attributes:
         url: the directory, ending in ``/``. Characters that a URL cannot have, and ``%``, are escaped with ``%``.
-        options: other options of native I/O, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (their
-            source: ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for the search
-            of the cloud's libraries, ``given`` if only this process has them), and options of the storage. Native I/O
-            is not used if it does not know an option.
+        options: other options of native I/O, without secrets: ``endpoint`` (a URL), ``region``, ``credentials``, and
+            options of the storage. ``credentials`` is the source of the credentials: ``anonymous``, ``environment``,
+            ``profile`` (its name is in the option ``profile``), ``default`` for the search of the cloud's libraries, or
+            ``given`` if only this process has them. Native I/O is not used if it does not know an option.
     """
 
     url: str
@@ -67,19 +67,19 @@ PutCondition: TypeAlias = IfAbsent | IfTag
 
 
 class ObjectWriter(Protocol):
-    """An object that is written in pieces. Before `finish`, it does not exist or is ignored."""
+    """An object that is written in pieces. Before `finish`, the object does not exist, or readers ignore it."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset, in any order and from any thread. Each byte is written once.
 
-        The caller may reuse the memory after the return.
+        The caller may reuse the memory of `data` once the call has returned.
         """
 
     def finish(self) -> None:
-        """Complete the object; durable if the storage was opened durable."""
+        """Complete the object. It is then durable if the storage was opened durable."""
 
     def abort(self) -> None:
-        """Abort, and remove the pieces. Never raises. May follow a failed `finish`."""
+        """Abort the write and remove the pieces. Never raises. May be called after a failed `finish`."""
 
 
 class RangeReader(Protocol):
@@ -96,8 +96,8 @@ class StampedReader(RangeReader, Protocol):
     def stamp(self) -> Hashable | None:
         """Return a value that differs after the bytes of the object changed; None while a change could be missed.
 
-        Bytes that were verified after this returned a stamp need no further verification while it returns the same
-        stamp. Called for each read.
+        Bytes that were verified after this method returned a stamp need no further verification as long as the method
+        returns the same stamp. Called for each read.
 
         Raises:
             StorageError
@@ -111,7 +111,7 @@ class StampedReader(RangeReader, Protocol):
         """
 
     def memory(self) -> memoryview | None:
-        """Map the object as read-only memory; None if touching it could end the process, as on network file systems.
+        """Map the object as read-only memory; None if a page fault could end the process, as on network file systems.
 
         Bytes after `size` must not be touched.
         """
@@ -122,11 +122,11 @@ class StorageCapabilities(NamedTuple):
 
     Attributes:
         request_bytes: the size of an efficient read in bytes.
-        concurrency: the requests to have in flight at once. Object stores, which have high latency, have more than 1:
-            the core then uses that many threads, within its limits. 1: one thread for each processor.
+        concurrency: the number of requests to have in flight. Above 1, for object stores, which have high latency:
+            the core uses that many threads, within its limits. 1: the core uses one thread for each processor.
         part_bytes: the size of the parts of an object that is written in pieces, in bytes: a multiple of 1 MiB, or 1
-            for any size. An `ObjectWriter.write_at` with an offset and length that are multiples of it is sent without
-            a copy before it returns.
+            for any size. If the offset and the length of an `ObjectWriter.write_at` are multiples of it, the bytes are
+            sent without a copy before the call returns.
     """
 
     request_bytes: int = 1 << 20
@@ -137,9 +137,9 @@ class StorageCapabilities(NamedTuple):
 class StorageBackend(Protocol):
     """Objects by key. Knows no arrays, and has no state besides caches. Thread-safe.
 
-    A key is relative, with ``/`` between directories, and without empty parts, ``.`` and ``..``. A storage inherits
-    from this class, which has defaults for all optional methods. A storage that wraps another one must forward all
-    methods, or it loses capabilities.
+    A key is a relative path with ``/`` between directories. It has no empty parts, and no parts ``.`` and ``..``. A
+    storage inherits from this class, which has defaults for all optional methods. A storage that wraps another one must
+    forward all methods, or the capabilities of the other one are lost.
     """
 
     @property
@@ -188,10 +188,10 @@ class StorageBackend(Protocol):
         """
 
     def open_reader(self, key: str) -> RangeReader:
-        """Open an object for several reads. They read the current object, or fail.
+        """Open an object for several reads, which read the object that now exists, or fail.
 
-        By default each read finds the object again by its key. A storage in which finding an object takes time
-        implements this method.
+        By default each read looks up the object by its key again. A storage in which the lookup takes time implements
+        this method.
 
         Raises:
             ObjectNotFoundError: now, or by the first read.
@@ -218,7 +218,7 @@ class StorageBackend(Protocol):
             ConditionFailedError: nothing was changed.
             AtomicityError: the storage has no conditional puts; nothing was changed.
             StorageFullError, or a StorageError that is a PermissionError: the put had no effect and will have none. If
-                an earlier attempt may have reached the storage, raise another StorageError.
+                an earlier attempt of the same put may have reached the storage, raise another StorageError.
         """
 
     @abstractmethod
@@ -228,29 +228,29 @@ class StorageBackend(Protocol):
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
         """Start an object as `open_writer` does, but replace nothing.
 
-        The writer's `finish` raises `ConditionFailedError` if the object exists by then, and leaves it unchanged. A
-        `finish` that is repeated because its response was lost finds its own object and raises too, so the caller must
-        check which object exists. Pieces are kept, so that `finish` can be called again after the existing object was
-        deleted.
+        If the object exists when the writer's `finish` is called, `finish` raises `ConditionFailedError` and leaves the
+        object unchanged. The pieces are kept, so that `finish` can be called again after the object was deleted. If the
+        response to a `finish` is lost, the repeated `finish` finds the object that the first one completed and raises
+        too. Therefore the caller must check which object exists.
 
-        Called where checkpoints are committed with conditional puts, and in new directories of `AtomicDirectories`,
-        where the object may also be refused at once. By default the writer checks right before it completes the object,
-        which is not atomic, and requires a writer whose object is invisible until then. A storage whose conditions also
-        hold for objects in pieces, or whose unfinished objects are visible, implements this method.
+        Called in storages where conditional puts commit checkpoints, and in new directories of `AtomicDirectories`. In
+        the latter, this method may already refuse the object. By default the writer checks for the object right before
+        it completes its own. This is not atomic, and requires that unfinished objects are invisible. A storage
+        implements this method if it has conditions for objects in pieces, or if its unfinished objects are visible.
         """
         return CheckedWriter(self, key, self.open_writer(key, size))
 
     def abort_uploads(self, prefix: str = "") -> int:
-        """Abort every unfinished object below a directory, of any writer; return their number.
+        """Abort all unfinished objects below a directory, whoever writes them. Return their number.
 
-        Their writers cannot finish them: `finish` raises `StorageError`. Finished objects remain. By default do
-        nothing and return 0, for a storage that keeps no pieces of unfinished objects.
+        The `finish` of their writers then raises `StorageError`. Finished objects remain. By default do nothing and
+        return 0, for a storage that keeps no pieces of unfinished objects.
         """
         return 0
 
     @abstractmethod
     def sync(self, keys: Sequence[str]) -> None:
-        """Make objects durable that native I/O wrote, and the directories that contain them."""
+        """Make objects that native I/O wrote durable, and the directories that contain them."""
 
     # --- names
 
@@ -276,15 +276,15 @@ class StorageBackend(Protocol):
     def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
         """Delete objects like `delete`, and call `check` right before each request, including retries.
 
-        An error of `check` ends the deletion. `check` may use the storage. By default it is called once. A storage that
-        retries failed deletions must implement this method, because another save may have written meanwhile.
+        An error of `check` ends the deletion. `check` may use the storage. By default `check` is called once. A storage
+        that retries failed deletions must implement this method, because another save may write between two attempts.
         """
         check()
         self.delete(keys)
 
 
 class ReaderByKey:
-    """A reader that finds the object by its key for each read. Thread-safe."""
+    """A reader that looks up the object by its key for each read. Thread-safe."""
 
     def __init__(self, storage: StorageBackend, key: str) -> None:
         self._storage = storage
@@ -325,15 +325,15 @@ class CheckedWriter:
 
 
 NameForm: TypeAlias = Literal["case", "accents", "trailing dots"]
-"""A difference between two names: of case, of the Unicode form of accents, or of dots and spaces at the end."""
+"""A difference between two names: in case, in the Unicode form of accents, or in dots and spaces at the end."""
 
 
 class DirectoryFeatures(NamedTuple):
-    """Features that a file system was found to have.
+    """Features that a probe of a file system found.
 
     Attributes:
-        exchanges: True if two directories can be exchanged.
-        merges: the differences that it ignores, so that it takes two names for one.
+        exchanges: True if two directories can be exchanged atomically.
+        merges: the differences between names that the file system ignores, so that two names are the same file.
     """
 
     exchanges: bool = True
@@ -341,12 +341,12 @@ class DirectoryFeatures(NamedTuple):
 
 
 class PlaceLimits(NamedTuple):
-    """Limits of a checkpoint at a place.
+    """Limits of a checkpoint at a location.
 
     Attributes:
-        name_bytes: the most bytes of a name; None if unknown.
-        is_mount_point: True if a file system is mounted there, so that no rename can replace it.
-        mount: bytes that identify the file system that is mounted there. They differ if another one is mounted later.
+        name_bytes: maximum bytes of a name; None if unknown.
+        is_mount_point: True if a file system is mounted there, so that no rename can replace the directory.
+        mount: bytes that identify the file system of the parent directory. They differ if another one is mounted later.
     """
 
     name_bytes: int | None = None
@@ -355,18 +355,22 @@ class PlaceLimits(NamedTuple):
 
 
 class DirectoryLock(AbstractContextManager[None], Protocol):
-    """The lock of a directory, until it is left or the process ends. Enter it at once: it may take effect only then."""
+    """The lock of a directory. Enter it immediately, because it may take effect only then.
+
+    It lasts until the exit of the context, or until the process ends.
+    """
 
     def is_in_place(self) -> bool:
         """Return True if the locked directory is still at its key.
 
-        Return False if it was renamed, removed or replaced, or if another file system, or none, is mounted there now.
+        Return False if the directory was renamed, removed or replaced, or if another file system is mounted there now,
+        or no file system any more.
         """
 
 
 @runtime_checkable
 class AtomicDirectories(Protocol):
-    """A storage with real directories that can be renamed atomically. Keys as in `StorageBackend`."""
+    """A storage with real directories that can be renamed atomically. See `StorageBackend` for keys."""
 
     def lock_directory(self, key: str) -> DirectoryLock | None:
         """Create a directory if needed, and lock it until the lock is closed or the process ends.
@@ -375,13 +379,13 @@ class AtomicDirectories(Protocol):
             The lock, or None if the directory is locked already.
 
         Raises:
-            AtomicityError: the file system has no locks. The directory exists.
+            AtomicityError: the file system has no locks. The directory was created nevertheless.
         """
 
     def has_locks(self) -> bool:
         """Return True if directories can be locked here. Changes nothing.
 
-        If not, a caller locks by leases instead, which are objects that it puts on conditions.
+        If not, the caller uses leases instead, which are objects that it writes with conditional puts.
         """
 
     def probe(self, key: str) -> DirectoryFeatures:
@@ -392,34 +396,35 @@ class AtomicDirectories(Protocol):
         """
 
     def limits(self, key: str) -> PlaceLimits:
-        """Return what limits a checkpoint at a key, which need not exist. Changes nothing."""
+        """Return the limits of a checkpoint at a key, which need not exist. Changes nothing."""
 
     def can_move(self, key: str, onto: str) -> bool:
         """Return True if a directory can be renamed. Changes nothing.
 
         Args:
             key: the directory.
-            onto: a directory next to it that is not empty, so that a rename to its name fails.
+            onto: a directory with the same parent that is not empty, so that a rename to its name fails.
         """
 
     def rename(self, source: str, destination: str) -> None:
-        """Rename a directory atomically; durable if the storage was opened durable.
+        """Rename a directory atomically. The new name is durable if the storage was opened durable.
 
         Raises:
             ConditionFailedError: the destination exists (an empty directory is replaced).
         """
 
     def exchange(self, first: str, second: str) -> None:
-        """Exchange two directories atomically; durable if the storage was opened durable.
+        """Exchange two directories atomically. The exchange is durable if the storage was opened durable.
 
         Raises:
             AtomicityError: the file system does not support this; nothing was changed.
         """
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
-        """Move objects of a directory into another one, each by one rename; durable if the storage was opened durable.
+        """Move objects of a directory into another one, each by one rename.
 
-        Replaces nothing. After an error, some of them may have been moved.
+        The new names are durable if the storage was opened durable. Replaces nothing. After an error, some of the
+        objects may have been moved.
 
         Args:
             source, destination: the directories.
@@ -431,38 +436,40 @@ class AtomicDirectories(Protocol):
         """
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
-        """Rename an object, and replace another one whose attributes it keeps; durable if the storage is.
+        """Rename an object to `destination`, which it replaces, with the attributes of the replaced object.
+
+        The new name is durable if the storage was opened durable.
 
         Args:
             source, destination: the objects.
-            stamp: the stamp of the object that is replaced; None if there must be none.
+            stamp: the stamp of the object to replace; None if the destination must not exist.
 
         Raises:
-            ConditionFailedError: there is another object, or none; nothing was changed.
+            ConditionFailedError: the destination does not match `stamp`; nothing was changed.
             ObjectNotFoundError: the object, or the directory of the destination, is missing.
         """
 
     def stamps(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """Return a stamp of each object that exists: another one if it was replaced or changed, the same if renamed."""
+        """Return a stamp of each existing object. It differs after a replacement or change, but not after a rename."""
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
-        """Delete the objects that still have these stamps, like `StorageBackend.delete`."""
+        """Delete the objects that still have the given stamps. See `StorageBackend.delete`."""
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, without access for users who cannot read all of the old.
+        """Give a new directory the attributes of an old one, but hide it from users who cannot read all of the old one.
 
-        Attributes are owner, group, mode, ACL and extended attributes, as far as the file system has them and the
-        process may set them. Does nothing if the old directory does not exist.
+        Attributes are owner, group, mode, ACL and extended attributes. Attributes that the file system does not have,
+        or that the process may not set, are omitted. Does nothing if the old directory does not exist.
         """
 
     def keep_attributes(self, old: str, new: str) -> None:
-        """Give a new directory, and what is in it, the attributes of what has the same names in an old directory.
+        """Give a new directory and its contents the attributes of an old directory and its contents, matched by name.
 
-        See `hide_from_others`. Durable if the storage was opened durable.
+        See `hide_from_others`. The result is durable if the storage was opened durable.
         """
 
     def sync_directory(self, key: str) -> None:
-        """Make everything in a directory durable, including the names of objects and directories below it."""
+        """Make the contents of a directory durable, including the names of objects and directories below it."""
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory and its contents; a missing directory is no error."""

@@ -1,6 +1,6 @@
-"""Handlers, which take containers, checkpointables and leaves apart, copy them and build them again.
+"""Protocols of handlers, which take containers, checkpointables and leaves apart, copy them and rebuild them.
 
-Transforms change stored trees, and derived arrays are computed from stored ones while they are read.
+Also transforms, which change stored trees, and derived arrays, which are computed from stored ones during a read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptcore.model.tree import JSON, Key, NodeKind
 
 
 class Priority:
-    """The priority of a handler for a type. The highest one is used; a tie is an error that names both plugins."""
+    """The priority of a handler for a type. The highest priority wins. A tie is an error that names both plugins."""
 
     FALLBACK: Final = 0  #: types of a broad kind: dataclasses
     PROTOCOL: Final = 25  #: types with certain methods
@@ -44,7 +44,7 @@ class Flattened(NamedTuple):
         keys: the key of each child; unique.
         children: the children, in the order of the keys.
         type: the qualified name of its type if `kind` does not determine it, else None.
-        attributes: the attributes of an instance of OrderedDict, as JSON. A load without an abstract tree sets them.
+        attributes: the attributes of an OrderedDict instance, as JSON. A load without an abstract tree restores them.
     """
 
     kind: NodeKind
@@ -71,35 +71,36 @@ class ContainerHandler(Protocol):
 
     @abstractmethod
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
-        """Return a container with exactly the type and the static content of `like`, and with other children.
+        """Return a container with the exact type and the static content of `like`, and with the given children.
 
-        `children` are in the order of ``flatten(like)``.
+        `children` have the order of ``flatten(like)``.
         """
 
     @property
     def remedy(self) -> str:
-        """Advice about content that no plugin handles, as a clause for errors; by default empty."""
+        """Advice for errors about content that no plugin handles, as a clause; empty by default."""
         return ""
 
     def is_object(self, value: Any) -> bool:
         """Return True if programs refer to `value` as an object with an identity, like a module; by default False.
 
-        ``load_checkpointables`` restores a tree in place if it is or contains such a container, or an object of a
-        `CheckpointableHandler`. It builds a new value for any other tree, such as a dict of arrays.
+        ``load_checkpointables`` restores a tree in place if the tree is or contains such a container, or an object that
+        a `CheckpointableHandler` handles. For any other tree, such as a dict of arrays, it builds a new value.
         """
         return False
 
     def keeps_identity(self, value: Any) -> bool:
-        """Return True if a container at several places of a tree is one container in a loaded tree too.
+        """Return True if a container that a tree has at several places must be one container in a loaded tree too.
 
-        For variables that several modules share. False, the default: each place gets a container of its own.
+        Used for variables that several modules share. By default False: each place gets a separate container.
         """
         return False
 
     def replaceable(self, target: Any) -> Collection[int]:
-        """Return the children that `replace` can replace, by their positions in `flatten`; by default none.
+        """Return the positions in `flatten` of the children that `replace` can replace; none by default.
 
-        ``load_into`` replaces children that cannot be filled in place. Other containers are replaced in their parent.
+        ``load_into`` uses it for children that cannot be filled in place. A container whose children cannot be replaced
+        is replaced in its parent.
         """
         return ()
 
@@ -109,7 +110,7 @@ class ContainerHandler(Protocol):
 
 
 class CheckpointableHandler(Protocol):
-    """Takes objects apart that are more than a container: a module, an optimizer. Stateless, thread-safe, no I/O.
+    """Takes apart stateful objects, such as modules and optimizers. Stateless itself, thread-safe, no I/O.
 
     A handler inherits from this class, which has defaults for all optional methods.
     """
@@ -123,8 +124,8 @@ class CheckpointableHandler(Protocol):
     def is_object(self) -> bool:
         """True, the default, if programs refer to `value` as an object with an identity, like a module.
 
-        False for values that have a state only because it decides about their form, such as sparse tensors and sets:
-        ``load`` builds a new value and ``abstract`` returns an abstract one.
+        False for values that have a state only because the state determines their form, such as sparse tensors and
+        sets. For these, ``load`` builds a new value and ``abstract`` returns an abstract one.
         """
         return True
 
@@ -132,7 +133,7 @@ class CheckpointableHandler(Protocol):
     def per_process(self) -> bool:
         """True if every process has its own state, as for iterators and random generators; by default False.
 
-        As a separate name in ``save_checkpointables``, such an object is saved by every process.
+        If such an object has a separate name in ``save_checkpointables``, every process saves it.
         """
         return False
 
@@ -141,7 +142,7 @@ class CheckpointableHandler(Protocol):
         """Return the state of `value`: a tree of containers and leaves. Its arrays may be the object's own."""
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the state of `value` to load, with abstract leaves for missing state; by default equal to `flatten`.
+        """Return the state to request from a load, with abstract leaves for missing state; by default as `flatten`.
 
         Implement it for objects that create part of their state when they are used, such as optimizers.
 
@@ -157,22 +158,22 @@ class CheckpointableHandler(Protocol):
 
     @abstractmethod
     def restore(self, target: Any, state: object) -> None:
-        """Restore this state into `target`, in place. Arrays that could be filled in place are filled already.
+        """Restore `state` into `target`, in place. Arrays that could be filled in place are filled already.
 
-        In place of an object inside `state`, it has the live object, which is restored already.
+        For an object inside the state, `state` contains the live object, which is restored already.
         """
 
     def has_memory(self, target: Any) -> bool:
-        """Return True, the default, if `restore` can change `target`. Only asked about values that are no objects.
+        """Return True, the default, if `restore` can change `target`. Only called if `is_object` is False.
 
-        If it returns False, ``load_into`` puts a new value, the result of `unflatten`, into the container of `target`.
+        If the result is False, ``load_into`` puts a new value, the result of `unflatten`, into the parent of `target`.
         """
         return True
 
     def may_refuse(self, target: Any, request: object) -> bool:
         """Return True, the default, if `restore` may raise an error for a loaded state.
 
-        ``load_into`` restores these objects first. Only then does it change anything else.
+        ``load_into`` restores objects that may refuse their state before it changes anything else.
 
         Args:
             target: the object to restore.
@@ -181,9 +182,9 @@ class CheckpointableHandler(Protocol):
         return True
 
     def undo(self, target: Any) -> Callable[[], None] | None:
-        """Return a function that puts the present state of `target` back; None, the default, if there is none.
+        """Return a function that restores the current state of `target`; None, the default, if this is not possible.
 
-        Called before a load changes `target`, if it may refuse its state. The function is called if an object refuses.
+        Called before a load changes a `target` that may refuse its state. The function is called if an object refuses.
         """
         return None
 
@@ -203,26 +204,26 @@ class FilesHandler(Protocol):
     def priority(self) -> int: ...
 
     def save(self, value: Any, directory: Path) -> Continuation | None:
-        """Capture state that may change, and return a function that writes the rest; None if all is written.
+        """Capture state that may change, and return a function that writes the rest; None if everything is written.
 
-        Called on the thread that calls the save, and blocks it. The continuation is called on another thread.
+        Called on the thread that calls the save, which waits. The continuation is called on another thread.
 
         Args:
             value: the object.
             directory: an empty directory that only this process uses. Everything in it, including directories, is
-                stored after the continuation.
+                stored after the continuation has returned.
         """
 
     def load(self, like: Any, directory: Path) -> object:
-        """Load the object that ``like`` requests from its files: often ``like`` itself, restored in place.
+        """Load the object that ``like`` requests, and return it: often ``like`` itself, restored in place.
 
-        `directory` is a copy of the files, which the caller removes afterwards.
+        `directory` has a copy of the object's files. The caller removes it afterwards.
         """
 
 
 @runtime_checkable
 class StatefulCheckpointable(Protocol):
-    """The methods of an object that saves itself to files. It does not depend on ckptcore.
+    """The methods of an object that saves itself to files. Its class need not import ckptcore.
 
     Both methods are plain functions with one parameter ``directory``. Objects with other methods are supported too: see
     the guide on objects that save themselves.
@@ -236,21 +237,22 @@ class StatefulCheckpointable(Protocol):
 
 
 class HostMemory(Protocol):
-    """Host memory that belongs to one save, reused by the next. Thread-safe."""
+    """Host memory that belongs to one save, and is reused by the next save. Thread-safe."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
         """Return a C-contiguous array to fill; not initialised."""
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
-        """Copy `source` into memory of the save, on the core's threads. `source` must not change before the result."""
+        """Copy `source` into this memory on I/O threads. `source` must not change until the copy is complete."""
 
 
 class HostBytes(NamedTuple):
-    """The host memory that boxes of a leaf take in a save, in addition to the leaf, in bytes.
+    """Bytes of host memory that boxes of a leaf take in a save, in addition to the leaf itself.
 
     Attributes:
-        viewed: in a blocking save, for the result of `LeafHandler.view_on_host`: zero for views of the leaf's memory.
-        copied: in an asynchronous save, for the result of `LeafHandler.copy_to_host`.
+        viewed: bytes in a blocking save, for the result of `LeafHandler.view_on_host`; zero if it views the leaf's
+            memory.
+        copied: bytes in an asynchronous save, for the result of `LeafHandler.copy_to_host`.
     """
 
     viewed: int
@@ -260,8 +262,8 @@ class HostBytes(NamedTuple):
 AbstractLeaves: TypeAlias = Callable[[Sequence[ArrayRecord]], Sequence[object]]
 """Returns the abstract leaf of a framework for each stored array, such as a tensor on the meta device.
 
-None for an array whose dtype or kind the framework does not have: a load without an abstract tree makes it a NumPy
-array.
+The leaf is None if the framework does not have the dtype or kind of the array. A load without an abstract tree then
+returns a NumPy array.
 """
 
 
@@ -289,52 +291,53 @@ class LeafHandler(Protocol):
     def abstract(self, leaf: Any) -> object:
         """Return the abstract leaf, which requests a leaf of this type, shape, dtype, kind and placement from a load.
 
-        It has no elements: `shards` refuses it, `destination` returns no memory for it and `fill` cannot change it.
-        Reads and copies no elements and waits for nothing, so it also accepts deleted leaves, and leaves that are still
-        being computed. Abstract leaves return themselves, and so do small immutable ones, such as numbers and strings.
+        An abstract leaf has no elements: `shards` refuses it, `destination` returns no memory for it and `fill` cannot
+        change it. This method neither reads nor copies elements, and does not wait. Therefore it also accepts deleted
+        leaves, and leaves that are still being computed. It returns abstract leaves, and small immutable leaves such as
+        numbers and strings, unchanged.
 
         Raises:
             UnsupportedLeafError: see `describe`; also if no abstract leaf can request a leaf like this.
         """
 
     def parts_handler(self, leaf: Any) -> CheckpointableHandler | None:
-        """Return the handler of a leaf that is not one array, which takes it apart; None, the default, for an array.
+        """Return the handler that takes apart a leaf that is not one array; None, the default, for an array.
 
-        Reads no elements. Other methods are never called for such a leaf.
+        Reads no elements. The other methods are never called for a leaf that is not one array.
         """
         return None
 
     def identity(self, leaf: Any) -> Hashable | None:
-        """Return a value that is equal only for leaves that share memory (tied leaves). None, the default: unknown."""
+        """Return a value that is equal only for tied leaves, which share memory; None, the default, if unknown."""
         return None
 
     @abstractmethod
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
-        """Return the boxes of the array that this process holds, of `size` processes. None: it holds none at all.
+        """Return the boxes of the array that this process, one of `size`, holds; None if only other processes hold it.
 
-        None is for arrays that only other processes hold, such as those of another pipeline stage. The method is
-        then called again in the processes that hold the array: `size` is the number of these processes, and `rank` is
-        the position of this process among them. If one of them has no elements, because there are fewer rows than
-        processes, it returns an empty sequence instead of None.
+        An example for None is an array of another pipeline stage. The method is then called again in the processes that
+        hold the array. In this second call, `size` is the number of processes that hold the array, and `rank` is the
+        position of this process among them. A process that takes part in an array without holding elements of it,
+        because the array has fewer rows than processes, returns an empty sequence instead of None.
         """
 
     def replicas(self, leaf: Any, size: int) -> int | None:
         """Return how many of `size` processes hold each box of the array; None, the default, if unknown.
 
-        The core divides the writes of a box between this many processes. If unknown, the core estimates the number from
-        the cuts of the array. Return 1 if it differs between boxes. The result must be equal on every process that has
-        the array in its tree, also on a process that holds no elements. See `shards` for `size`.
+        The core divides the writes of a box among these processes. If the number is unknown, the core estimates it from
+        the cuts of the array. Return 1 if the number differs between boxes. The result must be equal on every process
+        that has the array in its tree, even if the process holds no elements. See `shards` for `size`.
         """
         return None
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         """Return the boxes that a process of a job would hold: the result of `shards` in that process. For dry runs.
 
-        Reads no elements and waits for nothing. The default supports only this process, and no abstract leaves.
+        Reads no elements and does not wait. The default supports only this process, and no abstract leaves.
 
         Args:
             leaf: an array, also an abstract or deleted one.
-            process: the rank of the process; the job need not run. None: this process.
+            process: the rank of the process; None: this process. The job need not be running.
             rank, size: the position of that process among those that share the leaf. See `shards`.
 
         Raises:
@@ -348,7 +351,7 @@ class LeafHandler(Protocol):
         )
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """Return the host memory that these boxes would take; by default that of a copy of all elements."""
+        """Return the host memory that the boxes would take; by default the memory of a copy of all elements."""
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # values have no boxes
         nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
@@ -358,20 +361,21 @@ class LeafHandler(Protocol):
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copy the elements of each box to memory that no other code changes or frees, for asynchronous saves.
 
-        Memory that cannot change needs no copy. An immutable array is not sufficient, because other objects may share
-        its memory and change it. Starts the copies and does not wait for them.
+        Start the copies without waiting for them. Memory that cannot change needs no copy. The memory of an immutable
+        array may change nevertheless, because another object may share it.
         """
 
     @abstractmethod
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        """Return the elements of each box, for blocking saves. They may alias the leaf and have any strides."""
+        """Return the elements of each box, for blocking saves. The arrays may alias the leaf and have any strides."""
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
-        """Return the elements of a box that a save compares with those of other processes. None: do not compare.
+        """Return the elements of a box that a save compares with those of other processes; None to compare nothing.
 
-        Only called for arrays that are assumed to be equal in several processes, whose boxes are written by some of
-        these: see `shards`. The elements are those of `ckptcore.model.sampled`, in the same order. The default returns
-        None for a large box that `view_on_host` would transfer from a device. Implement it if the device can sample.
+        Only called for arrays that are assumed to be equal in several processes, of which only some write the boxes:
+        see `shards`. Return the elements that `ckptcore.model.sampled` returns, in the same order. The default returns
+        None for a large box that `view_on_host` would transfer from a device. Implement this method if the device can
+        sample.
         """
         nbytes = box.size * stored.spec.numpy_dtype.itemsize
         if nbytes > WHOLE_SAMPLE_BYTES and self.host_bytes(leaf, [box]).viewed:
@@ -386,26 +390,28 @@ class LeafHandler(Protocol):
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """Return memory of `abstract` for a box, to read into: of the stored dtype, C-contiguous, writable.
 
-        Only called by ``load_into``. None, the default, if there is no such memory: `build` then receives the elements.
+        Only called by ``load_into``. Return None, the default, if there is no such memory. `build` then receives the
+        elements.
         """
         return None
 
     @abstractmethod
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Build the leaf that `abstract` requests. It may keep and alias the arrays.
+        """Build the leaf that `abstract` requests. The leaf may keep and alias the arrays.
 
         `boxes` is empty for a `ValueRecord`.
         """
 
     def keeps_memory(self, abstract: Any) -> bool:
-        """Return False if the results of `build` do not use the arrays that were passed to it, which are then freed.
+        """Return True, the default, if a result of `build` may keep the arrays that were passed to `build`.
 
-        True, the default, if they may. A handler that returns False implements no `destination`.
+        If the result is False, the arrays are freed after `build`. A handler that returns False implements no
+        `destination`.
         """
         return True
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy the elements into `target`, in place; False, the default, if it cannot be changed.
+        """Copy the elements into `target`, in place. Return False, the default, if `target` cannot be changed.
 
         Only called by ``load_into``. If `destination` returned memory for a box, `boxes` has that memory, filled.
         """
@@ -414,8 +420,8 @@ class LeafHandler(Protocol):
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         """Return the memory of this process that `fill` changes, or None, the default, if `fill` returns False.
 
-        Only called by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
-        process holds no element of `target`.
+        Only called by ``load_into``, before anything is read. The memory of two targets must not overlap. The result is
+        empty if this process holds no element of `target`.
         """
         return None
 
@@ -424,7 +430,7 @@ class Part(NamedTuple):
     """A box of an input from which a box of a derived array is computed.
 
     Attributes:
-        number: the number of the input.
+        number: the position of the input in `DerivedArray.inputs`.
         box: the box of the input, in elements; never empty.
     """
 
@@ -433,7 +439,7 @@ class Part(NamedTuple):
 
 
 class DerivedArray(Protocol):
-    """An array that is computed from other arrays. Immutable, hashable, picklable if its attributes are. Thread-safe.
+    """An array that is computed from other arrays. Immutable, hashable, thread-safe; picklable if its attributes are.
 
     No method is called for a box without elements.
     """
@@ -447,13 +453,13 @@ class DerivedArray(Protocol):
         """The arrays from which it is computed."""
 
     def needed(self, box: Box) -> Sequence[Part]:
-        """Return the boxes of inputs from which a box of the array is computed: as few elements as possible."""
+        """Return the boxes of inputs from which a box of the array is computed, with as few elements as possible."""
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
         """Return the views of `out` into which the parts are copied unchanged, so that they are read in place.
 
-        One view for each part of `needed`, of its shape; together they cover `out`. None if the elements are computed,
-        or if there are no such views of this memory.
+        There is one view for each part of `needed`, with the shape of the part. Together the views cover `out`. None if
+        the elements are computed, or if this memory has no such views.
 
         Args:
             box: the box of the array that `out` is for.
@@ -495,12 +501,12 @@ class TransformSource(Protocol):
 
 
 class DerivedTree(NamedTuple):
-    """A tree, and how each of its arrays is derived from stored ones.
+    """A tree whose arrays are derived from stored arrays.
 
     Attributes:
-        tree: paths and records; shape and dtype of each array are those of its derived array.
-        arrays: by leaf number, the derived array. Has no aliases.
-        values: by leaf number, the leaf number of each value in the loaded checkpoint.
+        tree: paths and records. The record of an array has the shape and dtype of the derived array.
+        arrays: the derived arrays, by leaf number. Has no aliases.
+        values: for the leaf number of each value, its leaf number in the loaded checkpoint.
         source: further checkpoints, files and handlers.
     """
 
@@ -525,7 +531,7 @@ class TransformedTree(Protocol):
         """Return the tree as it is now.
 
         Raises:
-            TransformError: it is not a tree, because there are leaves below a leaf.
+            TransformError: the result is not a tree, because there are leaves below a leaf.
         """
 
 
@@ -535,7 +541,7 @@ class Transform(Protocol):
     __slots__ = ()
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
-        """Return the changed tree: a new one, or the given one if that can be changed in place.
+        """Return the changed tree: a new one, or the given one if it can be changed in place.
 
         Raises:
             TransformError, ValueError: the tree lacks the leaves to change, or they do not fit.
