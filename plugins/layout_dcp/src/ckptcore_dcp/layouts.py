@@ -144,7 +144,7 @@ class DcpLayout(Layout):
         return inspect_step_directory(store)
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that torch.distributed.checkpoint writes. Excludes weights in other formats, and others."""
+        """Return the files that torch.distributed.checkpoint writes. Excludes files such as weights and tokenizers."""
         return dcp_files(keys, members)
 
 

@@ -76,7 +76,7 @@ def _try_to_decode(
 
 
 def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, bytes]:
-    """Read the items of values without transforms: each should be a file of ``torch.save``, which is not checked.
+    """Read the items of values, and undo their transforms. Does not check that each item is a ``torch.save`` file.
 
     Raises:
         CorruptCheckpointError: an item is cut off or missing, or two items overlap.

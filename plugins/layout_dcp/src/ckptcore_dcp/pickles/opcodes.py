@@ -26,7 +26,8 @@ Executed in one step.
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
 _CALLABLE: Final[frozenset[object]] = frozenset([Global, Call, Persistent])
-"""A class may be a `Persistent`: before torch 1.6 a file had the source of each class of module."""
+"""Types of values that can be called. A class may be a `Persistent`, because files before torch 1.6 contain the source
+of each module class."""
 
 
 def _byte(state: State, position: int) -> int:
@@ -105,7 +106,7 @@ def _mark(state: State, position: int) -> int:
 def _pop(state: State, position: int) -> int:
     if state.stack:
         state.stack.pop()
-    else:  # the mark itself
+    else:  # no value above the last MARK: remove the MARK itself
         state.stack = state.outer.pop()
     return position
 
@@ -462,7 +463,7 @@ def _protocol(state: State, position: int) -> int:
 
 
 def _frame(state: State, position: int) -> int:
-    # The number of bytes that a reader may read ahead. All of them are in memory.
+    # The length tells a reader how many bytes it can read ahead. Here it is only checked.
     (length,) = state.uint8(state.data, position)
     start = position + 8
     if length > len(state.data) - start:

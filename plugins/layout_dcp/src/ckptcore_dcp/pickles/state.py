@@ -52,7 +52,7 @@ class State:
         objects: see `ObjectReader`. None after an opcode that may replace memo entries.
         places: see `read_pickle`.
         raw: see `RawReader`.
-        uint2, uint4, int4, uint8: return a tuple of the number at an offset of the data.
+        uint2, uint4, int4, uint8: functions that return a tuple with the number at an offset of the data.
     """
 
     __slots__ = (

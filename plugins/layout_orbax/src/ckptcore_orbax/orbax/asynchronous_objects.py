@@ -24,9 +24,9 @@ _MAX_LISTED_TASKS: Final = 5
 
 
 class SavesToDirectoryAsyncHandler:
-    """Handler of objects with ``async save(directory)`` and ``async load(directory)``, which return an awaitable.
+    """Handler of objects with ``async save(directory)`` and ``async load(directory)``.
 
-    Orbax's ``StatefulCheckpointable`` has these methods. The awaitable does the rest of the work in the background.
+    Orbax's ``StatefulCheckpointable`` has these methods. They may return an awaitable, which does the rest of the work.
     The `directory` of a save has ``await_creation()``, which returns the path. The `directory` of a load is a path.
     """
 
