@@ -42,7 +42,7 @@ class Codec(NamedTuple):
 
 
 class _ZlibStream:
-    """Decompressor of zlib with the methods of those of bz2 and lzma. Not thread-safe."""
+    """Decompressor of zlib with the methods of `bz2.BZ2Decompressor`. Not thread-safe."""
 
     def __init__(self, window_bits: int) -> None:
         self._inner = zlib.decompressobj(window_bits)

@@ -334,7 +334,7 @@ class _Walk:
                 return
             value = _json(attributes.attrs[name])
             if value is not None:
-                values[_plain(name)] = value  # h5py returns bytes that are not UTF-8 as they are
+                values[_plain(name)] = value  # h5py returns a name that is not UTF-8 as bytes
         if values:
             self.attributes[path or "/"] = values
 

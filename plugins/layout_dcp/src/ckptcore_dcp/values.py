@@ -91,7 +91,7 @@ def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mappin
 
 
 def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[tuple[str, bytes | ItemProblem]]:
-    """Yield names and items as they are stored, or why they cannot be read. Neighbouring items share a request."""
+    """Yield each name with its stored item, or with the error if it is unreadable. Nearby items share a request."""
     for group in _read_groups(values):
         path = values[group[0]].relative_path
         start = values[group[0]].offset

@@ -195,7 +195,7 @@ def _located(entries: Sequence[DirectoryEntry], window: ZipBytes, directory: int
 
 
 def _derived(entry: DirectoryEntry, following: int, zip_start: int) -> int | None:
-    """Return where the content of a member begins, if this is certain without its local header, else None.
+    """Return the start of the content of a member if it is certain without the local header, else None.
 
     The position of content written by torch follows from both sides. Members have no gaps, so a
     data descriptor of 16 or 24 bytes ends where the next header begins. An extra field of at least

@@ -55,6 +55,7 @@ def _short_text(state: State, position: int) -> int:
     if state.places is not None:
         state.places.add(text, begins, stop)
     state.stack.append(text)
+    # Execute MEMOIZE too: it follows most short texts, and this saves a step of the machine.
     if data[stop] == _MEMOIZE:
         state.memo.append(text)
         return stop + 1
@@ -172,6 +173,7 @@ def _tuple_of_2(state: State, position: int) -> int:
     stack = state.stack
     second = stack.pop()
     item = stack[-1] = (stack[-1], second)
+    # Execute the following call too: the ``torch.Size`` of every chunk of a matrix has this form.
     if state.data.startswith(_CALL_WITH_IT, position) and len(stack) > 1 and stack[-2].__class__ is Global:
         stack.pop()
         arguments = (item,)
@@ -291,7 +293,8 @@ def _set_items(state: State, position: int) -> int:
         if name.__class__ is not str and name.__class__ not in plain_keys:
             state.keys.check(target, (name,), position)
         target[name] = value
-    if state.data[position] == _BUILD and len(stack) > 1:  # the dict is the state of the object below
+    # Execute BUILD too: the dict is the state of the object below it on the stack.
+    if state.data[position] == _BUILD and len(stack) > 1:
         item = stack[-2]
         if item.__class__ is Call and item.state is None and state.raw is None:
             stack.pop()

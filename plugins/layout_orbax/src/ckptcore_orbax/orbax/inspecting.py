@@ -81,7 +81,7 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
 
     Raises:
         CompositeCheckpointError: the checkpoint is a composite without a tree, or with several
-            trees of which none is the default.
+            trees and no default tree.
         CorruptCheckpointError: a metadata file is invalid, or the tree is listed but missing.
         UncommittedCheckpointError: the save did not finish.
     """

@@ -192,7 +192,10 @@ def _only_file(names: frozenset[str]) -> str | None:
 
 
 def _key_name(names: frozenset[str]) -> str | None:
-    """Return the directory of a random key. A second directory states its form. None if other names exist."""
+    """Return the directory of a random key, which must have a second directory next to it that states its form.
+
+    None if these are not exactly the names in the directory.
+    """
     names_of_keys = sorted(names - {COMMIT_FILE, METADATA_FILE})
     name = names_of_keys[0].removesuffix("/") if names_of_keys else ""
     return name if names_of_keys == [f"{name}/", f"{name}{_OF_KEY}/"] else None
@@ -322,7 +325,7 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
 
 
 def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
-    """Merge the metadata of a tree into that of the checkpoint."""
+    """Merge the metadata of a tree into that of the checkpoint. If they conflict, add it as ``tree``."""
     if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
         custom.update(found)
     elif found is not None:

@@ -22,7 +22,7 @@ _SMALL_CHUNK_BYTES: Final = 16 << 20
 """Read chunks up to this size, in bytes, are decoded regardless of their encoded size."""
 
 _GROWTH: Final[Mapping[str, int]] = {
-    "blosc": 1 << 16,  # that of zstd, the densest of its compressors
+    "blosc": 1 << 16,  # the limit of zstd, its compressor with the highest ratio
     "bytes": 1,
     "bz2": 1 << 21,  # a block of 32 bytes decodes to 46 MB
     "crc32c": 1,
