@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars in pickles. A pickle contains their bytes as a text or as bytes, which are read in place.
+"""NumPy arrays and scalars in pickles. Their bytes are stored as a text or as bytes, and are read in place.
 
 Arrays of structures become one leaf for each field.
 

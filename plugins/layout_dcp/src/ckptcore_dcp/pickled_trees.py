@@ -71,7 +71,7 @@ _ATTRIBUTE_DEPTH: Final = 3
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _TEXTS: Final = frozenset([str, bytes])
 _MAX_CONTENT_BYTES: Final = 1 << 26
-"""Maximum length of an `OutOfLine` text that is read into a leaf, in bytes."""
+"""Maximum length of an `OutOfLine` text, or of such bytes, that is read into a leaf, in bytes."""
 _WITHOUT_TEXT: Final = _PLAIN - _TEXTS
 _STRINGS: Final = frozenset([str])
 _EXACT: Final = 1 << 53
