@@ -1,10 +1,10 @@
-"""Zips and tars as read-only storages, so that what is inside can be named: ``model.zip!/policy.pth``.
+"""Zip and tar archives as read-only storages. A location such as ``model.zip!/policy.pth`` names a member.
 
-Members that are stored without compression are read by byte ranges of the archive. Others are decompressed once, at
-their first read, into a temporary file. Nothing is unpacked to a name that an archive chooses.
+Members without compression are read by byte ranges of the archive. Each other member is decompressed into a temporary
+file at its first read. An archive cannot choose the name of a file that is written.
 
-Formats of headers of tar archives: POSIX ustar and pax (IEEE Std 1003.1, ``pax``), and the long names of GNU tar.
-Nothing is extracted. Every number and name is hostile until checked.
+Supported headers of tar archives: POSIX ustar and pax (IEEE Std 1003.1, ``pax``), and the long names of GNU tar.
+Every number and name is hostile until it has been checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REGULAR: Final = (b"0", b"\0", b"7")
 _LINKS: Final = {b"1": "a hard link", b"2": "a symbolic link"}
 _SPECIAL: Final = {b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a sparse file", b"V": "a label"}
 _MAX_NAME_BYTES: Final = 1 << 16
-"""Longest pax header or long name. Names have at most 4096 bytes on Linux."""
+"""Maximum length of a pax header or a GNU long name, in bytes. Linux allows paths of 4096 bytes."""
 _MAX_MEMBERS: Final = 1 << 20
 _READ_BYTES: Final = 1 << 16
 
@@ -40,7 +40,7 @@ class TarMember(NamedTuple):
         name: its name.
         start: offset of its content in the archive, in bytes.
         nbytes: its length.
-        problem: what it is instead of a file, such as a link; empty for a file. Directories are left out.
+        problem: what it is instead of a file, such as a link; empty for a file. Directories are not listed.
     """
 
     name: str
@@ -110,7 +110,7 @@ def read_members(fetch: Callable[[int, int], bytes], size: int, key: str) -> Ite
 
 
 def _has_checksum(header: bytes) -> bool:
-    """Return True if the checksum of a header is that of its bytes, with spaces in place of the checksum."""
+    """Return True if the checksum of a header equals the sum of its bytes, with the checksum field as spaces."""
     text = header[148:156].strip(b" \0")
     total = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
     return text.isdigit() and b"8" not in text and b"9" not in text and int(text, 8) == total
@@ -311,7 +311,8 @@ class _ArchiveStorage(StorageBackend):
         try:
             return self._members_after(head, size)
         except (CorruptCheckpointError, InvalidLocationError):
-            if (part := part_of_archive(head, self._key)) is None:  # a whole archive may have the name of a part
+            # Tested after the error, because a complete archive may have the name of a part.
+            if (part := part_of_archive(head, self._key)) is None:
                 raise
             raise InvalidLocationError(f"{self._display} is {part}, by naming a member of it") from None
 
@@ -332,7 +333,7 @@ class _ArchiveStorage(StorageBackend):
             name = self._key.rpartition("/")[2].rpartition(".")[0] or "content"
             return self._named([(name, _Content(length, fetch))])
         if self._fetch(max(0, size - _ZIP_END_BYTES), size)[:4] == b"PK\x05\x06":
-            return self._of_zip(size)  # the last of several parts begins with any byte: the error says what it is
+            return self._of_zip(size)  # the last part of a split zip, which begins with any byte: raises an error
         raise InvalidLocationError(
             f"{self._display} is not a zip or tar archive, so that nothing in it can be named: load it by its own "
             "location"
@@ -360,7 +361,7 @@ class _ArchiveStorage(StorageBackend):
         return _Content(member.size, _Inflated(member, self._fetch, self._key).read)
 
     def _named(self, members: Sequence[tuple[str, _Content]]) -> Mapping[str, _Content]:
-        """Return the members by their key, without those whose name is outside of the archive."""
+        """Return the members by key. Leave out members whose name leads out of the archive."""
         contents: dict[str, _Content] = {}
         for name, content in members:
             parts = [part for part in name.split("/") if part not in ("", ".")]

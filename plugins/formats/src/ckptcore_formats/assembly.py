@@ -1,4 +1,4 @@
-"""Trees and layouts put together from several torch.save files, with arrays whose boxes are in different files."""
+"""Assembly of one tree from several torch.save files. The boxes of an array can be in different files."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from ckptcore.planning import ChunkColumns, ChunkTable, natural_column
 from ckptcore.protocols import ChunkIndex, Inspection, ReadStore
 
 PLACES: Final = "places"
-"""Key of the state for whole tensors, of `LocationColumns`."""
+"""Key under which the state contains the `LocationColumns` of whole tensors."""
 _FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
 _MAX_RUNS: Final = 1 << 12
+"""Maximum number of C-order runs into which a piece in another order is divided."""
 _WEIGHTS: Final = re.compile(
     r".*\.safetensors(\.index\.json)?|(pytorch_model|adapter_model|diffusion_pytorch_model)"
     r"(-[0-9]+-of-[0-9]+|\.[A-Za-z0-9]+)?\.bin(\.index\.json)?|consolidated[.0-9]*\.pth|\.metadata",
     re.ASCII,
 )
-"""Files with the weights of a model. Other files, such as ``training_args.bin``, are of the program."""
-"""Most runs of elements into which a piece in another order than C is cut."""
+"""Pattern of files with the weights of a model. Other files, such as ``training_args.bin``, belong to the program."""
 RESTORE: Final = "restore it from a copy, or load another checkpoint"
 
 
@@ -78,7 +78,7 @@ class Part:
 
     @property
     def processes(self) -> int:
-        """The number of processes between which its tensors are divided; 0 if none is divided."""
+        """Number of processes that each hold a part of its tensors; 0 if no tensor is divided."""
         return max([leaf.processes for leaf in self.leaves if isinstance(leaf, TensorPart)], default=0)
 
     def items(self) -> Iterator[tuple[Key, Part]]:
@@ -110,7 +110,7 @@ class Part:
         )
 
     def of_leaf(self, leaf: Leaf) -> Part:
-        """Return the part that is only a leaf of this file."""
+        """Return a part that consists of one leaf of this file."""
         return Part(self.key, LEAF, (leaf,), self.storages)
 
     @property
@@ -121,11 +121,11 @@ class Part:
 
 
 class PartReader:
-    """Reads files of ``torch.save``, and remembers which.
+    """Reads torch.save files, and records their keys.
 
     Attributes:
         store: the files.
-        keys: those that were read.
+        keys: keys of the files read so far.
     """
 
     def __init__(self, store: ReadStore) -> None:
@@ -134,7 +134,7 @@ class PartReader:
         self.keys: list[str] = []
 
     def find(self, key: str) -> Part | None:
-        """Read a file; None if it is not one of ``torch.save``."""
+        """Read a file. Return None if ``torch.save`` did not write it."""
         content = read_torch_file(self.store, key)
         if content is None:
             return None
@@ -142,10 +142,10 @@ class PartReader:
         return Part(key, content.skeleton, content.leaves, content.storages)
 
     def read(self, key: str) -> Part:
-        """Read a file whose name says that it is one of ``torch.save``.
+        """Read a file that, according to its name, ``torch.save`` wrote.
 
         Raises:
-            CorruptCheckpointError: it is none.
+            CorruptCheckpointError: it is not a torch.save file.
         """
         part = self.find(key)
         if part is None:
@@ -170,7 +170,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divided:
-    """An array whose boxes are in several objects. Those with the same boxes at the same places are tied.
+    """An array whose boxes are in several objects. Two such arrays are tied if they have the same pieces.
 
     Attributes:
         spec: the whole array.
@@ -185,7 +185,7 @@ class Divided:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refused:
-    """A leaf that cannot be loaded, with the error for a request of it."""
+    """A leaf that cannot be loaded, with the error that a load of it raises."""
 
     error: CheckpointError
 
@@ -196,7 +196,7 @@ class Branch:
 
     Attributes:
         skeleton: its containers.
-        entries: an entry that is a leaf, for each leaf of the skeleton.
+        entries: one entry for each leaf of the skeleton; none of them has children.
     """
 
     skeleton: Skeleton
@@ -214,7 +214,7 @@ class Run:
     Attributes:
         spec: the dtype, and the number of elements as the only axis.
         kind: kind of the leaf, as in `ArrayRecord`.
-        storage: the storage that has them.
+        storage: the storage that contains them.
         offset: position of the first element in the object, in bytes.
     """
 
@@ -270,7 +270,7 @@ def has_weights(names: Iterable[str]) -> bool:
 
 
 def pieces_of_part(part: TensorPart, storages: Mapping[str, StoredBytes], *, path: str) -> Iterator[Piece]:
-    """Return the pieces that a process has of a tensor. Views in another order than C are cut into their runs.
+    """Yield the pieces of a tensor that one process saved. Views in another order than C are divided into runs.
 
     Raises:
         CorruptCheckpointError, UnsupportedLeafError: see `run_of`.
@@ -304,11 +304,11 @@ def _runs(box: Box, tensor: StoredTensor, path: str) -> Iterator[tuple[Box, Stor
 
 
 def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspection:
-    """Return a tree of entries as a checkpoint of other software. An `AssembledLayout` reads it.
+    """Return the `Inspection` of a tree of entries. `AssembledLayout` reads the result.
 
     Args:
         entry: the tree.
-        writer: the software.
+        writer: the software that wrote the checkpoint.
         files: all objects of the checkpoint.
     """
     entries: list[tuple[Leaf, Part] | Divided | Refused] = []
@@ -376,11 +376,11 @@ def _record(leaf: tuple[Leaf, Part] | Divided | Refused) -> LeafRecord:
 
 
 _SLAB_BYTES: Final = 1 << 24
-"""Bytes that are read at a time to compare a checksum."""
+"""Maximum bytes per read while verifying a checksum."""
 
 
 class _AssembledIndex(ChunkTable):
-    """Index of an assembled tree: a table of pieces, and whole tensors. A `NativeReader` of the latter."""
+    """Index of an assembled tree: a table of pieces, and whole tensors, which it reads as a `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the state of `inspection_of`. A root may name this layout, with any state.
@@ -414,9 +414,9 @@ class _AssembledIndex(ChunkTable):
             yield from super().extents(leaf)
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
-        """Return the objects with elements of an array that have no checksum. Compare the CRC-32 of the other storages.
+        """Verify the CRC-32 of the storages of an array. Return the objects that have storages without a CRC-32.
 
-        A storage has elements of many arrays, so it is read again, but only once.
+        A storage contains elements of many arrays, so it is read again here, but only once per index.
 
         Raises:
             ChecksumError: a checksum differs.

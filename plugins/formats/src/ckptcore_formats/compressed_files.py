@@ -13,7 +13,7 @@ from ckptcore.temporary import TemporaryFile
 
 _BLOCK_BYTES: Final = 4 << 20
 _MAX_GROWTH: Final = 50
-"""Most bytes of content for each byte of a file. A small file can contain terabytes, but no trained model."""
+"""Maximum ratio of content to file size. Trained models compress less; a small hostile file can expand to terabytes."""
 _ALWAYS_ALLOWED_BYTES: Final = 1 << 30
 
 
@@ -42,7 +42,7 @@ class Codec(NamedTuple):
 
 
 class _ZlibStream:
-    """A decompressor of zlib with the methods of the others. Not thread-safe."""
+    """Decompressor of zlib with the methods of `bz2.BZ2Decompressor`. Not thread-safe."""
 
     def __init__(self, window_bits: int) -> None:
         self._inner = zlib.decompressobj(window_bits)
@@ -71,14 +71,14 @@ _CODECS: Final = (
 def codec_of(head: bytes) -> Codec | None:
     """Return the method of compression of a file with these first bytes, or None."""
     for codec in _CODECS:
-        # The two bytes of a header of zlib are a multiple of 31.
+        # A header of zlib, read as a big endian number of two bytes, is a multiple of 31 (RFC 1950).
         if head.startswith(codec.magic) and (codec.name != "zlib" or int.from_bytes(head[:2], "big") % 31 == 0):
             return codec
     return None
 
 
 def most_content_bytes(size: int) -> int:
-    """Return the longest content of compressed bytes that is copied, for their length."""
+    """Return the maximum length of the content, in bytes, for a file of `size` compressed bytes."""
     return max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * size)
 
 

@@ -4,13 +4,13 @@ Formats (DeepSpeed 0.14.5, 0.16.9 and 0.19.8: ``runtime/engine.py``, ``runtime/z
 ``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``).
 ZeRO 1 and 2: the parameters of a group are one flat vector, and each process saves a slice of it.
 ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
-the file of the model. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
-"param_groups": [...], ...}, ...}``, with the rest of the state next to them.
+the model file. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
+"param_groups": [...], ...}, ...}``, with the rest of the state next to these keys.
 
-Universal checkpoints have a file for each parameter and state, of any parallelism: ``ds_to_universal.py`` writes
-``zero/NAME/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, ``zero/optimizer_state.pt``, and copies of
-the files of the model. A file has ``{"param": tensor, ...}`` with the whole parameter, or, from ZeRO 3, the bare
-tensor without its shape (DeepSpeed 0.19.8).
+Universal checkpoints do not depend on the parallelism of the job. They have a file for each parameter and state:
+``ds_to_universal.py`` writes ``zero/NAME/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``,
+``zero/optimizer_state.pt``, and copies of the model files. A file contains ``{"param": tensor, ...}`` with the whole
+parameter. If it was converted from ZeRO 3, it contains only the flat tensor, without its shape (DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckptcore_formats.deepspeed_zero import PARTITIONS, Weights, Zero, named, na
 _SUFFIX: Final = ".pt"
 _WEIGHT: Final = "fp32"
 _MAX_DEPTH: Final = 8
-"""Most directories within each other. The name of a parameter has no slash in practice."""
+"""Maximum nesting of directories. A parameter name creates several only if it contains slashes, which is rare."""
 
 
 def read_universal(reader: PartReader, directory: str, models: Sequence[Part], weights: Weights) -> Entry:
@@ -47,9 +47,9 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
 
     Args:
         reader: the files.
-        directory: prefix of the keys of the files of parameters.
-        models: the files of the model, one of each process if ZeRO 3 wrote them.
-        weights: names and shapes in the first of them.
+        directory: key prefix of the parameter files.
+        models: the model files; one per process if ZeRO 3 wrote them.
+        weights: names and shapes from the first model file.
     """
     values: dict[str, Entry] = {}
     states: dict[Key, dict[Key, Entry]] = {}
@@ -78,10 +78,11 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
 def _missing(
     trained: Sequence[str], values: Mapping[str, Entry], states: Mapping[Key, Mapping[Key, Entry]]
 ) -> Iterator[tuple[str, str]]:
-    """Return the files of parameters that are missing: the name, and the kind of the state.
+    """Yield the parameter name and the kind of state of each missing file.
 
-    A trained parameter has a weight. It has the states of another parameter if it has some of these or none: with
-    several optimizers in one, such as Muon, parameters have different ones.
+    Every trained parameter must have a weight. If another parameter has the same states and more, the additional
+    states are missing. Parameters with unrelated states are valid: an optimizer such as Muon combines several
+    optimizers, which have different states.
     """
     kinds = sorted({frozenset(state) for state in states.values()}, key=len, reverse=True)
     for name in dict.fromkeys([*trained, *map(str, states)]):
@@ -94,7 +95,7 @@ def _missing(
 
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:
-    """Return the name of a parameter, the kind of the state, and the key, for each file of a parameter."""
+    """Yield the parameter name, the kind of state and the key of each parameter file."""
     for found in store.list_names(f"{directory}{name}"):
         if found.endswith("/") and depth < _MAX_DEPTH:
             yield from _files(store, directory, name + found, depth + 1)
@@ -147,12 +148,13 @@ class DeepSpeedLayout(AssembledLayout):
     name = "deepspeed"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Recognise a directory by the names of the files of ranks; see the module.
+        """Recognise a directory by the names of its rank files. See the module.
 
-        A directory with ``latest`` is the checkpoint that this names, unless it has weights of another format.
+        If the directory has no such files, ``latest`` may name a subdirectory that has them. A directory with weights
+        in another format is not recognised.
 
         Raises:
-            CorruptCheckpointError: the file of a rank is missing, or partitions do not make up the parameters.
+            CorruptCheckpointError: the file of a rank is missing, or the partitions do not match the parameters.
             UnsupportedLeafError: the model is divided between pipeline stages, tensor parallel ranks or experts.
         """
         if entry is not None:
@@ -160,7 +162,7 @@ class DeepSpeedLayout(AssembledLayout):
         names = store.list_names("")
         directory = ""
         if has_weights(names):
-            return None  # of other software, such as the Trainer: another layout knows them
+            return None  # other software, such as the Trainer, wrote it, and another layout reads it
         if not _is_checkpoint(names):
             found = _named_by_pointer(store, names)
             if found is None or not _is_checkpoint(names := store.list_names(found)):
@@ -172,7 +174,7 @@ class DeepSpeedLayout(AssembledLayout):
         return inspection_of(tree, "DeepSpeed", {*reader.keys, *own})
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that DeepSpeed writes. Those of several steps are left out: they are not one checkpoint."""
+        """Return the files that DeepSpeed writes. Empty if they belong to several steps, so to several checkpoints."""
         own = [key for key in keys if _is_own_key(key.split("/"))]
         return own if len({key.partition("/")[0] for key in own if "/" in key} - {"zero"}) < 2 else ()
 
@@ -208,8 +210,8 @@ class _Directory:
         reader: the files.
         directory: prefix of their keys.
         model: the file of the model, or the first of them.
-        models: with ZeRO 3 the files of the model by data parallel rank, else empty.
-        optimizers: the files of the optimizer by data parallel rank.
+        models: with ZeRO 3, the model files by data parallel rank; else empty.
+        optimizers: the optimizer files by data parallel rank.
         parallel: number of tensor parallel ranks and pipeline stages.
         is_universal: True if there is a directory ``zero`` with a file for each parameter and state.
     """
@@ -224,10 +226,10 @@ class _Directory:
 
     @classmethod
     def of(cls, reader: PartReader, directory: str, names: Sequence[str]) -> _Directory:
-        """Sort names. Refuse a model that is divided in other ways than by ZeRO.
+        """Classify file names. Reject a model that is divided by other methods than ZeRO.
 
         Raises:
-            CorruptCheckpointError: there is no file of the model.
+            CorruptCheckpointError: there is no model file.
             UnsupportedLeafError: see `DeepSpeedLayout.inspect`.
         """
         files: dict[str, dict[tuple[int, int], str]] = {"optim": {}, "zero": {}, "model": {}}
@@ -271,7 +273,7 @@ class _Directory:
             return read_universal(self.reader, f"{self.directory}zero/", self._models(model), weights)
         shapes = state.get("param_shapes")
         if not self.optimizers and (shapes is None or shapes.plain() is None):
-            return model  # without ZeRO a single file has all
+            return model  # without ZeRO, a single file contains the whole state
         zero = Zero.of(self.reader, self._complete(self.optimizers, _OPTIM, model), weights)
         models = self._models(model) if zero.stage == 3 else [model]
         optimizer: dict[Key, Entry] = {"state": zero.states(), "param_groups": zero.param_groups(), **zero.rest()}
@@ -279,17 +281,17 @@ class _Directory:
         return {"module": module, "optimizer": optimizer, **rest_of(models)}
 
     def _models(self, model: Part) -> Sequence[Part]:
-        """Return the files of the model: with ZeRO 3 one of each process."""
+        """Return the model files: one per process with ZeRO 3, else a single one."""
         if not self.models:
             return [model]
         files = self._complete(self.models, _ZERO_MODEL, model)
         return [model if key == model.key else self.reader.read(key) for key in files]
 
     def _complete(self, files: Mapping[int, str], pattern: re.Pattern[str], model: Part) -> Sequence[str]:
-        """Return files by rank.
+        """Return files in the order of their ranks.
 
         Raises:
-            CorruptCheckpointError: one is missing.
+            CorruptCheckpointError: the file of a rank is missing.
         """
         stated = named(model)["dp_world_size"].plain() if "dp_world_size" in model.children() else None
         expected = max(stated if type(stated) is int else 1, len(files))

@@ -1,4 +1,4 @@
-"""Partitions of ZeRO: the arrays that the flat tensors of all processes make up. See `deepspeed`."""
+"""ZeRO partitions: arrays assembled from the flat tensors of all processes. See `deepspeed`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PARTITIONS: Final = frozenset(
     [_FLAT_3, _FLAT_12, _STATE_3, _STATE_12, "group_paddings", "param_alignment_paddings", "partition_count"]
     + ["param_slice_mappings", "param_groups", "zero_stage"]
 )
-"""Keys of a file of the optimizer that describe partitions, of which nothing is left in the tree."""
+"""Keys of an optimizer file that describe partitions. The tree does not contain them."""
 _MODEL_KEYS: Final = frozenset(
     ["module", "optimizer", "param_shapes", "buffer_names", "shared_params"]
     + ["frozen_param_shapes", "frozen_param_fragments"]
 )
-"""Keys of a file of the model from which the tree has its weights."""
+"""Keys of a model file from which the weights in the tree are built."""
 
 
 def named(part: Part) -> dict[str, Part]:
@@ -38,9 +38,9 @@ def named(part: Part) -> dict[str, Part]:
 
 
 def rest_of(models: Sequence[Part]) -> Mapping[Key, Entry]:
-    """Return what files of the model have besides the weights, with the state that the program added.
+    """Return all entries of the model files except the weights. State that the program added is included.
 
-    What the processes saved differently is a leaf that cannot be loaded.
+    An entry with different values in the processes becomes a leaf that cannot be loaded.
     """
     return _merged([dict(model.items()) for model in models], _MODEL_KEYS)
 
@@ -59,11 +59,11 @@ def _shape(value: object, key: str, path: str) -> tuple[int, ...]:
 
 
 class Weights:
-    """Names and shapes of the parameters, in the file of the model.
+    """Names and shapes of the parameters, from the model file.
 
     Attributes:
         key: the file.
-        groups: the shapes of the trained parameters by name, for each group, in the order of the flat vector.
+        groups: for each group, the shapes of its trained parameters by name, in the order of the flat vector.
     """
 
     def __init__(self, key: str, state: Mapping[str, Part], parallel: int) -> None:
@@ -72,7 +72,7 @@ class Weights:
         Args:
             key: the file.
             state: its content.
-            parallel: number of tensor parallel ranks and pipeline stages with a file of their own.
+            parallel: number of tensor parallel ranks and pipeline stages that have their own model file.
 
         Raises:
             CorruptCheckpointError: a shape is invalid.
@@ -94,7 +94,7 @@ class Weights:
 
     @property
     def frozen(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of frozen parameters, as far as the file has them."""
+        """Shapes of the frozen parameters, by name. Empty if the file does not state them."""
         stated = self._state.get("frozen_param_shapes")
         shapes = {} if stated is None else stated.plain()
         if not isinstance(shapes, dict):
@@ -102,7 +102,7 @@ class Weights:
         return {str(name): _shape(shape, self.key, f"module/{name}") for name, shape in shapes.items()}
 
     def frozen_in_slices(self, models: Sequence[Part]) -> Mapping[str, Entry]:
-        """Return frozen parameters of ZeRO 3, of which the file of the model of each process has a slice."""
+        """Return the frozen parameters of ZeRO 3. The model file of each process contains a slice of each."""
         fragments = [named(model).get("frozen_param_fragments") for model in models]
         slices = [{} if part is None else part.children() for part in fragments]
         entries: dict[str, Entry] = {}
@@ -111,7 +111,7 @@ class Weights:
             parts = [each.get(name) for each in slices]
             tensor = None if parts[0] is None else parts[0].tensor
             if len(parts) == 1 and tensor is not None and tensor.shape == shape:
-                continue  # the only file has it whole, without ZeRO 3
+                continue  # without ZeRO 3: the only file contains the whole parameter
             entries[name] = guarded(lambda: in_slices([stored_run(part, path) for part in parts], shape, path))  # noqa: B023
         return entries
 
@@ -119,7 +119,8 @@ class Weights:
         """Return weights and buffers by name, in the order of the module.
 
         Args:
-            weights: the weights in full precision. The module has others, such as frozen ones of ZeRO 1, and buffers.
+            weights: the weights in full precision. Other parameters, such as frozen ones of ZeRO 1, and buffers are
+                taken from the module in the file.
         """
         stored = named(self._state["module"]) if "module" in self._state else {}
         stated = self._state.get("frozen_param_fragments")
@@ -129,7 +130,8 @@ class Weights:
         buffers = {name for name in _items(self._state.get("buffer_names")) if isinstance(name, str)}
         entries: dict[Key, Entry] = {}
         for name, part in stored.items():
-            if name in weights and name not in buffers:  # `ds_to_universal` converts buffers to fp32, also counters
+            # Buffers are taken from the module, because `ds_to_universal` converts them to fp32, even integer counters.
+            if name in weights and name not in buffers:
                 entries[name] = weights[name]
             elif name in buffers or part.tensor is None:
                 entries[name] = part
@@ -161,9 +163,10 @@ def named_groups(groups: Sequence[Part], names: Sequence[Sequence[str]]) -> Entr
     """Return the groups of an optimizer with the names of their parameters.
 
     Args:
-        groups: the groups of each process, whose ``params`` are flat tensors; they are returned as they are if these do
-            not match. Options that differ between the processes are leaves that cannot be loaded.
-        names: the names of the parameters in each flat tensor.
+        groups: the groups of each process, whose ``params`` are flat tensors. If their number does not match `names`,
+            the groups are returned without names. Options that differ between the processes are leaves that cannot be
+            loaded.
+        names: for each flat tensor, the names of its parameters.
     """
     by_rank = [[group.children() for group in part.children().values()] for part in groups]
     counts = [len(_items(group.get("params"))) for group in by_rank[0]]
@@ -185,12 +188,12 @@ def _items(part: Part | None) -> Sequence[object]:
 
 
 class Zero:
-    """The partitions of all processes, in their files of the optimizer.
+    """The partitions of all processes, from their optimizer files.
 
     Attributes:
         stage: 3, or 2 for both ZeRO 1 and 2.
         processes: number of data parallel processes.
-        sizes: for each process, the elements of the weights in each group.
+        sizes: for each process, the number of weight elements in each group.
     """
 
     def __init__(self, weights: Weights, files: Sequence[str], states: Sequence[dict[str, Part]]) -> None:
@@ -207,10 +210,10 @@ class Zero:
 
     @classmethod
     def of(cls, reader: PartReader, files: Sequence[str], weights: Weights) -> Zero:
-        """Read the files of the optimizer, by rank.
+        """Read the optimizer files, in the order of the ranks.
 
         Raises:
-            CorruptCheckpointError: one has no partitions, or the partitions do not make up the parameters.
+            CorruptCheckpointError: a file has no partitions, or the partitions do not match the parameters.
         """
         states: list[dict[str, Part]] = []
         for key in files:
@@ -245,7 +248,7 @@ class Zero:
     def _place(self) -> Mapping[str, tuple[int, int]]:
         """Return the group and the first element of each parameter in the flat vector.
 
-        With ZeRO 3 the groups of a process are one vector, and the group is that of the first element.
+        With ZeRO 3, the groups of a process form one vector, and the returned group is that of the first element.
 
         Raises:
             CorruptCheckpointError: the parameters have more elements than the partitions, or far fewer.
@@ -272,7 +275,8 @@ class Zero:
             for (name, shape), padding in zip(group.items(), paddings, strict=True):
                 places[name] = number, position
                 position += math.prod(shape) + padding
-            # DeepSpeed pads a group to a multiple of twice the processes, and removes some of it (zero_to_fp32.py).
+            # DeepSpeed pads a group to a multiple of twice the number of processes, and later removes a part of the
+            # padding (zero_to_fp32.py).
             align = 2 * self.processes
             available = sum([each[number] for each in sizes])
             self._expect(-(-position // align) == -(-available // align), available, position, f"group {number}")
@@ -326,7 +330,10 @@ class Zero:
         return dict(found)
 
     def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
-        """Return True if no process has a state of the group, or the first that has one has it for each element."""
+        """Return True if a state of a group has one value per weight element, or if no process has the state.
+
+        Checks only the first process that has the state.
+        """
         for rank, part in enumerate(parts):
             if part is not None:
                 extents = _tensor(self._flat[rank][group]).shape
@@ -336,7 +343,7 @@ class Zero:
     def _of_group(self, parts: Sequence[Part], kind: str) -> Entry:
         tensor = parts[0].tensor
         if tensor is None or not tensor.shape:
-            return merge_parts(parts)  # a number, such as the step, is that of each parameter
+            return merge_parts(parts)  # a number, such as the step, applies to every parameter of the group
         return Refused(
             UnsupportedLeafError(
                 f"it is in the state {kind!r} of a whole partition, {tensor.spec}, which is not divided as the weights "
@@ -393,7 +400,7 @@ class Zero:
 
         Args:
             groups: for each process, a flat tensor for each group, or None.
-            template: the path of an array, with the name of the parameter left out.
+            template: path of an array, with ``{}`` in place of the parameter name.
         """
         vectors = _Vectors(self, groups)
         arrays: dict[str, Entry] = {}
@@ -412,7 +419,7 @@ def _tensor(part: Part) -> StoredTensor:
 
 
 class _Vectors:
-    """The flat vectors of one kind of array: of weights, or of one state of the optimizer."""
+    """The flat vectors of the weights, or of one kind of optimizer state."""
 
     def __init__(self, zero: Zero, groups: Sequence[Sequence[Part | None]]) -> None:
         self._stage = zero.stage
@@ -439,7 +446,7 @@ class _Vectors:
         return vector.array(shape, list(vector.pieces(position, shape, 0, size)))
 
     def _vectors(self, group: int, path: str) -> Sequence[Vector]:
-        """Return a vector for each process with ZeRO 3, else one for all of them."""
+        """Return one vector per process with ZeRO 3, else a single vector over all processes."""
         made = self._made.get(group)
         if made is None:
             try:
@@ -448,7 +455,8 @@ class _Vectors:
                     self._expect(runs, self._sizes, path)
                     made = [Vector(each, path) for each in runs]
                 else:
-                    # The last of the processes with elements of the group may have padding that the weights lack.
+                    # Do not compare the size of the last process with elements: its states may have padding that its
+                    # weights lack.
                     row = [stored_run(parts[group], path) for parts in self._groups]
                     sizes = [each[group] for each in self._sizes]
                     last = max([rank for rank, size in enumerate(sizes) if size], default=0)
@@ -462,7 +470,7 @@ class _Vectors:
         return made
 
     def _expect(self, runs: Sequence[Sequence[Run]], sizes: Sequence[Sequence[int]], path: str) -> None:
-        """Refuse a state of the optimizer that is not divided as the weights are."""
+        """Raise an error if an optimizer state is not partitioned like the weights."""
         for each, expected in zip(runs, sizes, strict=True):
             for run, size in zip(each, expected, strict=True):
                 if run.size != size:

@@ -1,4 +1,4 @@
-"""Flat vectors in several files: arrays that are ranges of them. See `deepspeed`."""
+"""Flat vectors that are stored in several files, and arrays that are ranges of these vectors. See `deepspeed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptcore_formats.assembly import RESTORE, Divided, Entry, Part, Piece, Refu
 
 
 def guarded(make: Callable[[], Entry]) -> Entry:
-    """Return an array, or a leaf with the error if it cannot be read. The other leaves can be."""
+    """Return an array, or a leaf with the error if it cannot be read, so that other leaves can still be loaded."""
     try:
         return make()
     except (CorruptCheckpointError, UnsupportedLeafError) as error:
@@ -22,7 +22,7 @@ def guarded(make: Callable[[], Entry]) -> Entry:
 
 
 def stored_run(part: Part | None, path: str) -> Run:
-    """Return the elements of a tensor that the file of a rank has.
+    """Return the elements of a tensor in the file of a rank.
 
     Args:
         part: the tensor; None if the file lacks it.
@@ -42,8 +42,8 @@ class Vector:
 
     Attributes:
         runs: the runs.
-        dtype, kind: those of all runs.
-        starts: the position of each run, and the length of the vector, in elements.
+        dtype, kind: dtype and leaf kind of all runs.
+        starts: the position of each run, followed by the length of the vector, in elements.
     """
 
     def __init__(self, runs: Sequence[Run], path: str) -> None:
@@ -60,7 +60,7 @@ class Vector:
         self.starts = [0, *itertools.accumulate([run.size for run in runs])]
 
     def pieces(self, position: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Piece]:
-        """Return elements `first` to `last` of an array, of which the first one is at a position of the vector."""
+        """Yield the pieces with elements `first` to `last` of an array. Element `first` is at `position`."""
         number = bisect.bisect_right(self.starts, position) - 1
         while first < last:
             run, skip = self.runs[number], position - self.starts[number]
@@ -76,12 +76,12 @@ class Vector:
 
 
 def in_slices(runs: Sequence[Run], shape: tuple[int, ...], path: str) -> Divided:
-    """Return an array of which each process has a slice in a tensor of its own."""
+    """Return an array that is divided into slices: each process has one slice, in a separate tensor."""
     return in_vectors([Vector([run], path) for run in runs], 0, shape, path)
 
 
 def in_vectors(vectors: Sequence[Vector], position: int, shape: tuple[int, ...], path: str) -> Divided:
-    """Return an array of which each process has a slice, at the same position of its vector."""
+    """Return an array that is divided into slices: each process has one slice, at `position` of its vector."""
     size = math.prod(shape)
     extent = -(-size // len(vectors))
     pieces: list[Piece] = []

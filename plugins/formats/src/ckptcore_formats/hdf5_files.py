@@ -1,7 +1,7 @@
 """The layout `hdf5`: HDF5 files, and weights and models of Keras (``.weights.h5``, ``.keras``, ``.weights.json``).
 
-A ``.keras`` file is a zip with ``model.weights.h5``. Elements that are in one byte range are read from there. Those in
-chunks, which may be compressed, are read by the library of HDF5, which reads the object through the storage.
+A ``.keras`` file is a zip with ``model.weights.h5``. Elements in one byte range are read directly. Elements in chunks,
+which may be compressed, are read by the HDF5 library, which reads the file through the storage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _INDEX_SUFFIX: Final = ".weights.json"
 
 @dataclass(frozen=True, slots=True)
 class Hdf5Layout(ReadOnlyLayout):
-    """HDF5 files, also of Keras. Read-only. Needs h5py."""
+    """HDF5 files, including those of Keras. Read-only. Needs h5py."""
 
     name = "hdf5"
 
@@ -86,7 +86,7 @@ class Hdf5Layout(ReadOnlyLayout):
 
 
 def _follows_user_block(store: ReadStore, key: str) -> bool:
-    """Return True if an HDF5 file begins after 512 bytes of the user, or 1024, 2048 and so on."""
+    """Return True if an HDF5 file begins after a user block, whose length is 512 bytes times a power of two."""
     start, size = 512, store.size(key)
     while start < size:
         if store.get(key, start, min(start + len(_MAGIC), size)) == _MAGIC:
@@ -104,7 +104,7 @@ def _shards(store: ReadStore, key: str) -> Sequence[str] | None:
     """Return the files that an index of Keras lists, or None if it is something else.
 
     Raises:
-        CorruptCheckpointError: it lists a file of another directory, or one that is missing.
+        CorruptCheckpointError: it lists a file of another directory, or a missing file.
     """
     try:
         index: Any = json.loads(store.get(key)) if store.size(key) <= _MAX_JSON_BYTES else None
@@ -214,13 +214,13 @@ def _read_file(store: ReadStore, key: str) -> _File:
             )
         origin, size = member.start, member.nbytes
     with _damage(key), _open(store, key, origin, size, check_heaps=True) as file:
-        from ckptcore_formats.hdf5_objects import FileObjects  # `_open` needs h5py, too
+        from ckptcore_formats.hdf5_objects import FileObjects  # after `_open`, which reports a missing h5py
 
         return _File(key, origin, size, FileObjects.of(file, key, size))
 
 
 def _open(store: ReadStore, key: str, origin: int, size: int, *, check_heaps: bool) -> Any:
-    """Open a file with h5py. `check_heaps` is that of `StoredFile`.
+    """Open a file with h5py. See `StoredFile` for `check_heaps`.
 
     Raises:
         MissingDistributionError: h5py is not installed.
@@ -272,7 +272,7 @@ def _merged(trees: Sequence[_Nested], entry: str) -> _Nested:
     """Return the union of trees of files.
 
     Raises:
-        CorruptCheckpointError: two files have a dataset of one name.
+        CorruptCheckpointError: two files have a dataset with the same name.
     """
     if len(trees) == 1:
         return trees[0]
@@ -314,7 +314,7 @@ class _Hdf5Index(StorageIndex):
                 self._datasets[leaf] = key, origin, size, path, rows
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise CorruptCheckpointError(f"the state does not locate arrays: {error!r}; open the file again") from error
-        self._lock = threading.Lock()  # the library of HDF5 reads with one thread
+        self._lock = threading.Lock()  # the HDF5 library must be used by one thread at a time
         self._open: dict[tuple[str, int, int], tuple[ReadStore, Any]] = {}
 
     def chunk_rows(self, leaf: int) -> int | None:
@@ -360,7 +360,7 @@ def _read_box(dataset: Any, box: Box, buffer: HostArray) -> None:
     """Read a box of a dataset into a buffer.
 
     Raises:
-        ValueError: the dataset has another form than it had when the file was inspected.
+        ValueError: the shape or dtype of the dataset changed after the file was inspected.
     """
     dtype = dataset.dtype.newbyteorder("=")
     if len(dataset.shape) != len(box.stop) or any(map(int.__gt__, box.stop, dataset.shape)):

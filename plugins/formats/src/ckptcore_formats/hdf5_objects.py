@@ -1,10 +1,10 @@
 """Objects of an HDF5 file as a tree: groups as mappings, datasets as arrays. Uses h5py, on the bytes of any storage.
 
-The library of HDF5 reads through `StoredFile`, so that it cannot open another file: links to other files, external
-storage and virtual datasets are named, and not followed.
+The HDF5 library reads through `StoredFile`, so it cannot open other files. Links to other files, external storage and
+virtual datasets are not followed; they become leaves that cannot be loaded.
 
-The global heaps of a file, which have the texts and lists of its attributes, are checked before. The library of HDF5
-trusts the sizes in them: one that is zero makes it loop without an end.
+Global heaps contain the texts and lists of attributes. They are checked before the HDF5 library reads them, because it
+trusts the sizes in them: a size of zero makes it loop forever.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _HEAP_WINDOW_BYTES: Final = 1 << 14
 
 
 class HeapChecks:
-    """Checks each heap whose beginning is among bytes that the library reads. Not thread-safe."""
+    """Checks each global heap that begins in bytes that the HDF5 library reads. Not thread-safe."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
-        """Read how many bytes a length has. `fetch` returns bytes from `start` to `stop` of the file."""
+        """Read the width of lengths from the superblock. `fetch` returns bytes `start` to `stop` of the file."""
         self._fetch = fetch
         self._size = size
         self._checked: set[int] = set()
@@ -45,10 +45,10 @@ class HeapChecks:
         self._length = head[at] if len(head) == 16 else 8
 
     def check(self, data: bytes, start: int) -> None:
-        """Check the heaps that begin in data, which is at offset `start` of the file.
+        """Check the heaps that begin in `data`, which are the bytes of the file from offset `start` on.
 
         Raises:
-            ValueError: one is damaged.
+            ValueError: a heap is damaged.
         """
         position = -1
         while (position := data.find(_MAGIC, position + 1)) >= 0:
@@ -87,32 +87,33 @@ class HeapChecks:
 
 _WINDOW_BYTES: Final = 1 << 16
 _WINDOWS: Final = 8
-"""Ranges that are kept: the library goes back and forth between the headers of groups, trees and datasets."""
+"""Number of cached ranges. The HDF5 library alternates between the headers of groups, trees and datasets."""
 _DIRECT_BYTES: Final = 1 << 15
 _BEFORE: Final = 8
-"""Bytes before a read in which a heap may begin that the library has read in part."""
+"""Bytes before each read that are checked with it, because the magic of a heap may begin in the previous read."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
 _OBJECT_BYTES: Final = 64
-"""Fewer bytes than any object and its link have. A group with many names counts once for each of them."""
+"""Lower bound for the size of an object and its link, in bytes. An object with several links counts once per link."""
 _ALWAYS_ALLOWED_OBJECTS: Final = 1000
 _MAX_TEXT_BYTES: Final = 1 << 20
 _MAX_ATTRIBUTE_BYTES: Final = 1 << 18
 _MAX_GROWTH: Final = 1100
-"""Most bytes of elements for each stored byte; deflate reaches at most 1032."""
+"""Maximum ratio of the size of the elements to their stored size. Deflate reaches at most 1032."""
 _ALWAYS_ALLOWED_BYTES: Final = 1 << 26
 
 
 class StoredFile(io.RawIOBase):
-    """A range of an object as a file that is read. Not thread-safe."""
+    """A range of an object as a read-only file. Not thread-safe."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, check_heaps: bool) -> None:
-        """Read no more than the first bytes.
+        """Open the file. Reads at most the superblock.
 
         Args:
-            fetch: returns bytes from `start` to `stop` of the file.
-            size: its length.
-            check_heaps: True if attributes and texts are read, and not elements, which may look like a heap.
+            fetch: returns bytes `start` to `stop` of the file.
+            size: its length, in bytes.
+            check_heaps: check global heaps. True to read attributes and texts; False to read elements, which may
+                look like a heap.
         """
         super().__init__()
         self._fetch = fetch
@@ -206,8 +207,8 @@ class FileObjects(NamedTuple):
     Attributes:
         skeleton, leaves: the tree.
         places: byte range of each array with one range, by the storage of the leaf.
-        datasets: the others.
-        attributes: attributes by path, as far as JSON has them.
+        datasets: the other arrays, by the storage of the leaf.
+        attributes: attributes by path. Contains only values that JSON can represent.
     """
 
     skeleton: Skeleton
@@ -300,7 +301,7 @@ class _Walk:
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
-        storage = str(len(self.leaves))  # no name of the file, because `arrays_of` marks big endian arrays with ">"
+        storage = str(len(self.leaves))  # a name could end in ">", with which `arrays_of` marks big endian arrays
         array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = dataset.id.get_offset()
         if offset is not None and dataset.chunks is None and _is_stored_as(dataset.id.get_type(), dtype):
@@ -327,19 +328,19 @@ class _Walk:
         values: dict[str, JSON] = {}
         for name in attributes.attrs:
             info = attributes.attrs.get_id(name)
-            # Elements may have no bytes, and still take time.
+            # Count at least one byte for each element, because elements without bytes take time too.
             self._attribute_bytes -= math.prod(map(int, info.shape)) * max(info.dtype.itemsize, 1) + len(name)
             if self._attribute_bytes < 0:
                 return
             value = _json(attributes.attrs[name])
             if value is not None:
-                values[_plain(name)] = value  # h5py returns bytes that are not UTF-8 as they are
+                values[_plain(name)] = value  # h5py returns a name that is not UTF-8 as bytes
         if values:
             self.attributes[path or "/"] = values
 
 
 def _is_stored_as(stored: Any, dtype: np.dtype[Any]) -> bool:
-    """Return True if the bytes of an element are those of the dtype, without padding bits or another bias."""
+    """Return True if elements are stored as NumPy stores the dtype, without padding bits or another exponent bias."""
     if dtype.subdtype is not None:
         return isinstance(stored, h5py.h5t.TypeArrayID) and _is_stored_as(stored.get_super(), dtype.subdtype[0])
     if dtype.names is not None:
@@ -368,7 +369,10 @@ def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
 
 
 def _ordered(names: list[str], attributes: Any) -> list[str]:
-    """Return names in the order of the layers and weights that Keras 2 lists, if it lists them all."""
+    """Return names in the order in which Keras 2 lists layers or weights. Names that are not listed follow.
+
+    Return `names` unchanged if there is no list, or if it contains other names.
+    """
     for attribute in ("layer_names", "weight_names"):
         if attribute in attributes:
             listed = [_plain(text) for text in np.asarray(attributes[attribute]).reshape(-1).tolist()]

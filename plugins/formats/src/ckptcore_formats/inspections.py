@@ -1,4 +1,4 @@
-"""Trees of files."""
+"""Tree of a single file, and its conversion to an inspection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FileTree:
     Attributes:
         key: the object.
         skeleton, leaves: the tree. A leaf that is damaged is the record of its error.
-        storages: byte range of each storage, by the key that `StoredTensor.storage` has.
+        storages: byte range of each storage, by `StoredTensor.storage`.
     """
 
     key: str
@@ -39,7 +39,7 @@ def first_member(head: bytes) -> str:
 
 
 def inspection_of(file: FileTree, writer: str) -> Inspection:
-    """Return the tree with the locations of its arrays. An array that its storage does not have cannot be loaded."""
+    """Return the tree with the locations of its arrays. An array that exceeds its storage cannot be loaded."""
     columns = LocationColumns()
     records: list[LeafRecord] = [leaf if isinstance(leaf, ValueRecord) else leaf_record(leaf) for leaf in file.leaves]
     paths = TreeMetadata(file.skeleton, tuple(records)).paths

@@ -1,7 +1,7 @@
 """The layout `numpy`: arrays of ``numpy.save`` (``.npy``), and their archives (``.npz``).
 
 A ``.npy`` file is a header and the elements. A ``.npz`` file is a zip of such files. Its tree is the mapping
-that `numpy.load` returns: the names of the members without ``.npy``, also those with a slash.
+that `numpy.load` returns. The keys are the member names without ``.npy``, and may contain slashes.
 
 Source of headers of ``.npy`` files, versions 1 to 3: ``numpy/lib/_format_impl.py``. The text of a header is a Python
 literal, and is parsed as one.
@@ -46,13 +46,13 @@ from ckptcore_formats.inspections import FileTree, first_member, inspection_of
 
 MAGIC: Final = b"\x93NUMPY"
 HEAD_BYTES: Final = 256
-"""Bytes that have the header of most files: NumPy aligns arrays to 64 bytes."""
+"""Size of the first read, in bytes. It contains the header of most files: NumPy aligns arrays to 64 bytes."""
 _MAX_TEXT: Final = 10_000
-"""NumPy reads no longer text either, unless told to trust the file: its parser can crash."""
+"""Maximum length of the text of a header. NumPy has this limit too, because a long text can crash its parser."""
 _MAX_AXES: Final = 64
 _MAX_COUNT: Final = 1 << 62
 _MAX_DEPTH: Final = 8
-"""Most nested structures in a dtype."""
+"""Maximum nesting of structures in a dtype."""
 _LONG: Final = re.compile(r"(?<=\d)L\b")
 """The suffix of long integers of Python 2."""
 _CODE: Final = re.compile(r"[<>|=]?([?bBhHiIlLqQefdFDgGpP]|[biufcmMSUVO]\d{0,9})(\[\d{0,9}[A-Za-z]{1,7}\])?")
@@ -172,9 +172,9 @@ _SPARSE: Final = frozenset(["data", "format", "shape"])
 """Members that every archive of `scipy.sparse.save_npz` has."""
 _MAX_BYTES_LEAF: Final = 1 << 20
 _MAX_PICKLE_BYTES: Final = 1 << 28
-"""Longest pickle of an array of objects, which is in memory as a whole."""
+"""Maximum length of a pickled array of objects, which is read into memory as a whole."""
 _INFLATED_HEAD_BYTES: Final = 1 << 14
-"""Compressed bytes in which the header of a deflated member is."""
+"""Size of the first read of a deflated member, in compressed bytes. It contains the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _read_npz(store: ReadStore, key: str) -> FileTree | None:
     for name, member in members.items():
         try:
             skeleton, inner, own = _member(member, by_name.get(name), fetch, key)
-        except CorruptCheckpointError as error:  # the others can be loaded
+        except CorruptCheckpointError as error:  # the other members can still be loaded
             skeleton, inner, own = LEAF, [unreadable_leaf(error)], {}
         names.append(name.removesuffix(_NPY))
         children.append(skeleton)
@@ -305,13 +305,13 @@ def _storage(member: ZipMember, header: NpyHeader, head: bytes, key: str) -> Sto
         skip = min(header.nbytes, member.size)
         return StoredBytes(key, member.start, member.nbytes, member.size, member.crc, compression=DEFLATED, skip=skip)
     nbytes = max(member.size - header.nbytes, 0)
-    # The checksum of the elements alone: that of the header is removed from that of the member.
+    # CRC-32 is linear: removing the contribution of the header leaves the checksum of the elements.
     crc = member.crc and member.crc ^ isal_zlib.crc32_combine(isal_zlib.crc32(head[: header.nbytes]), 0, nbytes)
     return StoredBytes(key, member.start + header.nbytes, nbytes, crc=crc)
 
 
 def _both_orders(name: str, storage: StoredBytes) -> Mapping[str, StoredBytes]:
-    """Return the storage for arrays in both byte orders: structures may have fields of both."""
+    """Return the storage for arrays in both byte orders, because the fields of a structure may have different ones."""
     return {name: storage, f"{name}>": replace(storage, big_endian=True)}
 
 

@@ -56,7 +56,7 @@ _MAX_ARRAY_BYTES: Final = 1 << 62
 
 
 class JoblibArrays:
-    """Finds the bytes of arrays in one file. Each becomes a call that makes an array of bytes."""
+    """Finds the bytes of arrays in one file. Each array becomes a `Call` that creates it from its bytes."""
 
     def __init__(self, data: bytes | Window, key: str, places: Places, depth: int = 0) -> None:
         """Find arrays in a file.
@@ -64,8 +64,8 @@ class JoblibArrays:
         Args:
             data: the file.
             key: the object, for errors.
-            places: receives where pickles inside the file have texts and bytes.
-            depth: how many arrays of objects this pickle is in.
+            places: receives the byte ranges of texts and bytes in nested pickles.
+            depth: number of arrays of objects around this pickle.
         """
         self._data = data
         self._key = key
@@ -121,21 +121,23 @@ def _is_object(dtype: Call) -> bool:
 
 
 _SUFFIXES: Final = (".pkl", ".pickle", ".p", ".pck", ".joblib")
-"""Names of pickles of protocols 0 and 1, which have no first bytes of their own."""
+"""Suffixes of pickles of protocols 0 and 1, which do not begin with distinctive bytes."""
 _WHOLE_BYTES: Final = 1 << 18
 """Pickles up to this length are read at once."""
 _SPARSE_BYTES: Final = 1 << 20
 _SPARSE_PART: Final = 8
-"""A pickle is read as a whole after this many bytes, and this part of it, without long arrays: it has many values."""
+"""A long pickle is first read without its long literals. If this reads more than `_SPARSE_BYTES` and more than this
+part of the file, the file has few long literals, and is read as a whole instead."""
 _MAX_BYTES: Final = 1 << 30
-"""Longest pickle that is read as a whole."""
+"""Maximum length of a pickle that is read as a whole."""
 _BLOCK_BYTES: Final = 1 << 20
 
 
 class _Contents(WeakKeyDictionary[ReadStore, "_Decompressed"]):
-    """The compressed file that was inspected last in a store, so that a load does not read it again. Pickles as empty.
+    """Cache of the last inspected compressed file of each store, so that a load does not decompress it again.
 
-    It is deleted with its store: when what `ckptcore.open` returned is closed.
+    An entry is deleted with its store, when the object that `ckptcore.open` returned is closed. A pickled cache is
+    empty.
     """
 
     def __reduce__(self) -> tuple[type[_Contents], tuple[()]]:
@@ -175,7 +177,7 @@ class PickleLayout(ReadOnlyLayout):
                 return None
             tree = _read(fetch, store.size(entry), entry)
         else:
-            # A block of bzip2 is decompressed whole.
+            # bzip2 decompresses only whole blocks, so the first read may be too short.
             inner = decompressed_head(codec, head, FILE_HEAD_BYTES) or decompressed_head(
                 codec, fetch(0, _BLOCK_BYTES), FILE_HEAD_BYTES
             )
@@ -214,14 +216,14 @@ def _tree(data: bytes | Window, key: str) -> FileTree:
     value: Value
     value, _ = read_pickle(data, key=key, places=places, raw=JoblibArrays(data, key, places))
     embedded = EmbeddedStorages(key, places)
-    # Long literals are no leaves.
+    # Count only the bytes that were read, because a long literal is a single leaf.
     limit = (data.fetched if isinstance(data, Window) else len(data)) + (1 << 16)
     skeleton, leaves = tree_of(value, key=key, limit=limit, places=places, embedded=embedded.find)
     return FileTree(key, skeleton, leaves, pickled_storages(leaves, key=key, start=0))
 
 
 class _CompressedIndex(StorageIndex):
-    """Index of arrays in a compressed file, which is decompressed at the first read, unless its inspection did it."""
+    """Index of arrays in a compressed file. The first read decompresses it, unless the inspection did so before."""
 
     def __init__(self, tree: TreeMetadata, state: JSON, file: str, contents: _Contents) -> None:
         super().__init__(tree, state)
@@ -248,7 +250,10 @@ def _decompress(store: ReadStore, key: str) -> _Decompressed:
 
 
 class _Decompressed(ReadStore):
-    """A store of one object, which is decompressed. Does not refer to the store with the file. Thread-safe."""
+    """A store of one decompressed object. Thread-safe.
+
+    Does not refer to the store with the compressed file, which would keep its entry in `_Contents` alive forever.
+    """
 
     def __init__(self, store: ReadStore, key: str, codec: Codec) -> None:
         self._file: TemporaryFile

@@ -3,8 +3,8 @@
 verl writes ``model_world_size_4_rank_0.pt``, ``optim_...`` and ``extra_state_...``. FSDP with local or
 sharded state dicts writes names such as ``pytorch_model_fsdp_rank0.bin``, as do programs that save
 ``model.state_dict()`` on every process. Files of one kind are merged into one tree. If there are several
-kinds, the tree is a dict with the name of each kind. A kind without parts, such as ``extra_state``,
-is a dict with the state of each rank.
+kinds, the tree is a dict by the name of the kind. A kind without parts of tensors, such as
+``extra_state``, is a dict with the state of each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         name: the name of the kind.
-        size: the number of processes, if the names have it.
+        size: the number of processes, if the names contain it.
         end: the rest of the names.
     """
 
@@ -54,7 +54,9 @@ class RankFilesLayout(AssembledLayout):
     name = "ranks"
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """Recognise a directory of files whose names have the rank, and which have parts of tensors or a world size.
+        """Recognise a directory of files with a rank in their names.
+
+        The names must also contain the world size, or the files must contain parts of tensors.
 
         Raises:
             CorruptCheckpointError: the file of a rank is missing, or there are files of several jobs.
@@ -118,10 +120,10 @@ def _expect_one_job(kinds: Mapping[_Kind, Mapping[int, str]]) -> None:
 
 
 def _complete(kind: _Kind, files: Mapping[int, str], first: Part) -> Sequence[str]:
-    """Return the files of a kind by rank.
+    """Return the files of a kind in the order of their ranks.
 
     Raises:
-        CorruptCheckpointError: one is missing, by the number of processes in the names or in the first file.
+        CorruptCheckpointError: there are fewer files than processes, whose number is in the names or the first file.
     """
     expected = max(int(kind.size or 0), first.processes, max(files) + 1)
     if expected > len(files):
@@ -222,7 +224,7 @@ def _united(leaves: Sequence[Leaf], parts: Sequence[Part]) -> Divided:
     """Return a tensor from its parts. A box that several processes have is taken from the lowest rank.
 
     Raises:
-        CorruptCheckpointError: the processes saved different tensors, or one of them only values.
+        CorruptCheckpointError: the processes saved different tensors, or one of them saved another value instead.
         UnsupportedLeafError: two processes saved different elements of one box.
     """
     pieces: dict[Box, Piece] = {}

@@ -1,4 +1,4 @@
-"""Tells the test matrix of `ckptcore_testing` that these layouts are read-only."""
+"""Samples for the test matrix of `ckptcore_testing`: these layouts are read-only."""
 
 from __future__ import annotations
 

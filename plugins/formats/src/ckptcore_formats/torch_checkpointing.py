@@ -1,9 +1,9 @@
 """The layout `torch-checkpointing`: directories of torch_checkpointing, a file for each item and process. Read-only.
 
 An item ``model`` is in ``model_0.pt``, ``model_1.pt`` and so on, each written by ``torch.save``. If an item can be
-divided, ``metadata.pkl`` has the number of processes, and the files of items that have other names or formats
-(torch_checkpointing 0.1.1, `DistributedMetadata.to_dict`). Tensors that are divided are DTensors in the files, from
-which they are put together, so the rest of the metadata is not needed.
+divided, there is a file ``metadata.pkl``. It has the number of processes, and the names of files with other names or
+formats (torch_checkpointing 0.1.1, `DistributedMetadata.to_dict`). The rest of the metadata is not needed: the files
+contain divided tensors as DTensors, which describe their place in the whole.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class TorchCheckpointingLayout(AssembledLayout):
             except CorruptCheckpointError:
                 if is_divided:
                     raise
-                return None  # as likely of the user
+                return None  # may be a file of the user
         elif not is_divided:
-            return None  # as likely files of several epochs
+            return None  # may be files of several epochs
         size = max(size, *[part.processes for part in first.values()])
         tree: dict[Key, Entry] = {}
         for item, of_item in files.items():
@@ -92,7 +92,7 @@ class TorchCheckpointingLayout(AssembledLayout):
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
         """Return the files of items and the metadata."""
         if _METADATA not in keys:
-            return ()  # names alone do not tell whose they are
+            return ()  # other software may write files with such names too
         return [key for key in keys if key == _METADATA or _ITEM.fullmatch(key)]
 
 
@@ -106,7 +106,7 @@ def _items(names: Sequence[str]) -> Mapping[str, Mapping[int, str]]:
 
 
 def _merged(parts: Sequence[Part]) -> Entry:
-    """Merge the states of all processes: states without divided tensors that differ are a dict by rank."""
+    """Merge the states of all processes. States that differ and have no divided tensors become a dict by rank."""
     merged = merge_parts(parts)
     same = isinstance(merged, Branch) and not any(isinstance(entry, Refused) for entry in merged.entries)
     if same or any(part.processes for part in parts):
@@ -115,7 +115,7 @@ def _merged(parts: Sequence[Part]) -> Entry:
 
 
 def _read_metadata(store: ReadStore) -> tuple[int, Mapping[str, Sequence[str]]]:
-    """Return the number of processes, and by item the files that have names of their own.
+    """Return the number of processes, and the files of each item that has its own layout.
 
     Raises:
         CorruptCheckpointError: the metadata is damaged.

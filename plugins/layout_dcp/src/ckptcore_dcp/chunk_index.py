@@ -62,7 +62,7 @@ class StorageIndex(ChunkIndex):
         return ()
 
     def extents(self, leaf: int) -> Iterator[tuple[str, int, int]]:
-        """See `ChunkIndex.extents`. Includes the bytes between the elements of a view; compressed: all bytes."""
+        """See `ChunkIndex.extents`. Includes bytes between the elements of a view, and all of a compressed storage."""
         if (location := self._locations.get(leaf)) is not None:
             yield location.key, *location.extent
 
@@ -79,7 +79,7 @@ class StorageIndex(ChunkIndex):
         return max(location.tensor.shape[0], 1)
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
-        """See `ChunkIndex.unverified`. Compares the CRC-32 of a storage of which the array is only a part or a view."""
+        """See `ChunkIndex.unverified`. Verifies the CRC-32 of the storage if reading the array does not do so."""
         if (location := self._locations.get(leaf)) is None:
             return ()
         storage = location.storage
@@ -108,7 +108,7 @@ class ZipIndex(StorageIndex):
         self._verified_files: set[str] = set()
 
     def unverified(self, leaf: int, store: ReadStore) -> Collection[str]:
-        """See `ChunkIndex.unverified`. Also compares the CRC-32 of members without arrays, such as code."""
+        """See `ChunkIndex.unverified`. Also verifies the CRC-32 of members without arrays, such as code."""
         if (location := self._locations.get(leaf)) is not None and location.key not in self._verified_files:
             self._verified_files.add(location.key)
             known = {place.storage.start for place in self._locations.values() if place.key == location.key}

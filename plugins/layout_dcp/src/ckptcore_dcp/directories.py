@@ -6,9 +6,9 @@ torch.distributed.checkpoint, two kinds of entries become members: subdirectorie
 or torch.save files, and torch.save files. Everything else (tokenizers, logs) is ignored. Only names
 and the first bytes of files are read.
 
-A directory of several steps has the same structure, but its subdirectories have names of steps. A folder of unrelated
-checkpoints has it, too: only a directory is one checkpoint in which one of the subdirectories has the name of a part of
-a training state, such as ``model``.
+Two other kinds of directories have the same structure. A directory of several steps is recognised by the step names of
+its subdirectories. A folder of unrelated checkpoints has no typical names. So a directory is one checkpoint only if a
+subdirectory has the name of a part of a training state, such as ``model``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMMON: Final = "common.pt"
 _OWN: Final = re.compile(r"\.metadata|__[0-9]+\.metadata|[^/]+\.distcp", re.ASCII)
 """The names of files that torch.distributed.checkpoint writes."""
 _OWN_SAFETENSORS: Final = re.compile(r"(shard|model|diffusion)[^/]*\.safetensors(\.index\.json)?", re.ASCII)
-"""The names of files that ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes instead."""
+"""Names of safetensors files that ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes."""
 _PART: Final = re.compile(
     r"(pytorch_)?(models?|modules?|weights|params|parameters|optim|opt|optimizers?|schedulers?|([a-z]+_)?states?|ema|actor"
     r"|critic|policy|generator|discriminator|unet|transformer|text_encoder|vae)((_fsdp)?_[0-9]+)?"
@@ -52,9 +52,10 @@ _PICKLE: Final = b"\x80"
 
 
 def missing_metadata(names: Sequence[str]) -> str | None:
-    """Return the first missing metadata file of a directory with one for each rank; None if none is known to be.
+    """Return the first missing metadata file of a directory with one per rank; None if no file is known to be missing.
 
-    Each process writes one, and ranks have no gaps. That of the last rank may be missing unnoticed, with its data file.
+    Each process writes one, and ranks have no gaps. If the last rank lacks both its metadata and its data file, this is
+    not detected.
     """
     ranks = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
     if not ranks or _METADATA in names:
@@ -95,7 +96,7 @@ def dcp_files(keys: Sequence[str], members: Collection[str]) -> Collection[str]:
 
 
 def unfinished(store: ReadStore, directory: str, file: str) -> UncommittedCheckpointError:
-    """Return the error for a directory, which ends in ``/`` or is empty, with data files and without metadata."""
+    """Return the error for a directory with data files but without metadata. `directory` ends in ``/`` or is empty."""
     within = f"{store.address.url.rstrip('/')}/{directory}" if store.address is not None else directory
     return UncommittedCheckpointError(
         f"{within}{file} is a data file of torch.distributed.checkpoint, but {within}{_METADATA}, which describes it, "

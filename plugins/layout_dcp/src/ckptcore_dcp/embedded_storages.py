@@ -25,7 +25,7 @@ class EmbeddedStorage(NamedTuple):
 
     Attributes:
         reference: the reference that a pickle of torch.save would have.
-        place: where its elements are.
+        place: place of its elements in the pickle.
     """
 
     reference: Persistent
@@ -36,11 +36,11 @@ class EmbeddedStorages:
     """The storages of one pickle. Each is read once."""
 
     def __init__(self, key: str, places: Places | None) -> None:
-        """Read nothing yet.
+        """Create an empty collection. Reads nothing yet.
 
         Args:
             key: the object that contains the pickle, for errors.
-            places: where the pickle has its bytes; None if they have no byte range in the object.
+            places: byte ranges of texts and bytes in the pickle; None if they have no byte range in the object.
         """
         self._key = key
         self._places = places
@@ -84,7 +84,7 @@ class EmbeddedStorages:
     def _of_text(self, start: int, text: str, escaped: bool) -> EmbeddedStorage | None:
         """Return a storage in a text that begins at byte `start` of the pickle, and has a character for each byte."""
         content = builtin_value(Call(_ENCODE, (text, "latin1")))
-        if escaped or not isinstance(content, bytes):  # which characters a writer escapes is unknown
+        if escaped or not isinstance(content, bytes):  # escapes differ between writers, so offsets are unknown
             return None
         storage = self._of_bytes(lambda first, stop: content[first:stop], len(content), 0)
         if storage is None:

@@ -1,8 +1,8 @@
 """Archives of ``torch.export.save`` (``.pt2``): the weights and tensor constants of an exported program.
 
 Since torch 2.8 (``torch/export/pt2_archive/_package.py``, ``constants.py``) an archive is a zip with uncompressed
-members: ``data/weights/<model>_weights_config.json`` lists the name, file, dtype, shape and strides of each weight,
-``data/constants/<model>_constants_config.json`` those of constants, and each file has the bytes of a storage.
+members. ``data/weights/<model>_weights_config.json`` lists the name, file, dtype, shape and strides of each weight, and
+``data/constants/<model>_constants_config.json`` lists those of each constant. Each file has the bytes of a storage.
 Dtypes are the numbers of ``ScalarType`` (``torch/_export/serde/schema.py``).
 """
 
@@ -20,7 +20,7 @@ from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import ZipMember, read_member
 
 _FOLDERS: Final = {"data/weights/": "_weights_config.json", "data/constants/": "_constants_config.json"}
-"""The end of the name of the list of tensors in each folder."""
+"""Suffix of the name of the list of tensors, by folder."""
 _DTYPES: Final = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64",
     10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn",
@@ -41,8 +41,8 @@ def read_exported(
 ) -> tuple[Mapping[str, StoredTensor | Unreadable], Mapping[str, StoredBytes]]:
     """Return the tensors of an archive by name, and their storages by the path in the archive.
 
-    An archive with several models has the name of the model before each name. Constants that are no tensors are
-    leaves that cannot be read, and so are tensors that the archive stores as pickles.
+    If an archive contains several models, each tensor name is prefixed with the name of its model. Tensors that the
+    archive stores as pickles, and constants that are not tensors, become leaves that cannot be read.
 
     Raises:
         CorruptCheckpointError: a list is invalid.

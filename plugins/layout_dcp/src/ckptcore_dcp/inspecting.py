@@ -4,7 +4,7 @@ There are three forms (torch 2.13.0, filesystem.py and hf_storage.py): ``.metada
 that it lists; one ``__<rank>.metadata`` per process, if processes saved without communicating; and
 safetensors shards (see `hf_shards`).
 
-Inspection does not locate the elements within items, because this needs a request for each item.
+Inspection does not locate the elements within items, because that needs a request for each item.
 For items of torch 2.13 with a tensor below 4 GiB the position follows from the length. The members,
 all in ``archive/``, are ``data.pkl`` and small constants, then ``data/0`` with the elements,
 ``version`` and ``.data/serialization_id``. The bytes of each member begin at a multiple of 64 in
@@ -13,11 +13,10 @@ the item. So the part after the elements has ``873 - nbytes % 64`` bytes, and th
 uses this rule must verify it: after the elements comes the data descriptor ``PK\\x07\\x08``,
 CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
 
-``common.pt`` of Megatron: the part of a state that its tensors in torch.distributed.checkpoint lack.
-
 The strategy ``torch_dist`` of megatron-core (0.16.1, ``dist_checkpointing/strategies``) writes the
 tensors and objects of all processes with torch.distributed.checkpoint, under their own keys, and the
-rest with ``torch.save``. ``metadata.json`` names the strategy. A load of Megatron merges both.
+rest of the state with ``torch.save``, into ``common.pt``. ``metadata.json`` names the strategy.
+Megatron merges both parts when it loads them.
 """
 
 from __future__ import annotations
@@ -60,16 +59,17 @@ from ckptcore_dcp.values import DecodedValue, ItemProblem, read_value_items, rea
 _COMMON: Final = "common.pt"
 _CONFIG: Final = "metadata.json"
 _OF_COMMON: Final = "torch"
-"""The strategy of megatron-core that writes ``common.pt``, also if the state has nothing else."""
+"""The strategy of megatron-core that always writes ``common.pt``, even if it contains no values."""
 _MAX_CONFIG: Final = 1 << 16
 
 
 def with_common(
     metadata: DcpMetadata, store: ReadStore, names: Sequence[str]
 ) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
-    """Return the values in ``common.pt`` of a directory of Megatron; none for other directories.
+    """Return the metadata, and the values in ``common.pt`` of a Megatron directory; no values for other directories.
 
-    A name that the metadata has too, and a file that is missing or cannot be read, become leaves that cannot be loaded.
+    A name that is also in the metadata becomes a leaf that cannot be loaded. So does the file if it is missing or
+    cannot be read.
 
     Args:
         metadata: the tensors.
@@ -117,7 +117,7 @@ def with_common(
 
 
 def _config_of_megatron(store: ReadStore) -> Mapping[str, object]:
-    """Return the content of ``metadata.json``; empty if it is of other software."""
+    """Return the content of ``metadata.json``; empty if other software than Megatron wrote it."""
     try:
         config: Any = json.loads(store.get(_CONFIG, 0, _MAX_CONFIG))
     except (ValueError, RecursionError):
@@ -169,13 +169,12 @@ def inspect_entries(store: ReadStore, entry: str | None) -> Inspection | None:
 def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Inspection | None:
     """Read the metadata of a directory with these names, or inspect its safetensors shards.
 
-    If ranks saved without communicating, a value that
-    several ranks have is taken from the lowest of them, and the chunks of a tensor are merged.
-    Returns None for other directories.
+    If ranks saved without communicating, a value that several ranks saved is taken from the lowest
+    rank, and the chunks of a tensor are merged. Returns None for other directories.
 
     Raises:
         UncommittedCheckpointError: there are data files without metadata.
-        CorruptCheckpointError: the metadata cannot be read, or those of one rank are missing.
+        CorruptCheckpointError: the metadata cannot be read, or the metadata of one rank is missing.
     """
     found, files = find_dcp_files(names)
     if not found:
@@ -296,7 +295,7 @@ _COMPOSED: Final = (
 
 
 def _itemsize(record: LeafRecord) -> int:
-    """Return the bytes of an element; 0 for dtypes of which a byte may have several."""
+    """Return the bytes per element; 0 for dtypes that may pack several elements into a byte."""
     if not isinstance(record, ArrayRecord) or record.kind != PLAIN_ARRAY:
         return 0
     return record.spec.numpy_dtype.itemsize
@@ -325,8 +324,8 @@ class InspectedChunks:
     def composed(self, records: Sequence[LeafRecord]) -> Sequence[int]:
         """Return the numbers of tensors whose items have fewer bytes than their elements.
 
-        An item is the output of ``torch.save``, which is longer than its elements, unless these are compressed. A
-        shorter one has a tensor subclass: the shape is that of the whole, and the inner tensors have the elements.
+        An item is the output of ``torch.save``, so it is longer than its elements unless it is compressed. A shorter
+        item contains a tensor subclass: it has the shape of the whole tensor, but stores smaller inner tensors.
         """
         if not len(self._owner):
             return ()

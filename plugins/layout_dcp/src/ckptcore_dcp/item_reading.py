@@ -7,9 +7,9 @@ are read: directly into the destination if they are in C order, otherwise by gat
 Items from one writer share most bytes, so a template parses similar items quickly. The first item of a kind is read
 by the general zip reader and becomes a template. A later item matches if it has the same length and the same bytes
 everywhere except in the variable parts: the content of one member, whose CRC-32 is verified; the content of
-`_UNREAD`, which no reader uses; and the checksums of both. All other bytes, including headers and the directory,
-equal bytes that the general reader accepted. An item that does not match is read by the general reader, which also
-reports errors.
+`_UNREAD`, which no reader uses; and the checksums of both. All other bytes, including headers and the directory, must
+equal the template, whose bytes the general reader accepted. An item that does not match is read by the general reader,
+which also reports errors.
 
 `undo_transforms` reverses the transforms that torch.distributed.checkpoint applies to items. torch 2.13.0 has one,
 which compresses (``_extension.py``: ``stream.zstd/1``).
@@ -171,7 +171,7 @@ def _build_template(item: bytes, start: int, members: Mapping[str, ZipMember], d
     """Build a template of an item. Return None if the item is unsuitable, such as a compressed member."""
     varying = members[differs]
     if not varying.crc or varying.compression != STORED:
-        return None
+        return None  # without a CRC-32 the content of later items could not be verified
     entries = _entry_offsets(item)
     gaps: list[tuple[int, int]] = []
     for member in (varying, members.get(_UNREAD)):
@@ -214,7 +214,9 @@ _Templates: TypeAlias = TemplateCache[ArraySpec, ArrayLocation]
 _SMALL_BYTES: Final = 1 << 18
 """Items up to this size, and compressed items of any size, are read whole, together with their neighbours."""
 _WINDOW_BYTES: Final = 4 << 20
+"""Maximum size of one read of several small items."""
 _GAP_BYTES: Final = 1 << 14
+"""Maximum gap between two small items of one read."""
 _MAX_GROWTH: Final = 4
 """Maximum ratio of a decompressed item to its elements: the tensor may be a view of a larger storage."""
 _EXTRA_BYTES: Final = 1 << 20

@@ -71,8 +71,8 @@ class DcpLayout(Layout):
         """Reject trees whose names collide.
 
         Raises:
-            NameCollisionError: if two entries would have one name. See `tree_entries`.
-            ValueError: if a value in `items` is missing, or is not bytes.
+            NameCollisionError: two entries would have the same name. See `tree_entries`.
+            ValueError: a value in `items` is missing, or is not bytes.
         """
         names = self._names.of(tree)
         missing = self.items - {entry.name for entry in names.values if isinstance(entry.value, bytes)}
@@ -123,7 +123,7 @@ class DcpLayout(Layout):
 
     @property
     def index_name(self) -> str | None:
-        """``.metadata``, which torch reads first, if files have names of their own."""
+        """``.metadata``, which torch reads first, if the names of data files contain a tag; else None."""
         return _METADATA if self._tag else None
 
     def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
@@ -144,7 +144,7 @@ class DcpLayout(Layout):
         return inspect_step_directory(store)
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that torch.distributed.checkpoint writes. Not weights in other formats, or a tokenizer."""
+        """Return the files that torch.distributed.checkpoint writes. Excludes files such as weights and tokenizers."""
         return dcp_files(keys, members)
 
 
@@ -154,9 +154,9 @@ class DcpEntries(DcpLayout):
 
     The tree is a flat dict of entries by name. A value is the bytes of its item, which is a file of
     ``torch.save``. ``custom`` has the keys that lead to each entry (``paths``), and the ids of the
-    save (``checkpoint_id``, ``save_id``). It is for software that decodes the values itself:
-    register it with ``PluginOptions(extra=[...])`` as a layout. Its name
-    precedes ``dcp`` in the alphabet, so that it inspects a directory first.
+    save (``checkpoint_id``, ``save_id``). Software that decodes the values itself can register this
+    class as a layout with ``PluginOptions(extra=[...])``. Its name precedes ``dcp`` in the alphabet,
+    so that it inspects a directory first.
     """
 
     name = "0-dcp-entries"

@@ -42,7 +42,7 @@ def read_legacy(
         fetch: reads the file.
         size: length of the file, in bytes.
         key: the file, for errors.
-        places: receives where the file has texts and bytes.
+        places: receives the byte ranges of texts and bytes in the file.
         first_bytes: length of the first read.
 
     Raises:

@@ -41,7 +41,7 @@ from ckptcore_dcp.pickles import Call, Global, Value
 _ORDERED: Final = Global("collections", "OrderedDict")
 
 _COLUMNS: Final = ("list", "tuple", "dict")
-"""The kinds of records that have the values of a whole container."""
+"""Kinds of records that contain all values of a container."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class ValueEntry:
     """A value of a tree without arrays, as an entry. It may be a whole container.
 
     Attributes:
-        leaves: numbers of its leaves; empty for an empty container. The entries of a dict that is one leaf share it.
+        leaves: numbers of its leaves; empty for an empty container. If a dict is a single leaf, each of its entries
+            has the number of that leaf.
         name, path: see `ArrayEntry`.
         value: argument for `write_pickle`.
     """
@@ -96,8 +97,8 @@ def tree_entries(tree: TreeMetadata) -> TreeEntries:
     name is then the only key of the path: torch loads such an entry under the escaped name.
 
     Raises:
-        NameCollisionError: escaping leaves two entries with one name, or two keys of a container
-            within a value collide.
+        NameCollisionError: two entries have the same name even after escaping, or two keys of a
+            container within a value collide.
         CorruptCheckpointError: a value of the tree cannot be decoded.
     """
     walk = _Flattener(tree)

@@ -1,4 +1,4 @@
-"""NumPy arrays and scalars in pickles: their bytes are a text or bytes of the pickle, and are read from there.
+"""NumPy arrays and scalars in pickles. Their bytes are stored as a text or as bytes, and are read in place.
 
 Arrays of structures become one leaf for each field.
 
@@ -21,10 +21,10 @@ from ckptcore_dcp.pickles import Call, Global, OutOfLine, Places, Value, brief, 
 from ckptcore_dcp.stored_tensors import PickledBytes, StoredTensor, c_strides
 
 Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
-"""An array, what it is if it cannot be loaded, or the arrays of the fields of a structure by name."""
+"""An array, a description of an array that cannot be loaded, or the arrays of the fields of a structure by name."""
 
 _BFLOAT16: Final = np.dtype("V2")
-"""numpy.save loses the name of bfloat16. `jax.numpy.load` takes these bytes for bfloat16, too."""
+"""The dtype that numpy.save stores for bfloat16, whose name it loses. `jax.numpy.load` reads it as bfloat16 too."""
 
 
 def arrays_of(
@@ -34,17 +34,17 @@ def arrays_of(
     storage: str,
     pickled: PickledBytes | None = None,
 ) -> Fields:
-    """Return the arrays that have the elements of an array.
+    """Return the array with these properties. An array of structures becomes one array for each field.
 
-    Raw bytes (``|V3``) become uint8 with one more axis, except ``|V2``, which is bfloat16. A field of a structure is a
-    view of its bytes in all elements.
+    Raw bytes (``|V3``) become uint8 with one more axis, except ``|V2``, which is bfloat16. The array of a field is a
+    view of the bytes of that field in all elements.
 
     Args:
         dtype: any dtype, in the stored byte order.
         shape: extents.
         strides: distance between elements along each axis, in elements.
         storage: key of the storage.
-        pickled: the place of the bytes if a pickle has them.
+        pickled: place of the bytes in a pickle, or None.
     """
     whole = tuple([stride * dtype.itemsize for stride in strides])
     return _arrays(dtype, shape, whole, 0, StoredTensor(storage, "uint8", (), (), 0, framework=None, pickled=pickled))
@@ -105,7 +105,7 @@ _MAX_COUNT: Final = 1 << 62
 
 
 class Objects(NamedTuple):
-    """The objects of an array, as lists in its shape; of an array without axes, its object."""
+    """The objects of an array as nested lists in its shape. For an array without axes, the object itself."""
 
     elements: Value
 
@@ -127,19 +127,18 @@ class NumpyReader:
 
     Attributes:
         key: the object that contains the pickle, for errors.
-        places: where the pickle has its bytes; None if these have no byte range in the object, because
-            the pickle is compressed.
+        places: byte ranges of texts and bytes in the pickle; None if the pickle is compressed, so that
+            they have no byte range in the object.
     """
 
     key: str
     places: Places | None
 
     def read(self, call: Call, path: str) -> NumpyValue | None:
-        """Return the array or scalar that a call makes.
+        """Return the array or scalar that a call creates; None for other calls.
 
-        An array of structures becomes an array for each field, and an array of objects nested lists.
-        Without places a scalar is a number, and an array cannot be read from the file. Returns None
-        then, and for other calls.
+        An array of structures becomes an array for each field, and an array of objects becomes nested
+        lists. Without `places`, a scalar becomes a number, and the result for an array is None.
 
         Raises:
             CorruptCheckpointError: the array is invalid.
@@ -148,7 +147,7 @@ class NumpyReader:
         if function in _MAKE_SCALAR and len(arguments) == 2:
             return self._scalar(arguments[0], arguments[1], path)
         if function in _RECONSTRUCT and arguments and _is_array_type(arguments[0]) and isinstance(state, tuple):
-            # NumPy before 1.0 wrote no version.
+            # The state is (version, shape, dtype, is Fortran, data). NumPy before 1.0 wrote no version.
             if not 4 <= len(state) <= 5:
                 raise self._corrupt(path, f"a NumPy array with {brief(state)}")
             shape, dtype, fortran, data = state[-4:]
@@ -164,7 +163,7 @@ class NumpyReader:
         return None
 
     def of_jax(self, call: Call, path: str) -> StoredTensor | None:
-        """Return the array of JAX that a call makes: it has the parts of a NumPy array. None for other calls."""
+        """Return the JAX array that a call creates from the parts of a NumPy array; None for other calls."""
         match call.arguments:
             case (Global() as make, tuple() as arguments, tuple() as state, _):
                 array = self.read(Call(make, arguments, state), path)
@@ -224,7 +223,7 @@ class NumpyReader:
         return arrays_of(dtype, shape, strides, "", place)
 
     def _place(self, data: Value, nbytes: int) -> PickledBytes | None:
-        """Return where the bytes of an array are. An array of `nbytes` is expected."""
+        """Return the place of the bytes of an array; None if unknown. `nbytes` is their expected length."""
         is_text = False
         if isinstance(data, Call) and data.function in _BYTE_ARRAYS and len(data.arguments) == 1:
             (data,) = data.arguments
@@ -279,8 +278,8 @@ def numpy_dtype(value: Value, depth: int = 0) -> np.dtype[Any] | None:
     """Return a dtype in the byte order of the file, or None if its elements have no fixed size.
 
     The call is ``dtype("f8", False, True)`` with a state that has a version and ``<``, ``>`` or
-    ``|``. Times have their unit in the state, and structures their fields. The argument of dtypes of
-    other libraries is a class.
+    ``|``. The state also contains the unit of times and the fields of structures. For a dtype of
+    another library, the argument is a class.
 
     Raises:
         OverflowError: a size or an offset is larger than any memory.
@@ -346,7 +345,7 @@ def _objects(elements: list[Value], shape: tuple[int, ...]) -> Objects | None:
     array: HostArray = np.empty(len(elements), object)
     for number, element in enumerate(elements):
         array[number] = element
-    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, also of a Fortran array
+    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, even of a Fortran array
 
 
 def _unit(state: tuple[Value, ...]) -> str:
@@ -360,7 +359,7 @@ def _unit(state: tuple[Value, ...]) -> str:
 
 
 def _plain_bytes(data: Value) -> bytes | None:
-    """Return bytes, also if they are written as a call that encodes text. None for other values."""
+    """Return bytes that are stored as such, or as a call that encodes a text. None for other values."""
     if isinstance(data, Call):
         data = builtin_value(data)
     return data if isinstance(data, bytes) else None

@@ -71,18 +71,19 @@ _ATTRIBUTE_DEPTH: Final = 3
 _PLAIN: Final = frozenset([type(None), bool, int, float, complex, str, bytes])
 _TEXTS: Final = frozenset([str, bytes])
 _MAX_CONTENT_BYTES: Final = 1 << 26
-"""Longest text that is read from a file of which long texts were left out."""
+"""Maximum length of an `OutOfLine` text, or of such bytes, that is read into a leaf, in bytes."""
 _WITHOUT_TEXT: Final = _PLAIN - _TEXTS
 _STRINGS: Final = frozenset([str])
 _EXACT: Final = 1 << 53
-"""Numbers of smaller magnitude are themselves in JSON."""
+"""Numbers of smaller magnitude are stored as JSON numbers without further encoding."""
 _SHORT: Final = 64
-"""Longest text that counts as a leaf only, and that is compared with another one."""
+"""Texts up to this length do not count toward the limit on texts. Longer texts are not compared with each other."""
 _MAX_TEXT_GROWTH: Final = 16
-"""Most bytes of texts in a tree for each byte of a pickle, which may have one text in many places."""
+"""Maximum bytes of text in a tree per byte of the pickle. A pickle can refer to one text from many places."""
 _ALWAYS_ALLOWED_TEXT: Final = 1 << 26
 _MIN_COLUMN: Final = 1000
-"""Fewest values of a column. Only flat ones: the pickle may have one list in many places of another."""
+"""Minimum number of values of a column. Containers are not allowed as values, because a pickle can refer to one list
+from many places."""
 _MAX_DEPTH: Final = 150
 """Maximum nesting depth, in containers. The core's limit is 200, and an object adds two or three levels."""
 _ORDERED: Final = Global("collections", "OrderedDict")
@@ -121,9 +122,9 @@ def tree_of(
         value: the unpickled value.
         key: the object that contains the pickle, for errors.
         limit: maximum number of containers and leaves. A pickle of a few bytes can refer to one
-            container any number of times; without such references it has at least a byte for each.
-        places: where the pickle has its bytes. Without it NumPy scalars become numbers, and NumPy arrays
-            objects of an unknown class.
+            container any number of times; a pickle without such references has at least one byte for each.
+        places: byte ranges of texts and bytes in the pickle. Without them, NumPy scalars become numbers, and
+            NumPy arrays become objects of an unknown class.
         embedded: finds storages of PyTorch in the pickle itself.
 
     Raises:
@@ -136,7 +137,7 @@ def tree_of(
 
 def leaf_record(leaf: Leaf) -> LeafRecord:
     """Return the tree's record of a leaf. Values are encoded as by the core's own handlers."""
-    if (type(leaf) is int or type(leaf) is float) and -_EXACT < leaf < _EXACT:  # by far the most leaves
+    if (type(leaf) is int or type(leaf) is float) and -_EXACT < leaf < _EXACT:  # fast path for most leaves
         return ValueRecord(type(leaf).__name__, leaf)
     if isinstance(leaf, Unreadable | TensorPart):
         return ValueRecord(UNREADABLE, leaf.reason)
@@ -162,7 +163,7 @@ class _TreeBuilder:
         self._numpy = numpy
         self._remaining = limit
         self._text_bytes = _MAX_TEXT_GROWTH * limit + _ALWAYS_ALLOWED_TEXT
-        self._containers: set[int] = set()  # around the current value, by identity
+        self._containers: set[int] = set()  # id() of each container around the current value
         self._nodes: dict[Node, Node] = {}
         self.leaves: list[Leaf] = []
 
@@ -205,9 +206,10 @@ class _TreeBuilder:
             self._containers.discard(id(value))
 
     def _shared(self, node: Node) -> Node:
-        """Return an equal node for containers of leaves: there may be millions, which the garbage collector visits.
+        """Return one shared node for all equal containers that contain only leaves.
 
-        The keys are texts or indices: others may be equal and differ, such as 1 and True.
+        A tree may have millions of such containers, and the garbage collector visits each node. Keys must be texts or
+        indices, because keys of different types can be equal, such as 1 and True.
         """
         return self._nodes.setdefault(node, node) if node.children.count(LEAF) == len(node.children) else node
 
@@ -216,7 +218,7 @@ class _TreeBuilder:
     ) -> tuple[Skeleton, ...]:
         """Return the skeletons of the values of a container at `path`."""
         leaves, plain = self.leaves, _PLAIN
-        if _WITHOUT_TEXT.issuperset(map(type, values)):  # without a loop: there may be millions
+        if _WITHOUT_TEXT.issuperset(map(type, values)):  # fast path without a loop, for millions of values
             self._remaining -= len(values)
             if self._remaining < 0:
                 raise self._too_large(path)
@@ -224,7 +226,7 @@ class _TreeBuilder:
             return (LEAF,) * len(values)
         children: list[Skeleton] = []
         for key, value in zip(keys, values, strict=True):
-            if type(value) in plain:  # without a call: there may be millions
+            if type(value) in plain:  # fast path without a call of `visit`, for millions of values
                 self._remaining -= 1
                 if type(value) in _TEXTS:
                     self._count_text(value, path)
@@ -237,7 +239,10 @@ class _TreeBuilder:
         return tuple(children)
 
     def _content(self, value: OutOfLine, path: TreePath) -> Leaf:
-        """Return a long text or long bytes that are no array. The pickle may have it in many places."""
+        """Return a long text, or long bytes that are not an array.
+
+        Each occurrence counts toward the limit on texts, because a pickle can refer to one text from many places.
+        """
         length = value.stop - value.start
         if length > _MAX_CONTENT_BYTES:
             return Unreadable(f"a {brief(value)}, where at most {_MAX_CONTENT_BYTES} are read: save it as an array")
@@ -312,7 +317,7 @@ class _TreeBuilder:
     def _numpy_array(self, array: NumpyValue, storage: str, path: TreePath, depth: int) -> Skeleton:
         """Return the skeleton of an array, of the fields of a structure, or of objects.
 
-        `storage` is the identity of the array: equal arrays of one byte can have one literal, but are not one array.
+        `storage` identifies the array. Its bytes cannot: different arrays of one byte can share one literal.
         """
         self._remaining -= 1
         if self._remaining < 0:
@@ -343,7 +348,7 @@ class _TreeBuilder:
     ) -> Node:
         pairs = list(pairs)
         if not all(type(key) is str for key, _ in pairs):
-            KeyCheck(self._key).check(pairs, [key for key, _ in pairs], 0)  # those of calls were not hashed before
+            KeyCheck(self._key).check(pairs, [key for key, _ in pairs], 0)  # keys of calls were not checked before
         latest: dict[Value, Value] = dict(pairs)
         keys: list[Key] = [cast(PlainKey, key) for key in latest if type(key) is str or _is_tree_key(key)]
         if len(keys) != len(latest):
@@ -358,7 +363,7 @@ class _TreeBuilder:
         return {name: value for name, value in attributes.items() if value is not None} or None
 
     def _to_json(self, value: Value, depth: int) -> JSON:
-        """Return dicts of text, integers and further dicts; None for any other value, and for what exceeds limits."""
+        """Return the JSON of a bool, int, text, or dict of such values. None for other values, or beyond the limits."""
         self._remaining -= 1
         if self._remaining < 0 or depth > _ATTRIBUTE_DEPTH:
             return None
@@ -386,7 +391,7 @@ class _TreeBuilder:
         type_name = _qualified_name(name) if isinstance(name, Global) else "object"
         attributes = _attributes(call.state)
         if not arguments and not call.keywords:
-            # Subclasses of dict and list. Some have their items as attributes too.
+            # Subclasses of dict and list. Some also store their items as attributes.
             if pairs and not items and attributes is not None and _repeats(attributes, pairs):
                 return self._mapping("dict", pairs, type_name, path, depth)
             if items and not pairs and attributes == {}:
@@ -495,7 +500,7 @@ def _is_flat(value: list[Value] | tuple[Value, ...] | dict[Value, Value]) -> boo
 
 
 def _repeats(attributes: Mapping[str, Value], pairs: Sequence[tuple[Value, Value]]) -> bool:
-    """Return True if each attribute is the value of the key with its name, or if there is none."""
+    """Return True if each attribute equals the value of the key with the same name. True without attributes."""
     values = {key: value for key, value in pairs if isinstance(key, str)}
     return all(label in values and _is_same(values[label], value) for label, value in attributes.items())
 

@@ -1,11 +1,11 @@
 """Files of ``torch.save``, pickles, zips and arrays as data, for layouts of other distributions. Public.
 
 Nothing in a file is executed. `read_torch_file` returns the tree of a file of ``torch.save`` without its elements, and
-where its storages are. `read_pickle` reads any pickle as inert values, and `tree_of` makes a tree of them. `arrays_of`
-describes a NumPy array of any dtype, and `read_zip` locates the members of a zip. `LocationColumns` collects whole
-arrays for a `StorageIndex`, which reads them. A layout that puts an array together from several tensors takes the byte
-ranges from `StoredTensor` and `StoredBytes`. `ReadOnlyLayout` refuses saves, and `RANK_FILE` matches the name of a file
-of one process.
+the byte ranges of its storages. `read_pickle` reads any pickle as inert values, and `tree_of` builds a tree of them.
+`arrays_of` describes a NumPy array of any dtype, and `read_zip` locates the members of a zip. `LocationColumns`
+collects whole arrays for a `StorageIndex`, which reads them. A layout that assembles an array from several tensors
+takes the byte ranges from `StoredTensor` and `StoredBytes`. `ReadOnlyLayout` rejects saves, and `RANK_FILE` matches
+the name of a file of one process.
 """
 
 from ckptcore_dcp.chunk_index import StorageIndex, add_locations

@@ -1,4 +1,4 @@
-"""Storages in torch.save files and similar files: their byte ranges, and the places of arrays in them."""
+"""Storages in torch.save files and similar files: their byte ranges, and the locations of arrays in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from ckptcore_dcp.zips import DescriptorChecksum, ZipMember, read_member
 _FORMS: Final[Mapping[ByteForm, int]] = {
     "bytes": STORED, "text": 1 << 16, "escaped text": 1 << 17, "escaped bytes": 1 << 18,
 }  # fmt: skip
-"""Compression of bytes that a pickle stores in another form. Not methods of a zip. See `PickledBytes.form`."""
+"""Values of `StoredBytes.compression` for bytes in a pickle, by `PickledBytes.form`. Texts have values above the
+16-bit compression methods of a zip."""
 _LATIN_1: Final = _FORMS["text"]
 _ESCAPED_BYTES: Final = _FORMS["escaped bytes"]
 _SLAB_BYTES: Final = 1 << 26
@@ -50,8 +51,8 @@ class StoredBytes:
         start: their offset in the object, in bytes.
         nbytes: stored length.
         size: length after decompression; `nbytes` if uncompressed.
-        crc: CRC-32 of the decompressed bytes, or of a text; zero if unknown.
-        descriptor: bytes of the data descriptor that follows, as in `ZipMember`.
+        crc: CRC-32 of the decompressed bytes; for text in a pickle, of the text as stored; zero if unknown.
+        descriptor: length of the data descriptor that follows, in bytes, as in `ZipMember`.
         compression: as in `ZipMember`, or one of `_FORMS`.
         big_endian: True if the elements are big endian, False for little endian.
         skip: decompressed bytes before the storage, such as the header of a ``.npy`` file; part of `size`.
@@ -98,7 +99,7 @@ class StoredBytes:
 
 
 def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
-    """Return the storages in a zip of torch.save, by key; those of constants of TorchScript as ``constants/<key>``.
+    """Return the storages in a torch.save zip, by key. Keys of TorchScript constants are ``constants/<key>``.
 
     Args:
         members: its members by torch's names.
@@ -119,13 +120,13 @@ def zip_storages(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) ->
 
 
 def pickled_storages(leaves: Sequence[Leaf], *, key: str, start: int, pickle: bytes = b"") -> Mapping[str, StoredBytes]:
-    """Return the bytes of NumPy arrays in a pickle, by the key of their storage.
+    """Return the storages of NumPy arrays in a pickle, by key.
 
     Args:
         leaves: the leaves of the pickle.
         key: the object that contains the pickle.
         start: offset of the pickle in the object, in bytes.
-        pickle: the pickle, if it was verified; else empty.
+        pickle: the bytes of the pickle if they were verified, to compute checksums; else empty.
     """
     verified = memoryview(pickle)
     return {
@@ -150,7 +151,7 @@ class ArrayLocation:
     Attributes:
         tensor: strides and offset in the storage. See `StoredTensor.physical`.
         storage: the bytes of the storage.
-        elements: dtype of the elements, if the tensor has their bytes instead.
+        elements: dtype of the elements, if `tensor` is an array of their bytes with one more axis; else None.
     """
 
     tensor: StoredTensor
@@ -267,7 +268,7 @@ def decode_locations(tree: TreeMetadata, state: JSON) -> Mapping[int, ArrayLocat
     """Return the location of each array, by leaf. The state may be hostile.
 
     Raises:
-        CorruptCheckpointError: it does not fit the tree.
+        CorruptCheckpointError: the state does not fit the tree.
         UnsupportedLeafError: a view expands a few bytes to too many elements.
     """
     try:
@@ -471,9 +472,10 @@ _GAP_BYTES: Final = 1 << 16
 
 
 def should_read_whole(wanted: Iterable[Box], whole: Box, itemsize: int) -> bool:
-    """Return whether to read all elements and verify their checksum: if that adds at most a tenth to the bytes read.
+    """Return whether to read all elements and verify their checksum, instead of reading only the requested boxes.
 
-    After resharding, a process often needs only half of what another process saved.
+    True if this adds at most a tenth to the bytes read. After resharding, a process often needs only half of the
+    elements that another process saved.
 
     Args:
         wanted: requested boxes; may reach beyond the tensor.

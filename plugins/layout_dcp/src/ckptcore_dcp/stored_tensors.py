@@ -46,7 +46,7 @@ _RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits
 """One-byte dtypes that NumPy lacks. Stored as uint8, with the torch dtype in the kind of the leaf."""
 
 FRAMEWORK: Final[Mapping[str, JSON]] = {"framework": "torch"}
-"""Notes that make an array load as a tensor into objects that do not have it yet."""
+"""Notes of a tensor. If the target of a load lacks the leaf, these notes make the load create a torch tensor."""
 
 _OF_TORCH: Final = "torch."
 """Prefix of the kind of a leaf with raw bytes. The name of the torch dtype follows."""
@@ -140,9 +140,10 @@ class PickledBytes:
     Attributes:
         start: their offset in the pickle, in bytes.
         nbytes: their length in the pickle.
-        size: their length.
-        form: how they are written: as they are, as UTF-8 text whose code points are the bytes (protocols 1 and 2), as
-            such a text in a line with escapes (protocol 0), or as a quoted string of Python 2 with escapes.
+        size: their length after decoding.
+        form: their encoding in the pickle. ``bytes``: unchanged. ``text``: UTF-8 text with one code point for each
+            byte (protocols 1 and 2). ``escaped text``: such a text in one line with escapes (protocol 0).
+            ``escaped bytes``: a quoted string of Python 2 with escapes.
         big_endian: True if the elements are big endian.
     """
 
@@ -185,7 +186,7 @@ class StoredTensor:
 
     @property
     def physical(self) -> StoredTensor:
-        """The bytes of the elements, with one more axis, if strides count bytes; else the tensor itself."""
+        """The tensor as an array of bytes with one more axis, if its strides count bytes; else the tensor itself."""
         if not self.in_bytes:
             return self
         itemsize = self.itemsize
@@ -228,10 +229,10 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class FindStorage(Protocol):
-    """Finds the storage that a value of a pickle has inside itself, and where its elements are."""
+    """Finds a storage that is embedded in a value of a pickle."""
 
     def __call__(self, value: Value, /) -> tuple[Persistent, PickledBytes] | None:
-        """Return both, or None for other values."""
+        """Return the storage and the place of its elements; None if the value has no embedded storage."""
         ...
 
 
@@ -296,7 +297,7 @@ def stored_tensor(value: Value, *, key: str, path: str, embedded: FindStorage | 
 
 
 def _inside(tensor: StoredTensor, storage: Value, place: PickledBytes) -> StoredTensor:
-    """Return a tensor whose storage is in the pickle. Tensors share it if they share the value."""
+    """Return a tensor whose storage is in the pickle. Tensors with the same `storage` object share their elements."""
     return replace(tensor, storage=f"pickle:{id(storage)}", pickled=place)
 
 

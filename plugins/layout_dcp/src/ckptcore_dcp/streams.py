@@ -48,7 +48,7 @@ class Streams:
     """Reads dense arrays in the order of their storage. Thread-safe."""
 
     def __init__(self) -> None:
-        """Create it without a stream."""
+        """Create a reader without an open stream."""
         self._lock = threading.Lock()
         self._kept: _Stream | None = None
 
@@ -61,11 +61,11 @@ class Streams:
         axes: tuple[int, ...],
         store: ReadStore,
     ) -> Iterator[int]:
-        """Fill the buffers with these numbers, which are of one array, and yield the numbers.
+        """Fill the buffers of several items of one array. Yield the number of each item.
 
         Args:
             items, buffers: see `NativeReader.read`.
-            numbers: numbers of items.
+            numbers: numbers of the items to read, all of one array.
             location: location of the array.
             axes: the result of `streamed_axes`.
             store: reads the object.
@@ -141,10 +141,10 @@ class _Stream:
         self._position = 0
         self._fetched = storage.start
         self._inflater = isal_zlib.decompressobj(-15) if storage.compression == DEFLATED else None
-        self._checksum: int | None = 0  # None after a jump
+        self._checksum: int | None = 0  # None after a skip, which leaves out bytes
 
     def reaches(self, storage: StoredBytes, position: int, store: ReadStore) -> bool:
-        """Return True if bytes from a position on can be read without beginning again."""
+        """Return True if the stream can continue to a position without a restart."""
         return storage == self._storage and store is self._store and self._position <= position
 
     def skip_to(self, position: int) -> None:
@@ -235,7 +235,10 @@ class _Stream:
 def streamed_axes(
     numbers: Sequence[int], items: Sequence[ReadItem], locations: Mapping[int, ArrayLocation]
 ) -> tuple[int, ...] | None:
-    """Return the order of the axes if these items, which share a storage, are of one array that can be streamed."""
+    """Return the axes in storage order if all items belong to one array that can be streamed; else None.
+
+    The items share a storage.
+    """
     location = locations[items[numbers[0]].leaf]
     if any(items[number].leaf != items[numbers[0]].leaf for number in numbers) or not location.tensor.shape:
         return None
@@ -243,12 +246,12 @@ def streamed_axes(
 
 
 def verify_other_members(store: ReadStore, key: str, known: Collection[int]) -> None:
-    """Compare the checksums of the members of a zip that are not storages of arrays. Does nothing for other files.
+    """Verify the checksums of the members of a zip that are not storages of arrays. Does nothing for other files.
 
     Args:
         store: the store.
         key: the file.
-        known: the offsets of the members that are compared anyway.
+        known: offsets of the members that are verified elsewhere.
 
     Raises:
         CorruptCheckpointError: a checksum differs, or a member cannot be decompressed.
@@ -281,8 +284,8 @@ def read_arrays(
     Uncompressed arrays in C order are copied directly into the destination. The checksum is
     verified if the array is a whole storage and almost all of it is requested (see
     `should_read_whole`). Other arrays are read in the calling thread: dense ones in the order of their
-    storage, see `Streams`, and views 64 MiB at a time. Whole storages are read if several arrays share a
-    compressed one, and whole boxes if their elements overlap.
+    storage, see `Streams`, and views 64 MiB at a time. A compressed storage that several arrays share is
+    read as a whole, and so is a box whose elements overlap.
 
     Raises:
         CorruptCheckpointError: bytes are missing or wrong.
@@ -322,7 +325,7 @@ def read_arrays(
 
 
 def _check_whole(location: ArrayLocation, buffer: HostArray) -> None:
-    """Compare the checksum of a storage that a buffer has whole, unless it was compared with a data descriptor."""
+    """Verify the checksum of a storage if a buffer contains all of it, unless a data descriptor verified it before."""
     storage = location.storage
     if not storage.crc or storage.checksum is not None or buffer.nbytes != storage.nbytes:
         return

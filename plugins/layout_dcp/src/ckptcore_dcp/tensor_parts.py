@@ -19,7 +19,7 @@ from ckptcore_dcp.pickles import Call, Global, Value, brief
 from ckptcore_dcp.stored_tensors import StoredTensor, c_strides, known_dtype, spec_and_kind, stored_tensor
 
 _MAX_BOXES: Final = 1 << 12
-"""Most boxes of one part. A `_StridedShard` of a real job has as many as the processes of one axis of its mesh."""
+"""Maximum number of boxes of a part. In a real job, a `_StridedShard` has one box per process of one mesh axis."""
 _MAX_COUNT: Final = 1 << 62
 
 Interval: TypeAlias = tuple[int, int]
@@ -28,14 +28,14 @@ Interval: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """The boxes of a tensor that one process saved. A leaf that only all parts together make readable.
+    """The boxes of a tensor that one process saved. The leaf can be read only together with all other parts.
 
     Attributes:
         spec: shape and dtype of the whole tensor.
         kind: kind of the leaf, as in `StoredTensor`.
         boxes: boxes of the whole tensor, without overlap; none if the process holds no elements.
         tensors: for each box, its elements.
-        processes: the number of processes that have parts of it.
+        processes: the number of processes that have parts of the tensor.
     """
 
     spec: ArraySpec
@@ -252,7 +252,7 @@ def _apply(
 
 
 def _chunk(intervals: Sequence[Interval], count: int, number: int) -> Sequence[Interval]:
-    """Return a chunk as ``torch.chunk`` makes it: each has the same extent, but the last ones may have less or none."""
+    """Return a chunk as ``torch.chunk`` does: chunks have equal extents, but the last ones may be shorter or empty."""
     total = sum([stop - start for start, stop in intervals])
     extent = -(-total // count)
     first, last = min(number * extent, total), min((number + 1) * extent, total)
@@ -284,7 +284,7 @@ def _cut(
     axes: Sequence[Sequence[Interval]],
     processes: int,
 ) -> TensorPart | StoredTensor:
-    """Divide a local tensor into the boxes that it has of the whole."""
+    """Divide a local tensor into its boxes of the whole tensor."""
     held = tuple([sum([stop - start for start, stop in intervals]) for intervals in axes])
     if 0 in held and 0 in local.shape:
         if 0 not in spec.shape:

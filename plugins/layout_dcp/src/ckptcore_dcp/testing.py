@@ -1,4 +1,4 @@
-"""Tells the test matrix of `ckptcore_testing` that the layout `torch` is read-only."""
+"""Sample for the test matrix of `ckptcore_testing`: the layout `torch` is read-only."""
 
 from __future__ import annotations
 

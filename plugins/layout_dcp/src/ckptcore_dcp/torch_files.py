@@ -3,8 +3,8 @@
 Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a
 member ``data/<key>`` for each storage; before that a sequence of pickles followed by storages (see
 `legacy_files`). ``torch.jit.save`` writes such a zip with the constants of the code in
-``constants.pkl``, and ``torch.export.save`` another one (see `exported_programs`). Several files form
-one checkpoint if ``pytorch_model.bin.index.json`` lists them, as Hugging Face transformers writes it.
+``constants.pkl``. ``torch.export.save`` writes a different zip (see `exported_programs`). Several
+files form one checkpoint if ``pytorch_model.bin.index.json`` of Hugging Face transformers lists them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ReadOnlyLayout(Layout):
 
 
 _INDEX: Final = re.compile(r"(.+?)\.bin(?:\.(.+))?\.index(?:\.(.+))?\.json")
-"""The stem, and the variant as older and newer versions of diffusers place it."""
+"""Groups: the stem, and the variant at the two places where older and newer versions of diffusers put it."""
 _KNOWN_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 """Names that transformers, diffusers and PEFT look for if there is no safetensors file, in order of preference."""
 _VARIANT: Final = re.compile(rf"(?:{'|'.join(_KNOWN_STEMS)})\.(?!.*-\d+-of-\d+).+\.bin")
@@ -112,7 +112,7 @@ class TorchLayout(ReadOnlyLayout):
 
 
 def _main_name(names: Sequence[str]) -> str | None:
-    """Return the file or index to load: of a known stem, else the only index, else the only variant.
+    """Return the file or index to load: one with a known stem, else the only index, else the only variant.
 
     Raises:
         CheckpointNotFoundError: there are several variants, and no plain file.
@@ -143,7 +143,7 @@ class TorchFile:
 
     Attributes:
         skeleton, leaves: the tree.
-        storages: byte range of each storage, by the key that `StoredTensor.storage` has.
+        storages: byte range of each storage, by `StoredTensor.storage`.
         writer: the function that wrote it.
     """
 
@@ -231,7 +231,7 @@ def read_torch_file(store: ReadStore, key: str) -> TorchFile | None:
 def _with_constants(
     skeleton: Skeleton, leaves: Sequence[Leaf], fetch: Fetch, member: ZipMember, key: str
 ) -> tuple[Skeleton, Sequence[Leaf]]:
-    """Add the tensors that the code of TorchScript names ``CONSTANTS``: a frozen module has its weights there."""
+    """Add the constants of TorchScript code as ``CONSTANTS``. They contain the weights of a frozen module."""
     pickle = read_member(fetch, member, key=key, limit=max_pickle_bytes(member.nbytes))
     constants, more = tree_of(read_pickle(pickle, key=key)[0], key=key, limit=len(pickle) + (1 << 16))
     if not more or not isinstance(skeleton, Node):
@@ -242,7 +242,7 @@ def _with_constants(
 
 
 def _inspect_index(store: ReadStore, key: str) -> Inspection:
-    """Inspect the files that an index lists. A tensor that its file does not have is a leaf that cannot be loaded."""
+    """Inspect the files that an index lists. A listed tensor that its file lacks becomes an unreadable leaf."""
     weight_map = _read_weight_map(store, key)
     directory = key.rpartition("/")[0]
     names: list[str] = []

@@ -76,7 +76,7 @@ def _try_to_decode(
 
 
 def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, bytes]:
-    """Read the items of values without transforms: each should be a file of ``torch.save``, which is not checked.
+    """Read the items of values, and undo their transforms. Does not check that each item is a ``torch.save`` file.
 
     Raises:
         CorruptCheckpointError: an item is cut off or missing, or two items overlap.
@@ -91,7 +91,7 @@ def read_value_items(values: Mapping[str, DcpValue], store: ReadStore) -> Mappin
 
 
 def _stored_items(values: Mapping[str, DcpValue], store: ReadStore) -> Iterator[tuple[str, bytes | ItemProblem]]:
-    """Yield names and items as they are stored, or why they cannot be read. Neighbouring items share a request."""
+    """Yield each name with its stored item, or with the error if it is unreadable. Nearby items share a request."""
     for group in _read_groups(values):
         path = values[group[0]].relative_path
         start = values[group[0]].offset

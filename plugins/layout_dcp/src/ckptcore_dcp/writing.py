@@ -86,7 +86,7 @@ def write_items(
 ) -> WrittenItems:
     """Write the boxes of this process, and `values`, to its file. Writes no file if there are none.
 
-    The values with names in `encoded` are the bytes of their items.
+    A value named in `encoded` consists of the bytes of its item, which are written unchanged.
     """
     written = WrittenItems()
     segments = list(_segments(snapshot, values, encoded, written))

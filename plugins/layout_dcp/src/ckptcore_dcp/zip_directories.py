@@ -193,8 +193,8 @@ def read_entries(
 ) -> list[DirectoryEntry]:
     """Parse the directory that begins at `directory`, and check each entry against the bytes that exist.
 
-    With `keep_problems`, members that are encrypted, compressed with another method than deflate, or of one name have a
-    `problem`.
+    With `keep_problems`, members that cannot be read are returned with a `problem`: members that are encrypted,
+    compressed with another method than deflate, or share a name.
 
     Raises:
         CorruptCheckpointError: an entry is invalid, or of a kind that torch never writes.

@@ -74,8 +74,8 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str, keep_problems: bo
     A short zip takes one request. For a longer zip, the end and the directory are read. Local
     headers of members that torch did not write are read too, neighbouring headers in one request.
 
-    With `keep_problems`, members that are encrypted, compressed with another method than deflate, or of one name are
-    returned too, with a `problem`.
+    With `keep_problems`, members that cannot be read are returned with a `problem`: members that are encrypted,
+    compressed with another method than deflate, or share a name.
 
     Raises:
         CorruptCheckpointError: it is not a zip, or it is damaged, encrypted, split into several parts,
@@ -91,7 +91,7 @@ def read_zip(fetch: Fetch, start: int, stop: int, *, key: str, keep_problems: bo
 
 
 def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 30) -> bytes:
-    """Return the content of a member, decompressed and verified with its CRC-32 if that is known.
+    """Return the content of a member, decompressed, and verified if its CRC-32 is known.
 
     Args:
         fetch: reads the object.
@@ -195,7 +195,7 @@ def _located(entries: Sequence[DirectoryEntry], window: ZipBytes, directory: int
 
 
 def _derived(entry: DirectoryEntry, following: int, zip_start: int) -> int | None:
-    """Return where the content of a member begins, if this is certain without its local header, else None.
+    """Return the start of the content of a member if it is certain without the local header, else None.
 
     The position of content written by torch follows from both sides. Members have no gaps, so a
     data descriptor of 16 or 24 bytes ends where the next header begins. An extra field of at least
@@ -211,7 +211,7 @@ def _derived(entry: DirectoryEntry, following: int, zip_start: int) -> int | Non
         if offset <= 0 or offset % _ALIGNMENT:
             continue
         aligned_to = offset & -offset  # the largest power of two that divides it
-        # The extra fields also have the zip64 numbers of a large size or offset: up to 28 bytes.
+        # The extra fields may also contain zip64 sizes and offset, which take up to 28 bytes.
         if 0 <= start - least < aligned_to and start - least < (1 << 16) - 4:
             return start
     return None

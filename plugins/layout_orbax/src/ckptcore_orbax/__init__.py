@@ -1,4 +1,4 @@
-"""Layouts `ocdbt`, `zarr3` and `zarr`: checkpoints that Orbax reads, and objects and checkpoints written for Orbax.
+"""Layouts `ocdbt`, `zarr3` and `zarr`, which read and write Orbax checkpoints, and a handler of objects for Orbax.
 
 Saving and loading need no import of this package: ckptcore finds `ckptcore_orbax.plugin` by its
 entry point, and ``layout="ocdbt"`` names a layout. To change options, pass a layout object:
@@ -8,8 +8,8 @@ entry point, and ``layout="ocdbt"`` names a layout. To change options, pass a la
     ZarrLayout    zarr v2 arrays, a file for each chunk
     ArrayRule     other options for arrays selected by a pattern
 
-Objects with ``async save(directory)`` and ``async load(directory)``, as Orbax calls them, are handled by
-`SavesToDirectoryAsyncHandler`.
+`SavesToDirectoryAsyncHandler` saves and loads objects with the methods that Orbax calls: ``async save(directory)`` and
+``async load(directory)``.
 """
 
 from __future__ import annotations

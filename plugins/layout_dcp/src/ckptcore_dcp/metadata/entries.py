@@ -77,8 +77,8 @@ class DcpMetadata:
         save_id: id of the save that wrote it, or None.
         checkpoint_id: location it was written to, or None.
         unreadable: the records of entries that cannot be loaded, by name. They are not in `tensors` or `values`.
-        files: the files that it lists.
-        unlisted: by file, the names of items that it locates and does not describe, so that they are not loaded.
+        files: the files that ``.metadata`` lists.
+        unlisted: by file, the names of items that have a location but no description. They are not loaded.
     """
 
     tensors: Mapping[str, DcpTensor]

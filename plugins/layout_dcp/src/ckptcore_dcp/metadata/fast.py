@@ -86,7 +86,7 @@ class FastObjectReader:
     """Reads objects of one pickle. Not thread-safe."""
 
     def __init__(self, data: bytes, check_size: Callable[[tuple[int, ...]], object]) -> None:
-        """`check_size` raises an error for a tuple that is not a valid tensor size."""
+        """Create a reader. `check_size` raises an error for a tuple that is not a valid tensor size."""
         self._data = data
         self._check_size = check_size
         self._sizes: dict[bytes, tuple[int, ...]] = {}

@@ -21,7 +21,7 @@ from ckptcore_dcp.metadata.entries import DcpChunk, DcpChunkColumns, DcpMetadata
 _BLOCK_ROWS: Final = 1 << 13
 """Rows encoded at a time, so that their matrix stays in the cache."""
 _MAX_BY_OPCODE: Final = 4
-"""From this number of items, a tuple uses MARK."""
+"""Tuples of at least this number of items begin with MARK."""
 _TUPLES: Final = np.frombuffer(b")\x85\x86\x87", np.uint8)
 
 
@@ -150,7 +150,8 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
             continue
         head = heads.get((tensor.dtype, tensor.requires_grad))
         if head is None:
-            # The second tensor of a kind only refers to what the first one defines.
+            # The first call defines classes and texts in the memo. The second returns only references to them, which
+            # all later tensors of this kind use.
             out.append(_tensor_head(tensor, pickle))
             head = heads[tensor.dtype, tensor.requires_grad] = _tensor_head(tensor, pickle)
         else:
@@ -312,7 +313,7 @@ class _OpcodeCache(dict[str | tuple[str, str], bytes]):
         return b"\x8c%c%b\x94" % (nbytes, data) if nbytes < 256 else b"X%b%b\x94" % (nbytes.to_bytes(4, "little"), data)
 
     def call(self, function: tuple[str, str], argument: str | int) -> bytes:
-        """Return the opcodes of a function called with a text or a number, always the same for one function."""
+        """Return the opcodes of a call with a text or a number. A function must always have the same argument."""
         known = self._calls.get(function)
         if known is not None:
             return known

@@ -6,8 +6,8 @@ records the function and its arguments; the caller decides what it means.
 - `values`: the values of a pickle, errors about pickles, and limits of the cost of hashing dict keys
 - `machine`: executes the opcodes of protocols 0 to 5
 - `opcodes`: the table of opcodes
-- `state`: what the opcodes that were read have built
-- `literals`: opcodes that contain a value, and a long file in parts, without its long literals
+- `state`: the values that the opcodes have built so far
+- `literals`: opcodes that contain a value, and a window that skips the long literals of a long file
 - `known_calls`: results of a few known functions
 - `encoder`: encodes values with protocols 2 and 4
 """

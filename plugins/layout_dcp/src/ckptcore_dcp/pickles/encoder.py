@@ -238,8 +238,8 @@ class _Encoder:
     def _enter(self, value: Any) -> None:
         """Record that the parts of a value will be written. Raise an error if the value contains itself.
 
-        A cycle through a list, a dict, or the items or state of a call is allowed, because that object
-        is in the memo before them. So the memo grows in each round of such a cycle.
+        A cycle through a list, a dict, or the items or state of a call is allowed, because such an object
+        enters the memo before its content is written. So the memo grows in each round of an allowed cycle.
         """
         size = len(self._memo)
         if self._open.get(id(value)) == size:
@@ -283,7 +283,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        else:  # `pickle` calls ``bytes`` if it is empty, which torch rejects with weights_only=True
+        else:  # for empty bytes too: there `pickle` calls ``bytes``, which torch rejects with weights_only=True
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:

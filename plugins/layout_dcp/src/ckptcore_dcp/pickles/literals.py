@@ -17,32 +17,32 @@ from typing import Any, Final, TypeAlias
 from ckptcore_dcp.pickles.values import Call, Global, OutOfLine, Value, malformed, truncated
 
 _FIRST_WINDOW_BYTES: Final = 1 << 11
-"""Bytes that are read after a long literal: the next one often follows soon."""
+"""Size of the first read after a long literal. It is short, because the next long literal often follows soon."""
 _WINDOW_BYTES: Final = 1 << 16
 _OUT_OF_LINE_BYTES: Final = 1 << 14
-"""Shortest literal that is not read."""
+"""Minimum length of a literal that is not read into memory."""
 
 
 class DenseFileError(Exception):
-    """A pickle that is better read as a whole: it has few long literals, or a long line."""
+    """A pickle that must be read as a whole, because it has few long literals, or a long line."""
 
 
 class Window:
     """Bytes of a file, with the methods of `bytes` that the machine calls. Not thread-safe.
 
-    A long slice is an `OutOfLine` instead of bytes: only literals are long.
+    A long slice returns an `OutOfLine` instead of bytes. The machine requests long slices only for literals.
 
     Attributes:
         fetched: the number of bytes read so far.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, *, most_bytes: int | None) -> None:
-        """Read nothing yet.
+        """Create a window. Reads nothing yet.
 
         Args:
             fetch: reads bytes of the file.
             size: length of the file.
-            most_bytes: limit of the bytes that are read in all. Beyond it, `DenseFileError` is raised. None: no limit.
+            most_bytes: maximum total bytes to read; `DenseFileError` is raised beyond it. None: no limit.
         """
         self._fetch = fetch
         self._size = size
@@ -133,7 +133,7 @@ def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
     if end < 0:
         raise truncated(key, position, len(data) + 1)
     text = data[position:end]
-    if not isinstance(text, bytes):  # of a `Window`: lines are literals of old protocols, which have escapes
+    if not isinstance(text, bytes):  # a long line of a `Window`: its escapes can only be decoded in memory
         raise DenseFileError
     return text, end + 1
 
@@ -229,7 +229,7 @@ def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
 
 
 def _byte_array(data: bytes, position: int, key: str) -> tuple[Value, int]:
-    # A call, as in protocols before 5.
+    # Represented as a call, like the bytearrays of protocols before 5.
     content, end = _counted(8)(data, position, key)
     return Call(Global("builtins", "bytearray"), (content,)), end
 

@@ -65,12 +65,12 @@ def read_pickle(
         data: the data; a memoryview is copied from ``start`` on. Long literals of a `Window` become `OutOfLine`.
         key: the object that contains the data, for errors.
         objects: reads common objects of ``data`` in one step; requires bytes.
-        places: receives where texts and bytes are in ``data``; requires bytes or a `Window`.
+        places: receives the byte ranges of texts and bytes in ``data``; requires bytes or a `Window`.
         raw: finds bytes that follow objects and are not part of the pickle.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of data, or exceeds a limit that torch's files never
-            reach. Its ``stop`` is beyond ``data`` if the pickle is truncated.
+            reach. The error's ``stop`` is beyond ``data`` if the pickle is truncated.
     """
     if not 0 <= start <= len(data):
         raise truncated(key, len(data), start)

@@ -26,7 +26,8 @@ Executed in one step.
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
 """MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
 _CALLABLE: Final[frozenset[object]] = frozenset([Global, Call, Persistent])
-"""A class may be a `Persistent`: before torch 1.6 a file had the source of each class of module."""
+"""Types of values that can be called. A class may be a `Persistent`, because files before torch 1.6 contain the source
+of each module class."""
 
 
 def _byte(state: State, position: int) -> int:
@@ -54,6 +55,7 @@ def _short_text(state: State, position: int) -> int:
     if state.places is not None:
         state.places.add(text, begins, stop)
     state.stack.append(text)
+    # Execute MEMOIZE too: it follows most short texts, and this saves a step of the machine.
     if data[stop] == _MEMOIZE:
         state.memo.append(text)
         return stop + 1
@@ -105,7 +107,7 @@ def _mark(state: State, position: int) -> int:
 def _pop(state: State, position: int) -> int:
     if state.stack:
         state.stack.pop()
-    else:  # the mark itself
+    else:  # no value above the last MARK: remove the MARK itself
         state.stack = state.outer.pop()
     return position
 
@@ -171,6 +173,7 @@ def _tuple_of_2(state: State, position: int) -> int:
     stack = state.stack
     second = stack.pop()
     item = stack[-1] = (stack[-1], second)
+    # Execute the following call too: the ``torch.Size`` of every chunk of a matrix has this form.
     if state.data.startswith(_CALL_WITH_IT, position) and len(stack) > 1 and stack[-2].__class__ is Global:
         stack.pop()
         arguments = (item,)
@@ -290,7 +293,8 @@ def _set_items(state: State, position: int) -> int:
         if name.__class__ is not str and name.__class__ not in plain_keys:
             state.keys.check(target, (name,), position)
         target[name] = value
-    if state.data[position] == _BUILD and len(stack) > 1:  # the dict is the state of the object below
+    # Execute BUILD too: the dict is the state of the object below it on the stack.
+    if state.data[position] == _BUILD and len(stack) > 1:
         item = stack[-2]
         if item.__class__ is Call and item.state is None and state.raw is None:
             stack.pop()
@@ -462,7 +466,7 @@ def _protocol(state: State, position: int) -> int:
 
 
 def _frame(state: State, position: int) -> int:
-    # The number of bytes that a reader may read ahead. All of them are in memory.
+    # The length tells a reader how many bytes it can read ahead. Here it is only checked.
     (length,) = state.uint8(state.data, position)
     start = position + 8
     if length > len(state.data) - start:

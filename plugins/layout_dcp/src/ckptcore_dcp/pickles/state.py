@@ -46,13 +46,13 @@ class State:
         begin: offset of the pickle in `data`.
         position: offset after the last line or text, for errors while it is decoded.
         stack: the values above the last MARK.
-        outer: the values below each MARK. Each MARK has a stack of its own, so that no opcode reaches below it.
+        outer: the values below each MARK. A MARK starts a new stack, so that no opcode can remove values below it.
         memo: values that the pickle may refer to.
         keys: checks the keys of dicts and the items of sets.
         objects: see `ObjectReader`. None after an opcode that may replace memo entries.
         places: see `read_pickle`.
         raw: see `RawReader`.
-        uint2, uint4, int4, uint8: return a tuple of the number at an offset of the data.
+        uint2, uint4, int4, uint8: functions that return a tuple with the number at an offset of the data.
     """
 
     __slots__ = (

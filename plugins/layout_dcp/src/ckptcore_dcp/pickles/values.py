@@ -5,10 +5,10 @@ file can describe a value on which a naive recursion never ends or overflows the
 values takes limited memory; code that walks them must limit its own visits and depth. ``repr`` of a
 list or tuple walks too, so messages show values with `brief`.
 
-Keys of dicts and items of sets have rules, which limit the cost of hashing them. A hostile file chooses its keys.
-Python hashes tuples recursively, and a shared tuple once per occurrence. Thousands of integers, floats or tuples can
-be chosen with one hash, which makes building a dict quadratic. Both costs are limited here. Strings and bytes are
-safe, because Python hashes them with a secret.
+`KeyCheck` limits the cost of hashing the keys of dicts and the items of sets, which a hostile file chooses. Python
+hashes tuples recursively, and a shared tuple once per occurrence. A file can also contain thousands of integers,
+floats or tuples with the same hash, which makes building a dict quadratic. Both costs are limited. Strings and bytes
+are safe, because Python hashes them with a secret.
 """
 
 from __future__ import annotations
@@ -128,9 +128,10 @@ class OutOfLine:
     fetch: Callable[[int, int], bytes]
 
     def decode(self, encoding: str, errors: str = "strict") -> OutOfLine:
-        """Return the text that the bytes are, as the reader of a literal requests it from bytes.
+        """Return this value as a text if `errors` is ``surrogatepass``, else as bytes.
 
-        A string of Python 2 may be bytes, and stays bytes.
+        Has the signature of `bytes.decode`, which readers of literals call. They pass ``surrogatepass`` for a text,
+        but not for a string of Python 2, which may contain bytes.
         """
         return OutOfLine(self.start, self.stop, errors == "surrogatepass", self.fetch)
 
@@ -172,14 +173,14 @@ class Places:
 
     def __init__(self) -> None:
         """Create an empty collection."""
-        self._ranges: dict[int, tuple[object, Place]] = {}  # holds the values: an id is used again otherwise
+        self._ranges: dict[int, tuple[object, Place]] = {}  # by id(); holds the values, so that no id is reused
 
     def add(self, value: Value, start: int, stop: int, escaped: bool = False) -> None:
-        """Add a text, which is UTF-8 in the pickle, or bytes."""
+        """Add the byte range of a text, which is UTF-8 in the pickle, or of bytes."""
         self._ranges[id(value)] = value, Place(start, stop, escaped)
 
     def add_literal(self, value: Value, stop: int) -> None:
-        """Add the value of an opcode that ends with it. Skips numbers."""
+        """Add the value of an opcode whose argument ends at `stop`. Skips numbers."""
         if isinstance(value, Call):  # a bytearray
             (value,) = value.arguments
         if isinstance(value, bytes):
@@ -251,7 +252,7 @@ def malformed(key: str, position: int, problem: str) -> CorruptCheckpointError:
 def truncated(key: str, position: int, stop: int) -> CorruptCheckpointError:
     """Return the error for a pickle that lacks some of bytes ``position`` to ``stop``.
 
-    Its ``stop`` is beyond the data, so a caller that passed only a part of an object can read more.
+    The error's ``stop`` is beyond the data, so a caller that passed only a part of an object can read more.
     """
     return CorruptCheckpointError(
         f"{key} contains a pickle that ends too early: bytes {position} to {stop} are missing; the "

@@ -1,4 +1,4 @@
-"""A read position in bytes of a database, which checks each number against a limit before use; and varints."""
+"""Cursor over bytes of a database, which checks each number against a limit, and the encoding of varints."""
 
 from __future__ import annotations
 

@@ -20,17 +20,19 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore_orbax.ocdbt.cursor import Cursor, encode_varint, encode_varints
 
 NODES: Final = "ocdbt_meta"
-"""Directory of nodes, if values are in another one."""
+"""Directory of nodes, if nodes and values are in separate directories."""
 
 VALUES: Final = "ocdbt_data"
+"""Directory of values, if nodes and values are in separate directories."""
 
 _MAX_PATH_BYTES: Final = 65535
 """Limit of tensorstore."""
 
 _ALWAYS_ALLOWED_TABLE: Final = 1 << 20
 _MAX_GROWTH: Final = 64
-"""Limit for the paths of a table: `_ALWAYS_ALLOWED_TABLE` bytes or, if that is more, `_MAX_GROWTH` times their
-size with shared prefixes removed.
+"""Limit for the total size of the paths of a table.
+
+The limit is the larger of `_ALWAYS_ALLOWED_TABLE` bytes and `_MAX_GROWTH` times their size without shared prefixes.
 """
 
 

@@ -1,7 +1,7 @@
 """Trees in msgpack, with arrays or references to arrays.
 
-Flax writes such files (``flax.serialization.to_bytes``, and ``flax.training.checkpoints`` without Orbax), and Orbax
-had a file `checkpoint` of this form before `_METADATA`.
+Flax writes such files (``flax.serialization.to_bytes``, and ``flax.training.checkpoints`` without Orbax). Orbax wrote
+a file `checkpoint` in this format before it introduced `_METADATA`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ckptcore_orbax.orbax.trees import MAX_DEPTH, OrbaxTree, TreeLeaf, plain_tre
 AGGREGATE_FILE: Final = "checkpoint"
 
 _PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://", "//GDAPlaceholder:")
-"""Prefixes of strings that refer to an array outside the file, the last one of Flax. The name of the array follows."""
+"""Prefixes of strings that refer to an array outside the file. The name of the array follows. Flax writes the last."""
 
 OTHER_PROCESSES: Final = "_gda"
 """Suffix of the directory in which Flax stores arrays that several processes hold, next to its file."""
 
 _SUFFIX: Final = ".msgpack"
 _MAX_INLINE: Final = 4096
-"""Maximum bytes of an array whose elements are taken from the file when it is inspected."""
+"""Maximum size of an array whose elements are kept when the file is inspected, in bytes."""
 
 _CHUNKED: Final = "__msgpack_chunked_array__"
 """Key of a dict that is an array too large for one value: ``shape`` and ``chunks`` are dicts with keys 0, 1, ..."""
@@ -41,10 +41,10 @@ array; tuple: a list.
 """
 
 _FIRST_BYTES: Final = 64
-"""Bytes by which the elements of an array are found."""
+"""Number of leading bytes of an array with which the first search for its elements is made."""
 
 _TRIPLE: Final = 0x93
-"""The first byte of a list of three values, as which an array is stored."""
+"""The first byte of a list of three values, which is the form of a stored array."""
 
 _MAX_NESTED: Final = 16
 """Maximum nesting of extension values, each of which takes much stack space."""
@@ -62,15 +62,15 @@ def parse_aggregate(data: bytes, key: str) -> OrbaxTree:
 def is_aggregate(head: bytes, name: str) -> bool:
     """Return whether a file is a tree in msgpack, by its first bytes and its name.
 
-    Such files have no magic number. A mapping of text or an array of Flax is one, whatever its name is: no text, and no
-    common format of files, begins so.
+    Such files have no magic number. A file with any name counts if it begins like a mapping with text as keys, or like
+    an array of Flax, because texts and common file formats begin differently.
     """
     if name.endswith(_SUFFIX):
         return True
     match head[:1]:
         case b"\xde" | b"\xdf":
             rest = head[3 if head[0] == 0xDE else 5 :]
-        case b"\xc7" | b"\xc8" | b"\xc9" | b"\xd8":  # an extension: its length, unless it is 16; its type; its data
+        case b"\xc7" | b"\xc8" | b"\xc9" | b"\xd8":  # an extension: length (none if 16 bytes), type, data
             rest = head[{0xC7: 2, 0xC8: 3, 0xC9: 5, 0xD8: 1}[head[0]] :]
             return rest[:2] in (bytes([_ARRAY, _TRIPLE]), bytes([_SCALAR, _TRIPLE]))
         case _:
@@ -151,10 +151,13 @@ class _Extensions:
         raise unexpected(self._key, "an array, a complex number or a tuple", f"extension type {code}")
 
     def _extent(self, elements: bytes) -> tuple[str, int, int]:
-        """Return where the next elements are. The decoder does not say it; equal bytes before them are as good."""
+        """Return the byte range of the next elements in the file.
+
+        The decoder does not report it, so the elements are searched. An earlier range with equal bytes is as good.
+        """
         start = self._whole.find(elements[:_FIRST_BYTES], self._position)
         if not self._whole.startswith(elements, start):
-            start = self._whole.index(elements, self._position)  # slower: it prepares the search for all of them
+            start = self._whole.index(elements, self._position)  # slower: preparing the search takes time for each byte
         self._position = start + len(elements)
         return self._key, start, self._position
 

@@ -1,4 +1,4 @@
-"""Objects that save themselves asynchronously, and their coroutines, run on threads without an event loop."""
+"""Handler of objects that save themselves asynchronously. Runs their coroutines on threads without an event loop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MAX_LISTED_TASKS: Final = 5
 
 
 class SavesToDirectoryAsyncHandler:
-    """Objects with ``async save(directory)``, which returns an awaitable for the background, and ``async load``.
+    """Handler of objects with ``async save(directory)`` and ``async load(directory)``.
 
-    Orbax's ``StatefulCheckpointable`` has these methods. A `directory` to save to has ``await_creation()``, which
-    returns the path. A `directory` to load from is a path.
+    Orbax's ``StatefulCheckpointable`` has these methods. They may return an awaitable, which does the rest of the work.
+    The `directory` of a save has ``await_creation()``, which returns the path. The `directory` of a load is a path.
     """
 
     priority = Priority.PROTOCOL
@@ -38,8 +38,8 @@ class SavesToDirectoryAsyncHandler:
         Both run in one event loop, which is paused between them.
 
         Raises:
-            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises it
-                for its remaining tasks.
+            PluginError: the first phase returns nothing to await and leaves tasks running. The continuation raises the
+                same error if its own tasks are still running.
         """
         return run_first_phase(lambda: value.save(AwaitableDirectory(path_for_object(directory))))
 

@@ -38,15 +38,15 @@ class Composite:
 
     Attributes:
         members: kind of each member by its name, which is its directory; ``other`` if only the software
-            that saved it can read it. Sorted. Also those that `_CHECKPOINT_METADATA` names, and whose directory is
-            missing.
+            that saved it can read it. Sorted. Includes members that `_CHECKPOINT_METADATA` names but whose directory
+            is missing.
         default_tree: the member that a load of one tree uses: the only tree, the only member, or the first tree that
             `_PREFERRED` names. None if there is no such member.
         writer: name of the software that wrote it.
         custom: the user's metadata. Metrics that are not numbers are here too, under ``metrics``.
         metrics: the user's metrics that are numbers.
         created: start time of the save, ISO 8601 in UTC, or None.
-        lost: the members without a file.
+        lost: the members whose directory is missing or empty.
     """
 
     members: Mapping[str, ItemKind | Literal["other"]]
@@ -63,8 +63,8 @@ def find_composite(store: ReadStore) -> Composite | None:
 
     Everything may be hostile. A directory of steps is not a composite. A directory is a member if
     it contains Orbax files or if `_CHECKPOINT_METADATA` names it. Temporary and hidden directories
-    are ignored, and so are members whose deletion has begun, as in Orbax: at its end, Orbax removes the name of the
-    member from `_CHECKPOINT_METADATA`, so a member that is named and missing was lost.
+    are ignored. So are members whose deletion has begun, as in Orbax. At the end of a deletion, Orbax
+    removes the name from `_CHECKPOINT_METADATA`, so a missing member that is still named was lost.
 
     Raises:
         CorruptCheckpointError: a metadata file is invalid.
@@ -94,7 +94,7 @@ def find_composite(store: ReadStore) -> Composite | None:
         if kind is not None:
             members[name] = "array" if said == "array" else kind
         elif name in handlers:
-            # A document with a name that the program chose is not recognized without the handler.
+            # The handler is needed to recognise a document whose name the program chose.
             members[name] = said if said in ("tree", "random key") else "other"
     lost = {name: kind_of_handler(handlers[name]) or "other" for name in handlers if name not in members}
     lost.pop(deleted or "", None)

@@ -45,7 +45,8 @@ from ckptcore_orbax.zarr.stored_arrays import (
 )
 
 _INLINE_BYTES: Final = 1 << 14
-"""Longest value in a node of the database. Longer ones, which are lists of numbers, are in a file of their own."""
+"""Maximum length of a value in a node of the database. Longer values, which are lists of numbers, are in a separate
+file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ def _write_database(
 def _value_locations(
     small: Mapping[int, tuple[ZarrArray, bytes]], file: str
 ) -> tuple[Mapping[int, ValueLocation], bytes]:
-    """Return where values are stored, by leaf, and the content of the file that has those too long for the database."""
+    """Return the location of each value, by leaf, and the content of the file with values too long for the database."""
     locations: dict[int, ValueLocation] = {}
     parts: list[bytes] = []
     position = 0

@@ -36,7 +36,7 @@ from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
-"""Maximum chunk boundaries per axis that count as shard boundaries; more belong to small read chunks."""
+"""Maximum number of chunk boundaries per axis that count as shard boundaries. More are those of small read chunks."""
 
 _Problem = CorruptCheckpointError | UnsupportedLeafError
 """The reason why an array cannot be read."""
@@ -81,8 +81,8 @@ def inspect_tree(store: ReadStore, layout: str, databases: DatabaseCache) -> Ins
 
     Raises:
         CompositeCheckpointError: the checkpoint is a composite without a tree, or with several
-            trees of which none is the default.
-        CorruptCheckpointError: a metadata file is invalid, or the tree is listed and missing.
+            trees and no default tree.
+        CorruptCheckpointError: a metadata file is invalid, or the tree is listed but missing.
         UncommittedCheckpointError: the save did not finish.
     """
     composite = find_composite(store)
@@ -318,7 +318,7 @@ def _in_objects(
 def _scalars(
     tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: DatabaseCache
 ) -> dict[int, ValueRecord]:
-    """Read Python numbers that are stored as arrays. A number that cannot be read has a record that says why."""
+    """Read Python numbers that are stored as arrays. A number that cannot be read becomes an unreadable leaf."""
     try:
         return _read_scalars(tree, state, numbers, store, databases)
     except (CorruptCheckpointError, UnsupportedLeafError) as error:

@@ -20,7 +20,7 @@ from ckptcore_orbax.orbax.trees import NONE, OrbaxTree, TreeLeaf, plain_tree, tr
 from ckptcore_orbax.zarr.documents import is_group
 
 ItemKind = Literal["tree", "array", "json", "proto", "random key"]
-"""Kind of an item. ``array``: one array or number, which Orbax's handler stores in a dict under a name of its own."""
+"""Kind of an item. ``array``: one array or number, which Orbax's handler stores as the only entry of a dict."""
 
 TEMPORARY: Final = ".orbax-checkpoint-tmp"
 """Part of the name of a directory whose save is incomplete."""
@@ -32,7 +32,7 @@ _JSON_FILES: Final = ("data.json", "metadata", "metrics")
 _PROTO_FILE: Final = "proto.pbtxt"
 _RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
 _OF_KEY: Final = "_metadata"
-"""Suffix of the directory with a JSON file that states the form of a random key, next to that of the key."""
+"""Suffix of a directory next to the directory of a random key. Its JSON file states the form of the key."""
 _DEFAULT_RANDOM_KEYS: Final = "threefry2x32"
 """JAX's default implementation. The handler does not store it."""
 _ARRAY: Final = "checkpoint"
@@ -48,7 +48,7 @@ _HANDLERS: Final[Mapping[str, ItemKind]] = {
     "JaxRandomKeyCheckpointHandler": "random key",
     "NumpyRandomKeyCheckpointHandler": "random key",
 }
-"""Kinds of items by the class names of handlers, which are only compared."""
+"""Kinds of items by class name of the handler. The names are compared as text; no class is imported."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Item:
             (`tree_of_names`).
         database: whether an OCDBT database contains the arrays; otherwise each has a directory.
         zarr_format: zarr version of the arrays; None if not stated.
-        missing: whether a missing chunk is an error, or consists of the fill value. Older versions of
-            Orbax did not store chunks that equal the fill value.
+        missing: meaning of a missing chunk. ``error``: damage. ``fill``: it consists of the fill value,
+            because older versions of Orbax did not store such chunks.
         shardings: sharding notes of JAX arrays, by name.
-        random_keys: JAX implementation of arrays that are the data of random keys, by name.
+        random_keys: JAX's random key implementation, by name of the array that contains the key data.
         custom: the user's metadata.
         created: start time of the save, ISO 8601 in UTC; None if not stated here.
         writer: software that wrote it, as far as known.
@@ -93,7 +93,7 @@ class Item:
         notes: dict[str, JSON] = {}
         impl = self.random_keys.get(leaf.name)
         if self.kind == "random key" and spec.shape[-1:] != (2,):
-            impl = None  # the program had another default, which is not stored
+            impl = None  # not the default: the program used another implementation, which Orbax does not store
         if impl is not None:
             notes["impl"] = impl
         if leaf.name in self.shardings:
@@ -120,9 +120,10 @@ def names_in(store: ReadStore, directory: str) -> frozenset[str]:
 
 
 def without_other_file(store: ReadStore, directory: str, names: frozenset[str]) -> frozenset[str]:
-    """Return the names without a file called ``checkpoint`` that other software wrote, such as TensorFlow.
+    """Return the names. Drop the file ``checkpoint`` if other software, such as TensorFlow, wrote it.
 
-    msgpack begins with a byte from 0x80 on for everything but small integers. A damaged file may begin with a zero.
+    Orbax and Flax write it as msgpack, whose first byte is at least 0x80 unless the value is a small integer. A file
+    that begins with a zero is kept, because it may be damaged.
     """
     if AGGREGATE_FILE not in names or not names.isdisjoint((TREE_FILE, METADATA_FILE, _MANIFEST)):
         return names
@@ -133,7 +134,7 @@ def without_other_file(store: ReadStore, directory: str, names: frozenset[str]) 
 
 
 def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
-    """Check the commit marker of an Orbax checkpoint on GCS, where Orbax cannot rename.
+    """Check the commit marker of an Orbax checkpoint on GCS, where Orbax does not rename complete directories.
 
     Raises:
         UncommittedCheckpointError: the marker is missing.
@@ -160,7 +161,7 @@ def key_in(directory: str, name: str) -> str:
 
 
 def kind_of_handler(handler: str) -> ItemKind | None:
-    """Return the kind of the items of a handler, by the name of its class; None if it is unknown."""
+    """Return the kind of items that a handler writes, from its class name; None if the class is unknown."""
     return _HANDLERS.get(handler.rpartition(".")[2])
 
 
@@ -169,8 +170,8 @@ def item_kind(names: frozenset[str], handler: str = "") -> ItemKind | None:
 
     Args:
         names: the names in the directory.
-        handler: class name of the handler that wrote it; empty if unknown. It tells the kind of an item whose files
-            have names that the program chose.
+        handler: class name of the handler that wrote the item; empty if unknown. Needed if the program chose the
+            names of the files.
     """
     said = kind_of_handler(handler)
     if TREE_FILE in names or AGGREGATE_FILE in names or _MANIFEST in names:
@@ -191,14 +192,17 @@ def _only_file(names: frozenset[str]) -> str | None:
 
 
 def _key_name(names: frozenset[str]) -> str | None:
-    """Return the directory of a random key: there is another one with its form. None if the names are different."""
+    """Return the directory of a random key, which must have a second directory next to it that states its form.
+
+    None if these are not exactly the names in the directory.
+    """
     names_of_keys = sorted(names - {COMMIT_FILE, METADATA_FILE})
     name = names_of_keys[0].removesuffix("/") if names_of_keys else ""
     return name if names_of_keys == [f"{name}/", f"{name}{_OF_KEY}/"] else None
 
 
 def arrays_directory(store: ReadStore, directory: str) -> str:
-    """Return the directory that has the arrays of the item in a directory: a random key is an item in an item."""
+    """Return the directory that contains the arrays of an item. For a random key, it is that of a nested item."""
     names = frozenset(store.list_names(directory))
     name = _key_name(names)
     return directory if name is None else key_in(directory, name)
@@ -241,9 +245,9 @@ def find_item(store: ReadStore, directory: str = "") -> Item | None:
 
 
 def find_file(store: ReadStore, name: str) -> Item | None:
-    """Return the item that is a file of Flax, with the arrays of other processes in a directory next to it.
+    """Return the item in a Flax file; None for other files.
 
-    None for other files. Takes memory in proportion to the file.
+    A directory next to the file contains the arrays of other processes. Memory use is proportional to the file size.
 
     Raises:
         CorruptCheckpointError: the file is damaged or incomplete.
@@ -255,7 +259,7 @@ def find_file(store: ReadStore, name: str) -> Item | None:
 
 
 def _document(store: ReadStore, directory: str, names: frozenset[str], kind: ItemKind) -> Item | None:
-    """Return the item that consists of one file with JSON, or with the text of a message of protobuf."""
+    """Return the item that consists of one file: a JSON document, or a protobuf message as text."""
     name = _only_file(names)
     if name is None:
         return None
@@ -282,8 +286,8 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
         zarr_format = 3 if described.use_zarr3 else 2
         missing = "error" if described.stores_fill_value else "fill"
         _add_custom(custom, described.custom)
-        # In a checkpoint of several items, only the directory above names the handler. That of arrays is the only one
-        # that never writes a database.
+        # In a checkpoint of several items, only the directory above names the handler. The array handler is the only
+        # one that never writes a database.
         is_array |= not handler and described.use_ocdbt is False and [leaf.name for leaf in tree.leaves] == [_ARRAY]
     if AGGREGATE_FILE in names:
         key = key_in(directory, AGGREGATE_FILE)
@@ -321,7 +325,7 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
 
 
 def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
-    """Merge the metadata of a tree into that of the checkpoint."""
+    """Merge the metadata of a tree into that of the checkpoint. If they conflict, add it as ``tree``."""
     if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
         custom.update(found)
     elif found is not None:
@@ -390,9 +394,10 @@ def _random_keys(store: ReadStore, directory: str, tree: OrbaxTree | None) -> di
 
 
 def random_key_form(store: ReadStore, directory: str, names: frozenset[str]) -> tuple[str, Mapping[str, JSON]] | None:
-    """Return the directory of a random key, and the form that a file next to it states; None if there is none.
+    """Return the directory of a random key, and its form from a file next to it; None if there is no random key.
 
-    A program may choose the name, and other items may have such names: then the file decides.
+    A program may choose the name of the directory, so other items can have the same pattern of names. For such a
+    name, the content of the file decides.
     """
     name = _key_name(names) or next((name for name in _RANDOM_KEYS if f"{name}/" in names), None)
     if name is None:
@@ -430,7 +435,7 @@ def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item
 def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
     """Return the item in a directory that contains only directories of arrays, and no description of a tree.
 
-    A directory of zarr groups, which has documents of the same names, is none.
+    Returns None for a directory of zarr groups, whose metadata files have the same names.
     """
     ignored = {f"{ARRAY_METADATA}/", SHARDING_FILE, COMMIT_FILE, METADATA_FILE}
     directories = sorted(names - ignored)
@@ -449,7 +454,7 @@ def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Ite
             return None
     if any(is_group(data) for data in store.get_many([(key, 0, None) for key in documents]) if data is not None):
         return None
-    if directories == [f"{_ARRAY}/"]:  # the handler of arrays, before it described them
+    if directories == [f"{_ARRAY}/"]:  # older versions of the array handler wrote no description of the tree
         tree = OrbaxTree(LEAF, (TreeLeaf(_ARRAY),))
     else:
         tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")

@@ -59,9 +59,8 @@ class _OrbaxLayout(Layout):
             and its `training.Checkpointer` look for ``state``, `CheckpointManager` of version 0 looks
             for ``default``. Empty: no directory, as in the `StandardCheckpointer` and the
             `PyTreeCheckpointer` of version 0.
-        handlers: class names of Orbax's handlers, by name of a checkpointable, for checkpointables that
-            Orbax loads with another handler than that of trees. They are written as text and never
-            imported.
+        handlers: class names of Orbax's handlers, by name of a checkpointable. Needed for checkpointables
+            that Orbax does not load with its tree handler. They are written as text and never imported.
     """
 
     capabilities = LayoutCapabilities(any_replica_writes=True, sessions=True)
@@ -125,7 +124,7 @@ class _OrbaxLayout(Layout):
                 stored_format(record, names[leaf], options, size)
 
     def names_in_keys(self, plan: WritePlan) -> Collection[str]:
-        """Return the directories of arrays. None for a database, whose keys are not files."""
+        """Return the directories of arrays. Empty for a database, whose keys are not files."""
         prefix = "" if plan.name or not self.item else f"{self.item}/"
         return [prefix + name for name in self.names_written(plan.tree).values()]
 

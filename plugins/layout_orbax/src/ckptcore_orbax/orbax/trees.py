@@ -95,10 +95,10 @@ def value_type(record: LeafRecord) -> str:
 def value_array(record: ValueRecord) -> HostArray | None:
     """Return the array that Orbax reads for a value, or None for None, strings, and ints of more than 64 bits.
 
-    bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64,
-    as Orbax writes them. A long list or tuple of one of these types is one such array: Orbax would
-    need an array for each number. Orbax rejects complex and bytes; they are stored as complex128 without
-    axes and as uint8.
+    bool, int and float become arrays without axes, of bool, int64 (uint64 from 2**63 on) and float64,
+    as Orbax writes them. A long list or tuple of one of these types becomes one array, because Orbax
+    would store an array for each number. Orbax rejects complex and bytes; they become an array of
+    complex128 without axes and an array of uint8.
 
     Raises:
         CorruptCheckpointError: the record does not have the core's encoding of values.
@@ -130,9 +130,9 @@ def value_array(record: ValueRecord) -> HostArray | None:
 def value_text(record: ValueRecord) -> str | None:
     """Return the string that Orbax reads for a value; None for None and for values stored as arrays.
 
-    An int of more than 64 bits becomes hexadecimal text. A value that is neither str nor int
-    becomes JSON, such as a long dict of numbers, which is one value here. Characters that UTF-8
-    cannot encode are replaced, because other readers reject a file with them.
+    An int of more than 64 bits becomes hexadecimal text. A value that is neither str nor int, such
+    as a long dict of numbers in one leaf, becomes JSON. Characters that UTF-8 cannot encode are
+    replaced, because other readers reject files that contain them.
     """
     if record.kind == "none" or value_array(record) is not None:
         return None
@@ -166,8 +166,8 @@ class TreeLeaf:
         value_type: Orbax's type name (``jax.Array``, ``np.ndarray``, ``scalar``, ``string``, ``None``);
             empty if unknown.
         value: the value, if it is not an array. A ``scalar`` stored as an array has none yet.
-        embedded: its elements, if a metadata file contains them, and they are few.
-        extent: the key of the file that contains its elements, uncompressed, and their bytes there, if known.
+        embedded: its elements, if they are few and a metadata file contains them.
+        extent: key of the file that contains its elements uncompressed, and their byte range in it; None if unknown.
         spec: shape and dtype, if already known.
         kind: kind for the `ArrayRecord`, if already known: ``numpy.scalar``; else None.
         shared: whether another leaf has the same name. Orbax then overwrote one of them.
@@ -224,7 +224,7 @@ def build_tree(
     `containers` says so. With gaps it is a dict with int keys.
 
     Args:
-        entries: may be hostile.
+        entries: the leaves and empty containers; may be hostile.
         key: the file that contains them, for errors.
         containers: types of containers, by path as text.
 

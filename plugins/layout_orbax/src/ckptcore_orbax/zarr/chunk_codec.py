@@ -38,7 +38,8 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
 """tensorstore status codes that do not indicate damage, https://abseil.io/docs/cpp/guides/status-codes."""
 
 _UNKNOWN_DTYPE: Final = re.compile(r"Unsupported (data type|zarr dtype): ")
-"""tensorstore 0.1.74 to 0.1.86, of a dtype that a later version has. ckptcore has parsed the same metadata before."""
+"""Message of tensorstore 0.1.74 to 0.1.86 for a dtype that only later versions support. It does not mean damage,
+because ckptcore parsed the same metadata before."""
 
 _OLD_TENSORSTORE: Final = (
     "the installed TensorStore does not know its dtype; update it: pip install --upgrade tensorstore"
@@ -49,7 +50,7 @@ def expect_dtype(dtype: str) -> None:
     """Check that the installed tensorstore can encode a dtype.
 
     Raises:
-        UnsupportedLeafError: it is too old.
+        UnsupportedLeafError: the installed tensorstore is too old.
     """
     try:
         tensorstore.dtype(dtype)

@@ -174,7 +174,7 @@ ENCODED_FILE_BYTES: Final = 64 << 20
 """Approximate bytes of encoded chunks that wait to be written, and maximum bytes of a data file of encoded chunks."""
 
 _STARTED_BYTES: Final = 64 << 20
-"""Size of elements being encoded at a time, in bytes."""
+"""Maximum size of elements being encoded at a time, in bytes, unless only `_MIN_STARTED` chunks are being encoded."""
 
 _MIN_STARTED: Final = 2
 """Minimum number of read chunks being encoded at a time, regardless of size."""
@@ -214,7 +214,7 @@ class BoundedChunk:
     Attributes:
         source, index: as in `EncodedChunk`.
         nbytes: maximum encoded size.
-        digests: as many bytes as the digests would have.
+        digests: zeros, as many bytes as the real digests have.
         release: called once the chunk has been stored.
     """
 

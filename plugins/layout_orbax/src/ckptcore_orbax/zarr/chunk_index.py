@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 
 _NATIVE_BYTES: Final = 128 << 20
-"""Limit of the read chunks, and of the indexes of shards, that tensorstore reads from a storage by itself, in bytes.
+"""Maximum size of read chunks and of shard indexes that tensorstore reads directly from a storage, in bytes.
 
-It allocates both before it knows how many bytes are stored.
+tensorstore allocates memory for them before it knows how many bytes are stored.
 """
 
 
 class ZarrIndex(ChunkIndex):
     """Locates the read chunks of zarr arrays. Thread-safe.
 
-    tensorstore reads encoded arrays of other software directly from storages that it supports: this
-    is a `NativeReader`.
+    It is also a `NativeReader`: tensorstore reads encoded arrays of other software directly from
+    storages that it supports.
     """
 
     def __init__(self, tree: TreeMetadata, state: ArraysState, databases: DatabaseCache) -> None:

@@ -50,7 +50,7 @@ def locate_chunks(
     stored = state.arrays[leaf]
     format = stored.format
     is_listed = state.storage == "ocdbt" and leaf not in state.embedded and len(indices) > 4
-    if is_listed and len(indices) * 4 > prod(format.grid):  # look up few keys, list many
+    if is_listed and len(indices) * 4 > prod(format.grid):  # for many keys, one listing is faster
         first = stored.prefix.encode()
         stop = first[:-1] + b"0" if first else None  # 0 follows / in ASCII
         listed = dict(open_database(state.directory, store, databases).range(first, stop))

@@ -15,13 +15,14 @@ from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.state import ZarrArray
 
 _MAX_CHUNK_BYTES: Final = 1 << 30
-"""Larger read chunks, in bytes, must be at most 4 times the array: hostile metadata may state any size."""
+"""Read chunks above this size, in bytes, must be at most 4 times the array, because hostile metadata may state any
+size."""
 
 _SMALL_CHUNK_BYTES: Final = 16 << 20
-"""Read chunks up to this size, in bytes, are decoded whatever their encoded size is."""
+"""Read chunks up to this size, in bytes, are decoded regardless of their encoded size."""
 
 _GROWTH: Final[Mapping[str, int]] = {
-    "blosc": 1 << 16,  # that of zstd, the densest of its compressors
+    "blosc": 1 << 16,  # the limit of zstd, its compressor with the highest ratio
     "bytes": 1,
     "bz2": 1 << 21,  # a block of 32 bytes decodes to 46 MB
     "crc32c": 1,
@@ -33,7 +34,7 @@ _GROWTH: Final[Mapping[str, int]] = {
 """Limit of the decoded bytes per encoded byte, by codec."""
 
 _OTHER_GROWTH: Final = 1 << 21
-"""The same for other codecs, and for shards inside read chunks, whose own chunks may be missing."""
+"""The same limit for other codecs, and for shards inside read chunks, whose missing chunks take few bytes."""
 
 
 def expect_reasonable(stored: ZarrArray) -> None:
@@ -53,7 +54,7 @@ def expect_reasonable(stored: ZarrArray) -> None:
 
 
 def expect_justified(stored: ZarrArray, encoded_bytes: int) -> None:
-    """Reject a read chunk that is larger than its bytes can be decoded to, or than memory.
+    """Reject a read chunk that does not fit in memory, or is larger than what its bytes can decode to.
 
     tensorstore 0.1.86 allocates the read chunk before it decodes, and aborts the process if memory is insufficient.
 

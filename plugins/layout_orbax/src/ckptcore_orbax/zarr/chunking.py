@@ -16,7 +16,7 @@ from ckptcore.model import ArraySpec, Box
 MAX_CHUNKS: Final = 1 << 24
 """Limit for the number of chunks of one array that are read at a time. A hostile shape may state any number.
 
-An array of 1 GB with a chunk for each row of 64 bytes is valid, so whoever enumerates chunks does so a few at a time.
+An array of 1 GB with a chunk for each row of 64 bytes is valid, so code that enumerates chunks works in small batches.
 """
 
 

@@ -25,7 +25,7 @@ _MAX_DEPTH: Final = 64
 
 
 def is_group(data: bytes) -> bool:
-    """Return True if a metadata file of zarr 3 describes a group, in which there are arrays."""
+    """Return True if a metadata file of zarr 3 describes a group of arrays."""
     try:
         return parse_document(data).get("node_type") == "group"
     except CorruptCheckpointError:

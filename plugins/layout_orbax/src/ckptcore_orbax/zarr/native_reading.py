@@ -31,7 +31,7 @@ _QUOTED: Final = re.compile(r"^s3://.*(%20| )")
 
 @functools.cache
 def _quotes() -> bool:
-    """Return whether the installed tensorstore quotes spaces in requests to S3. Not before version 0.1.86."""
+    """Return whether the installed tensorstore quotes spaces in requests to S3. Versions before 0.1.86 do not."""
     version = importlib.metadata.version("tensorstore").split(".")
     return tuple(int(part) if part.isdecimal() else 0 for part in version) >= (0, 1, 86)
 
@@ -89,7 +89,7 @@ may find other credentials, and no address contains explicit credentials.
 
 
 def _is_usual(endpoint: str, region: str) -> bool:
-    """Return True for the endpoint of Amazon that tensorstore finds by the region. Not for FIPS or dual stack."""
+    """Return True for the endpoint of Amazon that tensorstore derives from the region. False for FIPS or dual stack."""
     host = urlsplit(endpoint).hostname or ""
     return host.removesuffix(".cn") in ("s3.amazonaws.com", f"s3.{region}.amazonaws.com")
 
@@ -201,7 +201,7 @@ def check_native_files(
 def expect_chunks(
     wanted: Mapping[int, Sequence[BoxRead]], state: ArraysState, store: ReadStore, databases: DatabaseCache
 ) -> None:
-    """Refuse a file that is not a chunk, but a pointer of Git LFS, a page or empty. Tries the first chunks of boxes.
+    """Reject a file that is not a chunk, such as a Git LFS pointer. Checks only the first chunks of each box.
 
     Raises:
         CorruptCheckpointError: there is such a file.
@@ -254,7 +254,7 @@ def read_native(
 
 
 def _bytes_in_flight(stored: ZarrArray, target: BoxRead) -> int:
-    """Return the memory for reading a destination: at least one read chunk, which can exceed a hostile small array."""
+    """Return the memory for reading a destination: at least one read chunk, which can be larger than its array."""
     return max(target.buffer.nbytes, stored.format.inner_bytes)
 
 

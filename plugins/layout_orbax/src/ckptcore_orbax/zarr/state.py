@@ -65,7 +65,7 @@ class ArraysState:
 
     Attributes:
         directory: common directory in the checkpoint; empty for the checkpoint itself.
-        storage: whether chunks are values of a database or objects.
+        storage: ``ocdbt``: chunks are values of a database; ``objects``: chunks are objects.
         missing: meaning of a missing chunk: an error, or elements that equal the fill value.
         source: the writer. ``ckptcore``: the root has checksums of all bytes, and read chunks are in C
             order; ``other``: other software, without these guarantees.
@@ -74,8 +74,8 @@ class ArraysState:
             software.
         digests: by leaf, the xxh3_64 of the elements of each encoded read chunk: in C order of the
             write chunks, then of the read chunks in each.
-        embedded: by leaf, the elements of arrays contained in a metadata file, or the key of the file and their bytes
-            in it.
+        embedded: by leaf, the elements of arrays that a metadata file contains, or the key of that file and the byte
+            range of the elements in it.
     """
 
     directory: str

@@ -39,7 +39,7 @@ _INNER: Final = re.compile(
     r"descriptor/descriptor\.pbtxt",
     re.DOTALL,
 )
-"""Files in directories with fixed names: of databases, of metadata, and of iterators of AXLearn."""
+"""Pattern of files in directories with fixed names: databases, metadata, and iterators of AXLearn."""
 
 _MAX_BYTES: Final = 200
 """Maximum length of a path component in bytes. File systems allow 255; this leaves room for suffixes."""
@@ -49,7 +49,7 @@ _MAX_KEY_BYTES: Final = 1024
 
 
 def orbax_files(keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-    """Return the keys of files that Orbax or AXLearn writes: metadata, arrays, databases, and whatever is in items.
+    """Return the keys of files that Orbax or AXLearn writes: metadata, arrays, databases, and all files in items.
 
     Args:
         keys: the keys of all files in the directory of a checkpoint.
@@ -106,7 +106,7 @@ def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
         if (
             name
             and (
-                len(name.encode()) > _MAX_KEY_BYTES  # before its prefixes, which are quadratic in its length
+                len(name.encode()) > _MAX_KEY_BYTES  # first, because all prefixes of a long name take much memory
                 or any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
                 or counts[name.replace("\\", "/").rstrip("/")] > 1
                 or parts[0] in _RESERVED_NAMES
@@ -205,12 +205,12 @@ class LayoutOptions:
 
     Attributes:
         zarr_format: 2 or 3.
-        storage: whether chunks are values of a database or objects.
-        default: options of every array before the rules.
-        rules: changes of these options for selected arrays, applied in order.
+        storage: ``ocdbt``: chunks are values of a database; ``objects``: chunks are objects.
+        default: options of every array, before rules are applied.
+        rules: changes to the default options for selected arrays, applied in order.
         data_file_bytes: target size of a data file of a database, in bytes.
         item: Orbax item name, which is the directory, for a checkpoint of one tree.
-        separate_nodes: the nodes and the values of a database are in different directories.
+        separate_nodes: store the nodes and the values of a database in different directories.
     """
 
     zarr_format: Literal[2, 3]

@@ -46,7 +46,7 @@ class _UseCounter:
             )
 
     def begin(self) -> bool:
-        """Start a use. Return whether `end` must be called: only for daemon threads, as others end before exit."""
+        """Start a use. Return whether `end` must be called: only in daemon threads, because others end before exit."""
         self.expect_usable()
         if not threading.current_thread().daemon:
             return False
@@ -85,7 +85,7 @@ def begin_use() -> Callable[[], None]:
     """Start a use of tensorstore. Call the returned function at its end.
 
     The exit of the program waits for the end of uses in daemon threads, for at most
-    `_PATIENCE_SECONDS`. Other threads end before.
+    `_PATIENCE_SECONDS`. Other threads end before the exit.
 
     Raises:
         CheckpointError: tensorstore would end the process.
@@ -99,8 +99,9 @@ def _nothing() -> None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of an error and its causes: they refer to tensorstore objects, which must
-    not outlive the use.
+    """Clear the frames of an error and its causes.
+
+    The frames refer to tensorstore objects, which must not outlive the use.
     """
     cause: BaseException | None = error
     while cause is not None:

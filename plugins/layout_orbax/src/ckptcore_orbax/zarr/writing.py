@@ -33,7 +33,7 @@ from ckptcore_orbax.zarr.state import array_prefix
 from ckptcore_orbax.zarr.stored_arrays import SESSION_WRITERS, LayoutOptions, array_names, stored_format
 
 Forecast: TypeAlias = tuple[JSON, frozenset[str], int]
-"""The state of a receipt, the keys of objects that may be smaller, and the size of the largest buffer in bytes."""
+"""The state of a receipt, the keys of objects that a save may write smaller, and the largest buffer in bytes."""
 
 _THREADS: Final = 8
 """Threads that write encoded chunks as objects. They mostly wait for the storage."""
