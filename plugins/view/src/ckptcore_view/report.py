@@ -192,7 +192,7 @@ class _Collector:
                 self._add_older(step)
 
     def _add_older(self, place: str) -> None:
-        """Add an older step. Reads no more arrays: arrays for norms were read together with those of the newest step."""
+        """Add an older step. Reads no more arrays: arrays for norms were read with those of the newest step."""
         checkpoint = self._add("checkpoint", at=place)
         for item in checkpoint.get("checkpointables", ()):
             for directory in item["places"][:1]:
