@@ -166,7 +166,7 @@ class _Place:
         return int(version)
 
     def assert_others(self, at: object) -> None:
-        """Fail unless exactly the files and empty directories of other programs exist."""
+        """Fail unless the files and empty directories of other programs are unchanged."""
         found = {name: (self.directory / name) for name in self.others}
         assert {name: path.read_text() for name, path in found.items() if path.exists()} == self.others, at
         for name in self.empty:
