@@ -299,7 +299,8 @@ def _check_archive(path: Path) -> None:
 def check_zip(path: Path) -> None:
     """Raise CorruptCheckpointError unless all members of an archive have valid checksums.
 
-    Reads at most as many bytes as the file has, because compressed or overlapping members are refused.
+    Reads at most as many bytes as the file has: refuses compressed members, and members that are together longer than
+    the file.
     """
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:
