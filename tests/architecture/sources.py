@@ -1,4 +1,4 @@
-"""The project's source files and their syntax trees, as the architecture tests look at them."""
+"""The project's source files and their syntax trees, for the architecture tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Source:
                         yield f"{module}.{alias.name}", node.lineno
 
     def modules_needed_at_runtime(self, modules: Container[str]) -> Iterator[str]:
-        """Which of these modules are imported anywhere in the file, without imports that only type checkers see.
+        """Yield the given modules that are imported anywhere in the file, except imports only for type checkers.
 
         ``from a.b import c`` gives ``a.b.c`` where that is one of them, else ``a.b``.
         """
@@ -92,7 +92,7 @@ def plugin_sources() -> Sequence[Source]:
 
 
 def project_files(suffix: str) -> Sequence[Path]:
-    """The project's files with this suffix, in order, without those of environments and builds."""
+    """Return the project's files with a suffix, sorted, without files of environments and builds."""
     return tuple(path for path in _files() if path.name.endswith(suffix))
 
 
@@ -101,7 +101,7 @@ def _files() -> Sequence[Path]:
     skipped = {"build", "dist", "_build", "node_modules", "__pycache__"}
     found: list[Path] = []
     for directory, subdirectories, names in os.walk(ROOT):
-        # Not entered at all: an environment holds a hundred thousand files.
+        # Do not enter them: an environment has a hundred thousand files.
         subdirectories[:] = [name for name in subdirectories if name not in skipped and not name.startswith(".")]
         found += [Path(directory, name) for name in names]
     return tuple(sorted(found))
@@ -123,7 +123,7 @@ def _is_module(name: str) -> bool:
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below one, but for the bodies of ``if TYPE_CHECKING``."""
+    """Yield the nodes below a node, except the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).rpartition(".")[2] == "TYPE_CHECKING":
             for other in child.orelse:

@@ -1,4 +1,4 @@
-"""Who may import whom, where import-linter cannot tell: third parties in the core, and the core in plugins."""
+"""Import rules that import-linter cannot check: third-party packages in the core, and the core in plugins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PUBLIC = {
     "ckptcore.temporary",
     "ckptcore.training",
 }
-"""The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
+"""Modules that a plugin may import. Submodules only of `ckptcore.model`."""
 
 FEATURES = {
     "ckptcore_collective",
@@ -71,7 +71,7 @@ SHARED = {
     "ckptcore.training",
     "ckptcore.tree",
 }
-"""Packages of the core that those may import."""
+"""Packages of the core that `FEATURES` may import."""
 
 WITH_DIRECTORIES = {
     "ckptcore.builtin.local": "a storage",
@@ -93,11 +93,11 @@ CHOICES = {
     "ckptcore_testing.faulty_storage",
     "ckptcore_testing.storage_directories",
 }
-"""Those that ask whether a storage is one: storages within another one, their tests, and the one place of choice."""
+"""Modules that check if a storage implements it: wrappers of storages, their tests, and the choice of commit method."""
 
 
 def foreign_imports(source: Source) -> list[str]:
-    """Imports of the core that are neither the standard library's, nor ours, nor a dependency it declares."""
+    """Return imports of the core outside of the standard library, this project and declared dependencies."""
     allowed = set(CORE_DEPENDENCIES)
     for part, extra in EXTRA_DEPENDENCIES.items():
         if source.name == part or source.name.startswith(f"{part}."):
@@ -115,7 +115,7 @@ def is_feature(source: Source) -> bool:
 
 
 def internal_imports(source: Source) -> list[str]:
-    """Imports of a plugin that reach into the core's internals."""
+    """Return imports of internal modules of the core in a plugin."""
     feature = is_feature(source)
     allowed = (*PUBLIC, *SHARED) if feature else PUBLIC
     packages = tuple(f"{package}." for package in (SHARED | {"ckptcore.planning"} if feature else set()))
@@ -129,7 +129,7 @@ def internal_imports(source: Source) -> list[str]:
 
 
 def undeclared_imports(source: Source) -> list[str]:
-    """Imports by a plugin of another distribution of ours that it does not declare."""
+    """Return imports of our other distributions that a plugin does not declare as dependencies."""
     project = next(parent for parent in source.path.parents if (parent / "pyproject.toml").is_file())
     declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = [*declared["dependencies"], *itertools.chain(*declared.get("optional-dependencies", {}).values())]
@@ -145,7 +145,7 @@ def undeclared_imports(source: Source) -> list[str]:
 
 
 def imports_at_top_level(source: Source) -> set[str]:
-    """The packages that merely importing the module imports."""
+    """Return the packages that are imported with the module."""
     found: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, ast.Import):
@@ -240,7 +240,7 @@ CAPABILITIES = {
     "ReportsAwaited",
     "StatefulCheckpointable",
 }
-"""The only protocols that `isinstance` may test for. Other capabilities are defaults or fields: see
+"""The only protocols that `isinstance` may check. Other capabilities are default methods or fields; see
 docs/design/architecture.md."""
 
 

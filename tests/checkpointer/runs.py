@@ -1,4 +1,4 @@
-"""Runs to test a Checkpointer with: their states, where they are kept, and how steps are damaged there."""
+"""Runs for tests of a Checkpointer: states, storages, and damage of steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT: Final = "checkpoint.json"
 
 
 def tree(step: int) -> dict[str, Any]:
-    """The state at a step: every number in it says which."""
+    """Return the state at a step. Every number in it depends on the step."""
     return {"w": np.full((3, 5), step, np.float32), "b": np.full(7, step, np.int64), "step": step}
 
 
@@ -48,7 +48,7 @@ def save_steps(run: ckptcore.Checkpointer, steps: Sequence[int], **arguments: An
 
 
 def store_of(directory: str) -> StorageBackend:
-    """The storage of a directory of steps, to look and change behind the back of the run."""
+    """Return the storage of a directory of steps, to read and change it without the run."""
     context = default_context()
     return open_directory(directory, runtime_of(context).storages)
 
@@ -59,7 +59,7 @@ def keys_of(directory: str, prefix: str = "") -> list[str]:
 
 
 def array_key(directory: str, step: str) -> str:
-    """The file of arrays of a step."""
+    """Return the key of the file with the arrays of a step."""
     (key,) = [key for key in keys_of(directory, step) if key.endswith(".safetensors")]
     return key
 
@@ -84,7 +84,7 @@ def remove(directory: str, key: str) -> None:
 
 
 class Watch(FaultPlan):
-    """A plan without faults of a storage that counts what is asked of it, and that others can stop or break.
+    """A plan that counts operations. A function of the test can delay operations or make them fail.
 
     Attributes:
         before: called before each operation, on its thread, with its name and keys.
@@ -130,7 +130,7 @@ def _open_there(scheme: str, rest: str, options: StorageOptions) -> StorageBacke
 def watched(
     plan: FaultPlan, coordinator: Coordinator | None = None, observers: Sequence[Observer] = ()
 ) -> ckptcore.Context:
-    """A Context that reads and writes what `through` names through a plan."""
+    """Return a Context in which locations of `through` are accessed with a plan."""
     openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs", "az")}
     return ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(openers),)),
@@ -141,21 +141,21 @@ def watched(
 
 
 def through(directory: str) -> str:
-    """The directory as a Context made by `watched` knows it."""
+    """Return the location of a directory in a Context of `watched`."""
     kind, rest = directory.split("://") if "://" in directory else ("local", directory[1:])
     return f"seen-{kind}://{rest}"
 
 
 def writes_arrays(name: str, keys: Sequence[str]) -> bool:
-    """Return True if a request begins an object with arrays; without directories a small one is put."""
+    """Return True if a request begins an object with arrays. On object stores, a small object is written by a put."""
     return name in ("open_writer", "open_new") or (name == "put" and keys[0].endswith(".safetensors"))
 
 
 class Gate:
-    """Stops every save where it would write its arrays, until it is opened.
+    """Stops every save before it writes its arrays, until the gate is opened.
 
     Attributes:
-        arrived: set when one has come.
+        arrived: set when a save has stopped here.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -173,7 +173,7 @@ class Gate:
         self._open.set()
 
     def close(self) -> None:
-        """Stop those that come."""
+        """Stop saves again."""
         self.arrived.clear()
         self._open.clear()
 
@@ -182,7 +182,7 @@ class Meeting:
     """Far storages ``far://`` in which a request for the root of step 2 waits for one of step 3, and vice versa.
 
     Attributes:
-        left: how many times they still wait.
+        left: number of times that requests still wait for each other.
         context: a Context with these storages.
     """
 
@@ -203,9 +203,9 @@ class Meeting:
         self.left -= 1
 
     def wait(self, key: str) -> None:
-        """Wait for the other request, if any is left."""
+        """Wait for the other request, if `left` is not 0."""
         if self.left and key in (f"2/{ROOT}", f"3/{ROOT}"):
-            self._both.wait(30)  # two at once, or this breaks
+            self._both.wait(30)  # fails unless both requests run at once
 
 
 class _MeetingStorage(FarStorage):

@@ -44,7 +44,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 
 
 def run_program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
+    """Run a program in a separate process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=REPOSITORY,
@@ -101,7 +101,7 @@ def test_a_step_that_is_being_replaced_cannot_be_deleted(directory: str) -> None
         gate.close()
         run.save(2, tree(102), overwrite="non-atomic")
         assert gate.arrived.wait(60)
-        # In memory a step that is being replaced is not there, meanwhile.
+        # In memory, a step does not exist while it is being replaced.
         with pytest.raises((StepPinnedError, CheckpointNotFoundError)):
             run.delete(2)
         gate.open()
@@ -184,12 +184,12 @@ def test_a_job_can_go_back_as_documented(directory: str) -> None:
 
 
 def cut_off(directory: str, step: str) -> None:
-    """A file that is cut off."""
+    """Truncate a file of a step."""
     cut(directory, array_key(directory, step))
 
 
 def gone(directory: str, step: str) -> None:
-    """A file that is gone."""
+    """Delete a file of a step."""
     remove(directory, array_key(directory, step))
 
 
@@ -223,7 +223,7 @@ def test_the_only_step_with_complete_files_is_kept(
 
 def test_a_step_of_several_checkpointables_without_a_root_is_reported_and_replaced(directory: str) -> None:
     def train(until: int) -> tuple[int | None, list[int]]:
-        """Ten steps a save; what it resumed from, and what it passed over."""
+        """Train with a save every ten steps. Return the resumed step, and the skipped steps."""
         rng = np.random.default_rng(0)
         with Checkpointer(directory, save_policy=FixedInterval(10)) as run:
             if run.latest is not None:
@@ -242,7 +242,7 @@ def test_a_step_of_several_checkpointables_without_a_root_is_reported_and_replac
 
 
 class Position:
-    """An object with a state of its own in each process."""
+    """An object with a different state in each process."""
 
     def __init__(self) -> None:
         self.position = 7

@@ -1,8 +1,8 @@
 """The shelf: a foreign format for several checkpointables, and a layout that writes and reads it.
 
-A tree is a directory with ``index.shelf`` (JSON: by name dtype, shape and the boxes of an array) and an object for each
-box. A checkpoint is a directory with ``SHELF`` (JSON: who wrote it, what the user said, what is in it); its one tree is
-at ``tree/``, or each of several things is at its name. What has no index is files.
+A tree is a directory with ``index.shelf`` (JSON: dtype, shape and boxes of each array by name) and an object for each
+box. A checkpoint is a directory with ``SHELF`` (JSON: the writer, the user's metadata, and the content). A single tree
+is at ``tree/``; several checkpointables are at their names. A checkpointable without an index is files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ShelfLayout(Layout):
         _names(tree)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """An object for each box; at ``tree/`` where the tree is the whole checkpoint."""
+        """Write an object for each box, at ``tree/`` if the tree is the whole checkpoint."""
         plan = snapshot.plan
         prefix = "" if plan.name else TREE
         rows: list[JSON] = []
@@ -78,13 +78,13 @@ class ShelfLayout(Layout):
         return {"prefix": prefix, "rows": rows}
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """The index."""
+        """Write the index."""
         states: list[Any] = [receipt.state for receipt in receipts]
         prefix, rows = states[0]["prefix"], [row for state in states for row in state["rows"]]
         index = []
         for leaf, name in _names(tree).items():
             record = tree.leaves[leaf]
-            assert isinstance(record, ArrayRecord)  # only they have names
+            assert isinstance(record, ArrayRecord)  # only arrays have names
             own = [rest for number, *rest in rows if number == tree.aliases.get(leaf, leaf)]
             index.append({"name": name, "dtype": record.spec.dtype, "shape": list(record.spec.shape), "boxes": own})
         store.put(prefix + INDEX, json.dumps(index).encode())
@@ -97,7 +97,7 @@ class ShelfLayout(Layout):
         store.put(MARK, json.dumps(document).encode())
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """The boxes, each in an object."""
+        """Return the boxes, each of which is an object."""
         columns = ChunkColumns()
         for leaf, places in _decode(tree, state).items():
             for key, box in places:
@@ -105,7 +105,7 @@ class ShelfLayout(Layout):
         return ChunkTable(tree, columns.to_json())
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A tree, or the one of a checkpoint."""
+        """Return a tree, or the only tree of a checkpoint."""
         if entry is not None:
             return None
         if (index := _document(store, INDEX)) is not None:
@@ -120,7 +120,7 @@ class ShelfLayout(Layout):
         )
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
-        """Everything on a shelf that was finished; the one tree of a checkpoint has the name ``tree``."""
+        """Return the content of a finished shelf. The only tree of a checkpoint has the name ``tree``."""
         mark = _document(store, MARK)
         if mark is None:
             return None
@@ -138,7 +138,7 @@ class ShelfPlugin:
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """By name."""
+        """Return the layout by name."""
         return {"shelf": ShelfLayout}
 
 
@@ -177,7 +177,7 @@ def _opener(box: Box, array: HostArray) -> Callable[[], Sequence[tuple[Box, Host
 
 
 def _document(store: ReadStore, key: str) -> Any:
-    """A document of JSON, or None where there is none."""
+    """Return a JSON document, or None if it does not exist."""
     try:
         return json.loads(store.get(key))
     except ObjectNotFoundError:
@@ -196,7 +196,7 @@ def _said(mark: Any) -> tuple[dict[str, JSON], dict[str, float], str | None]:
 
 
 def _members(store: ReadStore) -> dict[str, MemberKind]:
-    """Return the names on the shelf; those that begin with an underscore are the software's own."""
+    """Return the names on the shelf, without names with an underscore at the start, which the software reserves."""
     found: dict[str, MemberKind] = {}
     for entry in store.list_names():
         if entry.endswith("/") and not entry.startswith(("_", ".")):
@@ -230,7 +230,7 @@ def _count(found: Any) -> int:
 
 
 def _decode(tree: TreeMetadata, state: JSON) -> dict[int, list[tuple[str, Box]]]:
-    """By leaf the objects and their boxes. The state may be hostile."""
+    """Return the objects and boxes of each leaf. The state may be hostile."""
     places: dict[int, list[tuple[str, Box]]] = {}
     try:
         table: Any = state

@@ -1,4 +1,4 @@
-"""Checkpoints of several checkpointables that other software wrote: found, loaded, told, verified and converted."""
+"""Composite checkpoints of other software: found, loaded, described, verified and converted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FILES = {"data": {"position": b"17", "deep/words": b"a b"}}
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Path:
-    """Two trees, files, and a directory of the software's own."""
+    """Create a shelf with two trees, files, and an internal directory of the software."""
     directory = tmp_path / "step_7"
     moments = {name: array * 2 for name, array in PARAMS.items()}
     put_on_shelf(
@@ -122,7 +122,7 @@ def test_each_member_opens_by_its_own_location(shelf: Path, context: ckptcore.Co
 
 
 def test_members_can_have_different_layouts(shelf: Path, context: ckptcore.Context) -> None:
-    """Which layout reads a tree is found out for each."""
+    """The layout is determined for each tree."""
     ckptcore.save(shelf.parent / "ours", PARAMS, layout=ckptcore.SafetensorsLayout(standalone=True))
     (shelf / "head").mkdir()
     shutil.copy(shelf.parent / "ours" / "model.safetensors", shelf / "head")
@@ -138,7 +138,7 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
     assert same_value(ckptcore.load(tmp_path / "one", context=context), PARAMS)
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
     assert list(loaded) == ["tree"] and same_value(loaded["tree"], PARAMS)
-    # For all else it is one tree.
+    # All other functions treat it as one tree.
     found = ckptcore.metadata(tmp_path / "one", context=context)
     assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
@@ -148,7 +148,7 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
 
 
 def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context: ckptcore.Context) -> None:
-    """As in the software that wrote it; but to describe, verify or convert it means all of it."""
+    """The other software loads like this, too. Describing, verifying and converting apply to the whole checkpoint."""
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same_value(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
@@ -273,7 +273,7 @@ def test_damaged_arrays_are_refused(shelf: Path, context: ckptcore.Context) -> N
 
 
 def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, context: ckptcore.Context) -> None:
-    """It has their marks: but what was deleted or replaced in it since, only its root tells."""
+    """It looks like a foreign one. But only its root shows what was deleted or replaced later."""
     ckptcore.save_checkpointables(
         tmp_path / "c", {"params": PARAMS, "moments": PARAMS}, layout="shelf", context=context
     )
@@ -324,7 +324,7 @@ def test_verification_reads_all_members(shelf: Path, context: ckptcore.Context) 
 
 
 class Caching(ShelfLayout):
-    """Keeps what it found out about a checkpoint for as long as its store lives."""
+    """A layout that caches facts about a checkpoint as long as its store exists."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakKeyDictionary[ReadStore, int] = weakref.WeakKeyDictionary()
@@ -350,13 +350,13 @@ class CachingPlugin:
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
-        """Under the same name."""
+        """Return the layout under the same name."""
         return {"shelf": lambda: self.layout}
 
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Path) -> None:
-    """However often it is read from, so that a layout can keep what it knows; and it lives no longer."""
+    """This holds for any number of reads, so that a layout can cache facts. The store is freed with the tree."""
     plugin = CachingPlugin()
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(plugin,)), memory=ckptcore.context.MemoryOptions(load_bytes=1)
@@ -422,7 +422,7 @@ def test_a_save_replaces_a_foreign_composite_only_on_request(shelf: Path, contex
 
 
 def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path) -> None:
-    """Before each operation of a load it makes place for a checkpoint of ours: the result is of one of the two."""
+    """It is replaced by a checkpoint of ours before each operation of a load. The result must be one of the two."""
     counting = FaultPlan()
     location = f"file://{tmp_path}/count"
     put_on_shelf(tmp_path / "count", {"a": PARAMS, "b": PARAMS})

@@ -28,13 +28,13 @@ Objects = Mapping[str, bytes]
 """Objects of a directory by key."""
 
 _NAME: Final = "3"
-"""The name of the place in its directory, which is that of a step."""
+"""Name of the location in its directory. It is the name of a step."""
 
 _numbers = itertools.count()
 
 
 def tree_of(version: int) -> dict[str, object]:
-    """A tree that differs when read as a foreign checkpoint, and whose every leaf has the version."""
+    """Return a tree that differs when it is read as a foreign checkpoint. Every leaf has the version."""
     return {"version": version, "a": {"w": np.full(3, version), "empty": {}}, "b": (np.full(2, version), "text")}
 
 
@@ -90,12 +90,12 @@ STATES: Final = tuple(_WRITERS)
 
 @functools.cache
 def state_of(name: str, layout: str, scheme: str, version: int | None = None) -> Objects:
-    """The objects of the directory around a place that is in a state; always those of the same save.
+    """Return the objects of the parent directory of a location in a state. Equal arguments give the same save.
 
-    Each state has a version of its own, if none is given.
+    Without `version`, each state has its own version.
 
     A claim has all objects of a save that was not committed. For readers, its root is the claim of another save.
-    Where directories are renamed it is hidden.
+    On storages with renames, it is in a hidden directory.
     """
     usual, write = _WRITERS[name]
     version = usual if version is None else version
@@ -123,7 +123,7 @@ class Place:
     """A location whose state changes atomically between two operations of a reader."""
 
     def __init__(self, scheme: str, directory: Path, state: Objects) -> None:
-        """Make a place in a state, in a directory of its own."""
+        """Create a location in a state, in a separate directory."""
         name = f"place-{next(_numbers)}"
         self._above = directory / name / "run" if scheme == "file" else None
         around = f"file://{self._above}" if scheme == "file" else f"memory://{name}/run"

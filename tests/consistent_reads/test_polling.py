@@ -34,14 +34,14 @@ _CLAIMS: Final = (State("claim", 1, "safetensors"), State("claim of several", 1,
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """A writer at work.
+    """A running writer.
 
     Attributes:
-        location: what it changes.
-        log: what it tells.
-        context: to read with.
-        has_claims: whether a save can be seen before it is committed.
-        expect_alive: fails if it ended.
+        location: the location that it changes.
+        log: the log of the changes.
+        context: the Context for reads.
+        has_claims: True if readers can see the claim of a save before the commit.
+        expect_alive: fails if the writer has ended.
     """
 
     location: str
@@ -53,7 +53,7 @@ class _Writing:
 
 @contextmanager
 def _in_process(location: str, directory: Path, storage: Mapping[str, Mapping[str, JSON]]) -> Iterator[_Writing]:
-    """A writer in a process of its own."""
+    """Run a writer in a separate process."""
     path, errors = directory / "log", directory / "errors"
     path.touch()
     command = [
@@ -80,7 +80,7 @@ def _in_process(location: str, directory: Path, storage: Mapping[str, Mapping[st
 
 @contextmanager
 def _in_thread(directory: Path) -> Iterator[_Writing]:
-    """A writer in a thread, for storage in the memory of this process."""
+    """Run a writer in a thread, for storage in the memory of this process."""
     path = directory / "log"
     path.touch()
     location = f"memory://polled-{directory.name}/run/3"
@@ -113,13 +113,13 @@ def _in_thread(directory: Path) -> Iterator[_Writing]:
 
 @functools.cache
 def _undisturbed(reader: str, state: State) -> Outcome:
-    """The outcome of a read of a place that stays in a state."""
+    """Return the outcome of a read of a location that stays in a state."""
     place = Place("memory", Path(), state_of(state.kind, state.layout or "safetensors", "memory", state.version))
     return outcome_of(READERS[reader], place.location, ckptcore.Context(io=ckptcore.context.IOOptions(threads=2)))
 
 
 class _Judge:
-    """Knows in which states a place may be."""
+    """Knows the possible states of a location."""
 
     def __init__(self, writing: _Writing) -> None:
         self._writing = writing
@@ -133,7 +133,7 @@ class _Judge:
             time.sleep(0.01)
 
     def begin(self) -> None:
-        """Forget the states that were over before now."""
+        """Forget states that ended before now."""
         self._follow()
         self._possible = self._possible[-2:] if self._busy else self._possible[-1:]
 
@@ -159,7 +159,7 @@ class _Judge:
 
 
 def _poll(writing: _Writing, rounds: int) -> Counter[str]:
-    """Read so many times; how often each outcome was met."""
+    """Read repeatedly. Return the number of reads with each outcome."""
     draw = random.Random(_SEED)
     judge = _Judge(writing)
     judge.wait()
@@ -167,7 +167,7 @@ def _poll(writing: _Writing, rounds: int) -> Counter[str]:
     wrong = []
     changes = 0
     number = 0
-    # On a machine where the writer gets little time this reads more often.
+    # If the writer gets little CPU time, read more often.
     while number < rounds or changes < rounds // 4:
         number += 1
         name = draw.choice(_NAMES)
@@ -211,4 +211,4 @@ def test_reads_next_to_changes(scheme: str, tmp_path: Path) -> None:
 def test_thousands_of_reads_next_to_changes(scheme: str, full: bool, tmp_path: Path) -> None:
     with _begin(scheme, tmp_path) as writing:
         met = _poll(writing, 10_000 if full else 2_000)
-    print(scheme, sum(met.values()), dict(met))  # what the run met
+    print(scheme, sum(met.values()), dict(met))  # the outcomes of the run

@@ -1,4 +1,4 @@
-"""A fake of a single controller's workers: processes of this machine, that count every byte which passes between."""
+"""Fake workers of a single controller: processes of this machine. All bytes that they exchange are counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptcore.model.transfer import Pending
 from tests.controller.remote_arrays import RemoteArray
 
 Elements = Callable[[ArraySpec, Box], HostArray]
-"""The elements of a box of an array, for tests; a function of a module, so that it can be sent to a process."""
+"""Returns the elements of a box of an array. Must be a module-level function, so that it can be pickled."""
 
 _Arrays = dict[tuple[int, Box], HostArray]
 """Arrays of a worker, by number of the array and box."""
@@ -38,9 +38,9 @@ class Crossing:
     """One request to a worker and its answer.
 
     Attributes:
-        worker: its number.
-        request: what was asked: the name of the request.
-        sent, received: bytes that passed the boundary, all included.
+        worker: the number of the worker.
+        request: the name of the request.
+        sent, received: all bytes that passed the boundary.
     """
 
     worker: int
@@ -50,7 +50,7 @@ class Crossing:
 
 
 class _HeldNumbers:
-    """Elements that a worker holds under a number of its own. See `HeldElements`."""
+    """Elements that a worker holds, identified by a number. See `HeldElements`."""
 
     def __init__(self, workers: WorkerProcesses, worker: int, number: int, begun: Future[Any]) -> None:
         self.worker = worker
@@ -72,11 +72,11 @@ class _HeldNumbers:
             self._begun.result()
             self._workers.ask(self.worker, _Drop(self.number))
         except RankFailedError:
-            return  # it is gone, and all that it held
+            return  # the worker has ended, and its elements are freed
 
 
 class WorkerProcesses(StagedExecutor):
-    """An executor of processes of this machine; its leaves are `RemoteArray`. To be closed, or used in a with.
+    """An executor of processes of this machine. Its leaves are `RemoteArray`. Close it, or use it in ``with``.
 
     Attributes:
         crossings: every request that was answered, in order.
@@ -86,8 +86,8 @@ class WorkerProcesses(StagedExecutor):
         """Start processes.
 
         Args:
-            count: how many.
-            timeout_seconds: how long an answer may take.
+            count: number of processes.
+            timeout_seconds: timeout of an answer.
         """
         spawning = multiprocessing.get_context("spawn")
         self.crossings: list[Crossing] = []
@@ -119,7 +119,7 @@ class WorkerProcesses(StagedExecutor):
             process.join(self._timeout_seconds)
 
     def kill(self, worker: int) -> None:
-        """End a process as the system would: at once, whatever it does."""
+        """Kill a process immediately."""
         self._processes[worker].kill()
         self._processes[worker].join(self._timeout_seconds)
 
@@ -127,7 +127,7 @@ class WorkerProcesses(StagedExecutor):
         """Send a request to a worker, and wait for its answer.
 
         Raises:
-            RankFailedError: if the process is gone, or could not do it.
+            RankFailedError: if the process has ended, or the request failed.
         """
         data = pickle.dumps(request)
         name = type(request).__name__.removeprefix("_").lower()
@@ -147,7 +147,7 @@ class WorkerProcesses(StagedExecutor):
         return result
 
     def make(self, spec: ArraySpec, boxes: Sequence[Sequence[Box]], elements: Elements) -> RemoteArray:
-        """An array that the workers make, each its boxes: of all the workers."""
+        """Return an array. Each worker creates its boxes of it."""
         made = RemoteArray(spec, tuple(map(tuple, boxes)), next(self._numbers))
         for worker, held in enumerate(made.boxes):
             self.ask(worker, _Make(made.number or 0, spec, held, elements))
@@ -159,11 +159,11 @@ class WorkerProcesses(StagedExecutor):
             self.ask(worker, _Change(array.number or 0))
 
     def digests(self, array: RemoteArray) -> Sequence[Mapping[Box, str]]:
-        """By worker, for each box that it holds of an array `digest` of its elements."""
+        """Return for each worker the `digest` of each box that it holds."""
         return [self.ask(worker, _Digest(array.number or 0)) for worker in range(len(self.workers))]
 
     def elements(self, array: RemoteArray) -> HostArray:
-        """All elements of an array, for a test to look at: they pass the boundary, and are counted."""
+        """Return all elements of an array, for tests. They pass the boundary and are counted."""
         found = np.zeros(array.spec.shape, array.spec.numpy_dtype)
         for worker in range(len(self.workers)):
             for box, part in self.ask(worker, _Get(array.number or 0)).items():
@@ -172,7 +172,7 @@ class WorkerProcesses(StagedExecutor):
 
     @staticmethod
     def digest(elements: HostArray) -> str:
-        """A hash of the bytes of elements, in C order."""
+        """Return a hash of the bytes of elements in C order."""
         return hashlib.sha256(np.ascontiguousarray(elements).tobytes()).hexdigest()
 
     @property
@@ -210,7 +210,7 @@ class WorkerProcesses(StagedExecutor):
 
     def run_write(self, worker: int, stage: WriteStage, held: HeldElements) -> Pending[bytes]:
         """See `StagedExecutor`."""
-        assert isinstance(held, _HeldNumbers)  # given by this executor
+        assert isinstance(held, _HeldNumbers)  # created by this executor
         return self._threads.submit(self.ask, worker, _Write(held.number, stage))
 
     def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
@@ -314,7 +314,7 @@ class _Read:
 
     def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
         report, read = self.stage()
-        for (number, boxes), found in zip(self.names, read, strict=False):  # fewer where the stage failed
+        for (number, boxes), found in zip(self.names, read, strict=False):  # fewer if the stage failed
             arrays.update({(number, box): array for box, array in zip(boxes, found, strict=True)})
         return report
 
@@ -330,6 +330,6 @@ def _work(pipe: multiprocessing.connection.Connection) -> None:
             return
         try:
             answer = pickle.dumps((None, pickle.loads(data).answer(arrays, held)))
-        except Exception as error:  # noqa: BLE001  # raised at the controller
+        except Exception as error:  # noqa: BLE001  # the controller raises it
             answer = pickle.dumps((f"{type(error).__name__}: {error}", None))
         pipe.send_bytes(answer)

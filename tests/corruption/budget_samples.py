@@ -1,6 +1,6 @@
-"""Hostile checkpoints in which one number can be made large. Each function writes one whose number is about `n`.
+"""Hostile checkpoints with one number that can be large. Each function writes a checkpoint with a number of about `n`.
 
-A sample may be a checkpoint that loads, or one that is refused: what counts is the work until then.
+A sample can be loadable or refused. The tests measure the work until the result.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Sample = Callable[[Path, int], None]
 """Writes a checkpoint into a new directory, with a number of about `n`."""
 
 SAMPLES: Final[dict[str, Sample]] = {}
-"""The samples by name: the reader, and the number."""
+"""The samples by name. A name consists of the reader and the number."""
 
 LIMITS: Final[dict[str, int]] = {}
-"""The largest number that is not refused at once, for those that have one."""
+"""For some samples, the largest number that is not refused immediately."""
 
 
 def _sample(name: str, most: int | None = None) -> Callable[[Sample], Sample]:
@@ -98,7 +98,7 @@ def _tree_root(
 
 
 def _whole(count: int, size: int = 1) -> dict[str, Any]:
-    """Return the state of arrays that follow each other in one file."""
+    """Return the state of contiguous arrays in one file."""
     offsets = [number * size for number in range(count)]
     return {"files": ["a"], "leaf": list(range(count)), "file": [0] * count, "offset": offsets}
 
@@ -162,7 +162,7 @@ def _root_axes(directory: Path, n: int) -> None:
 
 
 def _boxes(directory: Path, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Write an array in boxes of one byte each, or fewer bytes than they claim."""
+    """Write an array in boxes of one byte each. The boxes may state more bytes than they have."""
     count = len(boxes)
     layout = {
         "files": ["a"], "leaf": [0] * count, "file": [0] * count, "offset": list(range(count)),
@@ -172,7 +172,7 @@ def _boxes(directory: Path, shape: Sequence[int], boxes: Sequence[tuple[Sequence
 
 
 def _halves(axes: int, count: int) -> list[tuple[list[int], list[int]]]:
-    """Return boxes of which each is half of the rest along the next axis, except the last, which is the rest."""
+    """Return boxes that each take half of the remaining array along the next axis. The last box is the rest."""
     found = [([0] * axis + [1] + [0] * (axes - axis - 1), [1] * axis + [2] * (axes - axis)) for axis in range(count)]
     return [*found, ([0] * axes, [1] * count + [2] * (axes - count))]
 
@@ -247,7 +247,7 @@ def _root_files(directory: Path, n: int) -> None:
 
 @_sample("root: blocks")
 def _root_blocks(directory: Path, n: int) -> None:
-    """A file that claims 1 TiB per unit, with the checksums of fewer blocks."""
+    """Write a root with a file of 1 TiB per unit of `n`, but with too few block checksums."""
     _tree_root(directory, _tree([[n << 40]]), _whole(1), {"a": 1}, {"objects": _objects({}) | {
         "key": ["a"], "size": [n << 40], "checksums": [base64.b64encode(bytes(8 * n)).decode()],
     }})  # fmt: skip
@@ -411,7 +411,7 @@ def _torch_depth(directory: Path, n: int) -> None:
 
 @_sample("torch: lists that share lists")
 def _torch_shared(directory: Path, n: int) -> None:
-    """A value of very many paths."""
+    """Write a value with many paths."""
     directory.mkdir()
     value: Any = [1]
     for _ in range(n):
@@ -438,7 +438,7 @@ def _torch_members(directory: Path, n: int) -> None:
 
 @_sample("torch: a sparse storage")
 def _torch_expanded(directory: Path, n: int) -> None:
-    """A tensor of many elements that are all the same one."""
+    """Write a tensor whose many elements share one stored element."""
     directory.mkdir()
     torch.save({"w": torch.zeros(1).expand(n << 20)}, directory / "pytorch_model.bin")
 
@@ -453,7 +453,7 @@ def _dcp(
     planner_data: Any = None,
     files: Sequence[str] = ("__0_0.distcp",),
 ) -> None:
-    """Write a `.metadata`; the files have one item, which all entries refer to."""
+    """Write a `.metadata`. The files have one item, and all entries refer to it."""
     directory.mkdir()
     item = io.BytesIO()
     torch.save(torch.zeros(1, dtype=torch.uint8), item)
@@ -743,7 +743,7 @@ def _ocdbt_keys(directory: Path, n: int) -> None:
 
 @_sample("ocdbt: files without a name")
 def _ocdbt_files(directory: Path, n: int) -> None:
-    """Each of many values is looked up in a table of many files."""
+    """Write a database in which many values refer to a table of many files."""
     files = _column(n, *[0] * (n - 1), *[0] * n, *[0] * n)
     keys = [f"{number:08d}".encode() for number in range(n)]
     lengths = _column(*[0] * (n - 1), *map(len, keys)) + b"".join(keys)

@@ -1,7 +1,7 @@
-"""Budgets of every reader of hostile metadata: the work and the memory are linear in the files, whatever they state.
+"""Budgets of all readers of hostile metadata: work and memory are linear in the size of files, for any stated numbers.
 
-A row of the table is a sample, in which one number can be made large, and a reader. Samples are in `budget_samples`,
-and readers below: add a new reader or number there. The number is doubled twice.
+Each test combines a reader with a sample in which one number can be large. The number is doubled twice. Add new
+numbers to `budget_samples`, and new readers below.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PER_BYTE: Final = 4
 """Limits of the memory: this for any file, and this per byte of the files."""
 
 _LEAST_GROWTH: Final = 512
-"""Bytes by which memory grows at least if calls do not."""
+"""Minimum growth of memory in bytes, if the number of calls does not grow."""
 
 _NOISE_CALLS: Final = 500
 _NOISE_BYTES: Final = 128 << 10
-"""Differences that do not depend on the number: caches, threads."""
+"""Tolerance for differences that do not depend on the number, such as caches and threads."""
 
 
 def _context() -> ckptcore.Context:
@@ -94,21 +94,21 @@ _REFUSED_AT_ONCE: Final = (
     "torch: a sparse storage",
     "zarr 2: a large chunk",
 )
-"""Samples that cost the same whatever the number is: it is not counted to, or compared with the size of the files.
+"""Samples with the same cost for any number: no loop depends on it, or it is first compared with the size of files.
 
-All others must cost more if the number is larger, so that a sample that no reader looks into cannot pass."""
+All other samples must cost more for a larger number. This detects samples that no reader reads."""
 
 
 _SLOW: Final = {"torch: lists that share lists": pytest.mark.slow}
-"""Samples that are read up to a limit, which takes half a million calls whatever the number is."""
+"""Samples that are read up to a limit, which takes half a million calls for any number."""
 
 _BY_PATH: Final = ("inspect", "diff")
-"""Readers that name each container by its whole path. Depth, of which there are at most 200, is squared."""
+"""Readers that store the whole path of each container. Their cost is quadratic in the depth, which is at most 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """The calls of functions in all threads, and the most bytes that were allocated at a time."""
+    """The number of function calls in all threads, and the peak of allocated bytes."""
 
     calls: int
     peak: int
@@ -116,7 +116,7 @@ class _Cost:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Allow errors, but not those about a location without a checkpoint, of which no reader looks into the metadata."""
+    """Allow errors, except for a location without a checkpoint, because there no reader reads the metadata."""
     try:
         yield
     except CheckpointError as error:
@@ -146,7 +146,7 @@ def _cost(read: Callable[[Path], object], location: Path) -> _Cost:
 
 
 def _expect_linear(name: str, reader: str, least: int, directory: Path, *, grows: bool = False) -> None:
-    """Fail unless the cost grows at most as the number does, and the memory is in proportion to the files.
+    """Fail unless the cost grows at most linearly with the number, and memory with the size of the files.
 
     With `grows`, fail also if the cost does not grow.
     """

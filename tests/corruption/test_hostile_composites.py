@@ -1,4 +1,4 @@
-"""Forged roots of composites and of their members, with correct checksums: no crash, and no work without end."""
+"""Forged roots of composites and of their members, with correct checksums: no crash, and bounded work."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.corruption.checkpoints import bounded_memory
 _CONTEXT: Final = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=1))
 _MEMORY_BYTES: Final = 32 << 20
 _OPERATIONS: Final = 300
-"""More than any of the small composites below may make one function ask of its storage."""
+"""Limit of the storage operations of one function, for any of the small composites below."""
 
 
 class _Forgery:
-    """A composite in which a root says what the test wants."""
+    """A composite whose roots a test can forge."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,7 +39,7 @@ class _Forgery:
         self.root = self.read("checkpoint.json")
 
     def read(self, key: str) -> dict[str, Any]:
-        """A root."""
+        """Return a root."""
         root: dict[str, Any] = json.loads((self.location / key).read_bytes())
         del root["checksum"]
         return root
@@ -56,7 +56,7 @@ class _Forgery:
         self.forge(root)
 
     def attempts(self) -> Iterator[Callable[[ckptcore.Context, str], object]]:
-        """Everything that reads a composite."""
+        """Yield all functions that read a composite."""
         yield lambda context, location: ckptcore.load_checkpointables(location, context=context)
         yield lambda context, location: ckptcore.load_checkpointables(
             location, into={"model": Linear(0), "data": Counter(), "files": Files()}, context=context
@@ -75,7 +75,7 @@ class _Forgery:
         )
 
     def assert_harmless(self) -> None:
-        """Fail where something other than a CheckpointError comes out, or much memory or many operations are taken."""
+        """Fail if a function raises another error than CheckpointError, or takes much memory or many operations."""
         location = f"file://{self.location}"
         for attempt in self.attempts():
             plan = FaultPlan()
@@ -92,7 +92,7 @@ class _Forgery:
         assert not (self.directory / "secret").exists() or (self.directory / "secret").read_bytes() == b"secret"
 
     def assert_refused(self) -> None:
-        """Fail unless nothing of it loads."""
+        """Fail if anything can be loaded."""
         self.assert_harmless()
         with pytest.raises(CheckpointError):
             ckptcore.load_checkpointables(self.location)
@@ -106,7 +106,7 @@ def forgery(tmp_path: Path) -> _Forgery:
 
 
 def test_a_valid_forgery_is_accepted(forgery: _Forgery) -> None:
-    """So that what is refused below is not refused for its seal."""
+    """Shows that the tests below do not fail because of the checksum."""
     for key in ("checkpoint.json", "model/checkpoint.json", "files/checkpoint.json"):
         forgery.forge(forgery.read(key), key)
     assert ckptcore.load_checkpointables(forgery.location)["files"] == {"a/b": b"one", "c": b"two"}
@@ -173,7 +173,7 @@ def test_impossible_numbers_of_processes_are_refused(processes: Any, forgery: _F
 
 
 def test_very_many_processes(forgery: _Forgery) -> None:
-    """Nothing counts to their number: not where none of them left anything, and not where some did."""
+    """No loop counts to their number, whether processes left files or not."""
     members = {f"m{number}": ["tree", 1 << 24] for number in range(50)}
     forgery.with_members({**members, "model": ["tree", None]})
     forgery.assert_harmless()
@@ -191,7 +191,7 @@ def test_very_many_processes(forgery: _Forgery) -> None:
 
 
 def test_very_many_processes_of_a_checkpoint_that_is_replaced(forgery: _Forgery) -> None:
-    """The files of its members are found by listing, not by counting. What no readable root names is kept."""
+    """The files of its members are found by listing, not by counting. Files that no readable root names are kept."""
     for name in ("model", "data", "files"):
         shutil.rmtree(forgery.location / name)
     forgery.with_members({f"m{number}": ["tree", 1 << 24] for number in range(50)})
@@ -238,7 +238,7 @@ def test_mixed_kinds_are_refused(forgery: _Forgery) -> None:
 
 @pytest.mark.parametrize("target", [".", "..", "model", "files/a"])
 def test_linked_members_are_refused(target: str, forgery: _Forgery) -> None:
-    """Also to the composite itself, so that it is its own member."""
+    """Includes a link to the composite itself, which would be its own member."""
     (forgery.location / "loop").symlink_to(target)
     forgery.with_members({"loop": ["tree", None], "model": ["tree", None]})
     forgery.assert_harmless()

@@ -1,4 +1,4 @@
-"""An object storage whose requests succeed and whose answers are lost, retried by a client, or repeated later."""
+"""An object storage with lost answers: a request succeeds, but its client retries it, or it is repeated later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
 before the next change of the same object; not executed."""
 
 Kept: TypeAlias = Literal["kept", "kept if it exists", "ignored", "unknown"]
-"""Handling of conditions by the storage: it checks them, checks tags only of what exists, ignores them, or refuses."""
+"""Handling of conditions: the storage checks them, checks only tags of existing objects, ignores them, or refuses."""
 
 
 class Storages:
@@ -31,11 +31,11 @@ class Storages:
         self.memory = MemoryStorages()
 
     def open(self) -> MemoryStorage:
-        """All that is there."""
+        """Return a storage of all objects."""
         return self.memory.open("memory://bucket", StorageOptions())
 
     def context(self, answers: Answers | None = None, **io: Any) -> ckptcore.Context:
-        """A Context of a process of its own, to which these answers are given."""
+        """Return a Context of a new simulated process that receives these answers."""
         plugin = _Plugin(self, answers or Answers())
         context = ckptcore.Context(
             plugins=ckptcore.context.PluginOptions(extra=[plugin]),
@@ -45,11 +45,11 @@ class Storages:
 
 
 class Answers:
-    """Answers to a process' changes: puts, completed objects, deletions and aborted uploads.
+    """Answers to the changes of a process: puts, completed objects, deletions and aborted uploads.
 
     Attributes:
-        changes: each with its number: the method and the keys.
-        replays: by number, how to do a change once more.
+        changes: the method and the keys of each change, in order of their numbers.
+        replays: functions that repeat a change, by number.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Answers:
         """Assign outcomes to changes by their number.
 
         Args:
-            mishaps: what happens to which.
-            kept: what becomes of conditions.
+            mishaps: the outcome of changes, by number.
+            kept: the handling of conditions.
             before: called before each change with its number, its method and its keys.
-            opening: called with the key before an object is begun that is written in pieces: no change yet.
+            opening: called with the key before an object is opened for writing in pieces, which is not a change yet.
         """
         self._mishaps = mishaps or {}
         self.kept: Final = kept
@@ -77,7 +77,7 @@ class Answers:
         self._waiting: list[tuple[str, Callable[[], object]]] = []
 
     def do(self, name: str, keys: Sequence[str], change: Callable[[], Any], again: Callable[[], Any]) -> Any:
-        """Do a change, as well as its number allows."""
+        """Run a change with the outcome for its number."""
         number = len(self.changes)
         self.changes.append((name, tuple(keys)))
         self.replays.append(again)
@@ -103,7 +103,7 @@ def quietly(change: Callable[[], object]) -> None:
     try:
         change()
     except (StorageError, ValueError):
-        return  # it was refused: a condition, or an upload that is over
+        return  # refused: a condition failed, or the upload has ended
 
 
 class _Plugin:

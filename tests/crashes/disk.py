@@ -1,8 +1,8 @@
-"""A model of a disk that forgets what was not synced, fed with the system calls that a real save made.
+"""A model of a disk that can lose unsynced data. Its input is the system calls of a real save.
 
-Nothing is assumed of the order in which a file system writes what it was not told to sync: of the changes to the names
-in a directory, and of the bytes written to a file, any may have reached the disk and any other not. A rename within a
-directory happens whole or not at all. Of one between directories, either name may be lost, or both may exist.
+The model makes no assumption about the order in which a file system writes unsynced data. Each change of names in a
+directory, and each write to a file, may or may not have reached the disk. A rename within a directory is atomic. After
+a rename between directories, either name may be lost, or both may exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CALLS: Final = (
     "unlinkat",
     "rmdir",
 )  # fmt: skip
-"""The system calls that the model knows; a save that makes others that change something fails the tests."""
+"""The system calls that the model knows. If a save makes any other call that changes something, the tests fail."""
 
 _LINE: Final = re.compile(r"\d+ +(\w+)\((.*)\) += (-?\d+)")
 _STRING: Final = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
@@ -37,11 +37,11 @@ class Call:
     """A system call that succeeded.
 
     Attributes:
-        name: of the call.
-        paths: what it names, in order; of an open file where it is or was.
-        data: what it writes.
-        number: the offset of what it writes, or a number of bytes.
-        flags: its arguments as text.
+        name: the name of the call.
+        paths: the paths in the call, in order. For an open file, its present or former path.
+        data: the bytes to write.
+        number: the offset of the bytes to write, or a number of bytes.
+        flags: the arguments as text.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Call:
 
 
 def calls_in(log: Path) -> Iterator[Call]:
-    """The calls in what ``strace -f -y -xx`` wrote, in order; those that failed or change nothing are left out.
+    """Yield the calls in a log of ``strace -f -y -xx``, in order. Omits calls that failed or change nothing.
 
-    So are those about files on their way from an object into a checkpoint, which need not survive anything.
+    Also omits calls for temporary files between an object and a checkpoint, which need not survive a power loss.
     """
     for call in _all_calls_in(log):
         if not all("/ckptcore-staging-" in path for path in call.paths):
@@ -62,10 +62,9 @@ def calls_in(log: Path) -> Iterator[Call]:
 
 
 def _whole_lines(log: Path) -> Iterator[str]:
-    """Each call on one line, where it ended; strace writes two where calls of several threads overlap.
+    """Yield one line per call, at the position where it ended. strace writes two lines if calls of threads overlap.
 
-    A sync that overlaps with changes of what it syncs is left out: it need not cover those, and so it counts for
-    nothing here.
+    Omits a sync that overlaps with changes of the same file or directory, because it may not cover these changes.
     """
     begun: dict[str, tuple[str, list[str]]] = {}
     for line in log.read_text().splitlines():
@@ -122,7 +121,7 @@ def _all_calls_in(log: Path) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class _File:
-    """Bytes: those on the disk, and writes that may be or not."""
+    """The bytes on the disk, and writes that may or may not have reached it."""
 
     durable: bytes = b""
     pending: list[tuple[int, bytes]] = field(default_factory=list)
@@ -173,12 +172,12 @@ class Disk:
     """The tree below one directory."""
 
     def __init__(self, root: Path) -> None:
-        """Begin with what is really there, all of it durable."""
+        """Begin with the existing files and directories, all durable."""
         self._root = str(root)
         self._tree = _read_tree(root)
 
     def perform(self, call: Call) -> None:
-        """Do what a system call does."""
+        """Apply a system call to the model."""
         if not all(self._is_here(path) for path in call.paths):
             assert not any(self._is_here(path) for path in call.paths), f"a call across the border: {call}"
             return
@@ -236,12 +235,12 @@ class Disk:
         return directory, name
 
     def after_power_loss(self, target: Path, keep: Callable[[], bool], choices: random.Random) -> None:
-        """Write what a disk could hold if the power failed now.
+        """Write a possible content of the disk after a power loss.
 
         Args:
             target: an empty directory.
-            keep: asked for each change that was not synced whether it reached the disk.
-            choices: where writes are torn.
+            keep: called for each unsynced change. Returns True if the change reached the disk.
+            choices: chooses the positions at which writes are torn.
         """
         _write_tree(self._tree, target, keep, choices)
 
@@ -269,7 +268,7 @@ def _write_tree(directory: _Directory, target: Path, keep: Callable[[], bool], c
 
 
 def _torn(offset: int, data: bytes, choices: random.Random) -> tuple[int, bytes]:
-    """A write, or as many sectors of it as reached the disk."""
+    """Return a write, or only the first sectors of it that reached the disk."""
     if choices.random() < 0.5 or len(data) <= _SECTOR:
         return offset, data
     return offset, data[: choices.randrange(len(data) // _SECTOR + 1) * _SECTOR]

@@ -1,8 +1,8 @@
-"""A program that does what is to be killed: it is warm, and forks a child for each task.
+"""A program that runs tasks to be killed. It has imported everything, and forks a child for each task.
 
 It reads lines of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of the child
-that will do the task. On the next line, whatever it says, the child begins; when it has ended its exit status is
-written: negative for a signal, `LOST` where another save was faster.
+that will do the task. The child begins after the next line of any content. When it has ended, the
+program writes its exit status: negative for a signal, `LOST` if another save was faster.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
 OLD: Final = 1
-"""The state that is there before a task."""
+"""The state before a task."""
 
 NEW: Final = 2
 """The state that a task saves."""
 
 
 LOST: Final = 3
-"""The exit status of a task that lost against another save."""
+"""Exit status of a task whose save lost to another save."""
 
 
 def _context(durability: Literal["full", "none"] = "full") -> ckptcore.Context:
-    # One thread, so that the system calls of one run are those of the next.
+    # One thread, so that every run makes the same system calls.
     return ckptcore.Context(durability=durability, io=ckptcore.context.IOOptions(threads=1))
 
 
@@ -95,7 +95,7 @@ def exported(location: str) -> str:
 
 
 def _save_non_atomic(location: str, number: int) -> None:
-    """On a file system that can exchange directories this is as atomic as without being allowed not to be."""
+    """On a file system that can exchange directories, `non-atomic` saves are atomic too."""
     ckptcore.save(location, make_state(number), overwrite="non-atomic", context=_context())
 
 
@@ -162,7 +162,7 @@ def _delete(location: str, number: int) -> None:
 
 
 def _delete_and_save(location: str, number: int) -> None:
-    """Delete and save, which is not safe, so that the tests are known to detect it."""
+    """Delete and save, which is not safe. Shows that the tests detect an unsafe save."""
     ckptcore.delete(location, context=_context())
     ckptcore.save(location, make_state(number), context=_context())
 
@@ -226,7 +226,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
 
 
 def _serve() -> None:
-    _save_new("memory://crashes/warm", NEW)  # whatever is imported late is imported now
+    _save_new("memory://crashes/warm", NEW)  # triggers late imports now
     _save_composite("memory://crashes/warm-composite", NEW)
     _save_partial("memory://crashes/warm-partial", NEW)
     _finalize("memory://crashes/warm-partial", NEW)
@@ -239,7 +239,7 @@ def _serve() -> None:
         os.close(begin)
         print(child, flush=True)
         sys.stdin.readline()
-        with contextlib.suppress(BrokenPipeError):  # it may have been killed before it came to wait
+        with contextlib.suppress(BrokenPipeError):  # the child may have been killed before it waits
             os.write(released, b"!")
         os.close(released)
         _, status = os.waitpid(child, 0)
@@ -254,7 +254,7 @@ def _child(order: Mapping[str, Any], begin: int) -> None:
         TASKS[order["task"]](order["location"], order["number"])
     except (CheckpointExistsError, SaveLostError):
         os._exit(LOST)
-    except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
+    except BaseException:  # noqa: BLE001  # the exit status is for the test, the text for people
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

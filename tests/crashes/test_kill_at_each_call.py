@@ -26,7 +26,7 @@ _SAMPLE: Final = 12
 
 
 def _nothing(location: Path) -> None:
-    """No checkpoint, and no directory for one."""
+    """Create no checkpoint, and no directory."""
 
 
 def _old(location: Path, elements: int = SMALL) -> None:
@@ -80,10 +80,11 @@ class Scenario:
     """A task to kill, and the states that may exist afterwards.
 
     Attributes:
-        task: its name in `tests.crashes.saver`.
-        prepare: makes the initial state.
-        allowed: the states that may be there afterwards; None for no checkpoint.
-        reached: the least part of the system calls at which it must have been killed, for threads make them in turns.
+        task: the name of the task in `tests.crashes.saver`.
+        prepare: creates the initial state.
+        allowed: the allowed states afterwards; None for no checkpoint.
+        reached: minimum fraction of the system calls at which the task must have been killed. It is below 1, because
+            the order of the threads' calls varies.
     """
 
     task: str
@@ -200,8 +201,7 @@ def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
     step = max(1, len(points) // _SAMPLE)
     others = [point for number, point in enumerate(points) if number % step]
     partial = 0
-    # Which threads have written what by a call differs from run to run: a kill between two objects is looked for until
-    # it is found.
+    # The progress of the threads at a call differs between runs. Repeat until a kill was between two objects.
     for number, point in enumerate([*points[::step], *others]):
         if number >= len(points[::step]) and partial:
             break

@@ -1,4 +1,4 @@
-"""Saves into directories with files of other processes, which write at any moment, and readers of both kinds."""
+"""Saves into directories with files of other processes, which can write at any moment. With readers of both kinds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _dcp_version(directory: Path) -> int | None:
 
 
 def _safetensors_version(directory: Path) -> int | None:
-    """Return the version that Hugging Face reads: of one file, or else those that the index lists."""
+    """Return the version that Hugging Face reads: from a single file, or from the files in the index."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").exists():
         names = ["model.safetensors"]
@@ -75,10 +75,11 @@ class _Case(NamedTuple):
     """An old checkpoint, a save, and a reader of other software.
 
     Attributes:
-        before: the layout of the old checkpoint, "torch" or "weights" for one of other software, None for none.
-        keeps: True if the old checkpoint was saved next to other files, too.
+        before: the layout of the old checkpoint; "torch" or "weights" for a checkpoint of other software; None for no
+            checkpoint.
+        keeps: True if the old checkpoint was also saved next to other files.
         layout: the layout of the new checkpoint.
-        version: what other software reads of the new layout.
+        version: returns the version that other software reads from the new layout.
     """
 
     before: str | None
@@ -104,7 +105,7 @@ _CASES: Final = {
 
 
 class _Place:
-    """A directory with an old checkpoint and files of others, and what must be in it."""
+    """A directory with an old checkpoint and files of other programs. Knows the expected content."""
 
     def __init__(self, above: Path, case: _Case) -> None:
         self.directory = above / "step"
@@ -165,14 +166,14 @@ class _Place:
         return int(version)
 
     def assert_others(self, at: object) -> None:
-        """Every file and empty directory of others is there, and none came back."""
+        """Fail unless the files and empty directories of other programs are unchanged."""
         found = {name: (self.directory / name) for name in self.others}
         assert {name: path.read_text() for name, path in found.items() if path.exists()} == self.others, at
         for name in self.empty:
             assert (self.directory / name).is_dir() and not any((self.directory / name).iterdir()), at
 
     def assert_clean(self, at: object) -> None:
-        """Nothing but the checkpoint and the files of others."""
+        """Fail if anything exists besides the checkpoint and the files of other programs."""
         self.assert_others(at)
         own = {"checkpoint.json", *ckptcore.metadata(self.location).objects}
         index = {".metadata", "model.safetensors.index.json"}
@@ -191,7 +192,7 @@ def _operations(above: Path, case: _Case) -> list[Operation]:
 
 
 def _crashes(operations: Sequence[Operation]) -> Iterator[CrashAt]:
-    """Every moment at which a crash leaves something else than the one before."""
+    """Yield the crashes that leave different states than the crash before."""
     for operation in operations:
         if operation.changes:
             yield CrashAt(operation.number)
@@ -205,7 +206,7 @@ def _slow(name: str) -> Any:
 
 
 def _change_others(place: _Place) -> None:
-    """Do what another program may do at any moment: replace, create and delete files and empty directories."""
+    """Act as another program: replace, create and delete files and empty directories."""
     place.write("notes.txt", "replaced")
     place.write("late/new.txt", "created")
     place.write("logs/1.txt", None)
@@ -271,7 +272,7 @@ def test_what_others_write_between_any_two_operations_stays(name: str, tmp_path:
 
 
 def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
-    """Also those with the names of the old checkpoint: other software may save again with its own names."""
+    """Includes files with names of the old checkpoint, because other software may save again with its own names."""
     case = _CASES["dcp over torch"]
     for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
         place = _Place(tmp_path / str(number), case)
@@ -280,7 +281,7 @@ def test_files_written_after_a_kill_are_not_deleted(tmp_path: Path) -> None:
         arrays = {"w": torch.full((_ELEMENTS,), 9), "b": torch.full((3,), 9)}
         save(arrays, checkpoint_id=place.directory, no_dist=True)
         with suppress(CheckpointError):
-            ckptcore.save(place.location, _state(_NEW), context=_FAST)  # sweeps, and refuses to overwrite
+            ckptcore.save(place.location, _state(_NEW), context=_FAST)  # removes remains, then refuses to overwrite
         assert _dcp_version(place.directory) == 9, f"{crash}"
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _NEXT and _dcp_version(place.directory) == _NEXT
@@ -342,13 +343,13 @@ _OWN: Final = _CASES["dcp over dcp beside others"]
 
 
 def _number(operations: Sequence[Operation], name: str, last: str) -> int:
-    """The operation of this name whose last key this is."""
+    """Return the number of the operation with this name and this last key."""
     (number,) = [at.number for at in operations if at.name == name and at.keys[-1] == last]
     return number
 
 
 class _Suspended:
-    """A save that waits before an operation of its commit. Its lock does not count until the test takes it."""
+    """A save that waits before an operation of its commit. Its lock has no effect until the test acquires it."""
 
     def __init__(self, above: Path, operation: int) -> None:
         self.place = _Place(above, _OWN)
@@ -368,12 +369,12 @@ class _Suspended:
         return True
 
     def complete(self) -> None:
-        """Go on after the rename of the root."""
+        """Continue after the rename of the root."""
         PlacedObjects(self.storage, self.storage, "step", self.hidden).complete()
 
 
 def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path) -> None:
-    """An expired lease, or a lock that other hosts do not see: a sweep removes the save while it commits."""
+    """If a lease expired, or other hosts do not see a lock, a sweep can remove a save during its commit."""
 
     def sweep(save: _Suspended, plan: FaultPlan) -> None:
         context = faulty_context(save.place.location, plan)
@@ -403,7 +404,7 @@ def test_a_save_that_lost_its_lock_commits_everything_or_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_save_between_the_root_and_the_index_of_another_one(killed: bool, tmp_path: Path) -> None:
-    """The other save goes on at any operation of this one, which then goes on, or is killed."""
+    """The other save continues at any operation of this save. After that, this save continues or is killed."""
     number = _number(_operations(tmp_path, _OWN), "replace", "step/.metadata")
 
     def run(above: Path, plan: Callable[[Callable[[], None]], FaultPlan]) -> FaultPlan:
@@ -436,7 +437,7 @@ def test_an_index_that_other_software_replaces_keeps_the_objects_it_names(
     place = _Place(tmp_path, _OWN)
     number = _number(_operations(tmp_path / "first", _OWN), "replace", "step/.metadata")
 
-    def touch() -> None:  # as a backup that is restored: a new file with the same content
+    def touch() -> None:  # as when a backup is restored: a new file with equal content
         shutil.copy(place.directory / ".metadata", tmp_path / "copy")
         os.replace(tmp_path / "copy", place.directory / ".metadata")
 
@@ -449,7 +450,7 @@ def test_an_index_that_other_software_replaces_keeps_the_objects_it_names(
 
 
 def test_links_of_other_software_are_replaced(tmp_path: Path) -> None:
-    """A snapshot of Hugging Face has links to files elsewhere."""
+    """A snapshot of Hugging Face has links to files in another directory."""
     (tmp_path / "blobs").mkdir()
     place = _Place(tmp_path / "snapshots", _CASES["two files over one"])
     place.save(FaultPlan(), _OLD)

@@ -1,4 +1,4 @@
-"""System calls of the local storage that fail, or that Ctrl-C interrupts: each of them, one at a time."""
+"""System calls of the local storage that fail, or that Ctrl-C interrupts: one at a time, for each call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATE: Final = {"w": np.arange(1 << 16, dtype=np.float32), "n": 3}
 
 
 class Calls:
-    """Counts the system calls that ckptcore makes, and lets one of them meet a fault."""
+    """Counts the system calls of ckptcore, and injects a fault into one of them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Calls:
         self.error: BaseException | None = None
         self.after = False
         self.only: threading.Thread | None = None
-        self.full: int | None = None  # the number of calls that take space, after which there is none
+        self.full: int | None = None  # number of calls that take space before the disk is full
         self.taken = 0
 
     def _is_full(self, name: str, arguments: tuple[Any, ...]) -> bool:
@@ -52,17 +52,17 @@ class Calls:
         return self.full is not None and self.taken > self.full
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that counts and fails instead of, or after, a call."""
+        """Return a function that counts a call, and may fail instead of the call or after it."""
 
         def call(*arguments: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_code
-            # Python ignores what a destructor raises.
+            # Python ignores errors of a destructor.
             made_here = caller.co_filename.startswith(_PACKAGE) and caller.co_name != "__del__"
             if not made_here or self.only not in (None, threading.current_thread()):
                 return function(*arguments, **options)
             self.counts[name] += 1
             fails = self.fault == (name, self.counts[name]) or self._is_full(name, arguments)
-            # A file must be closed in any case, or the test would leak it.
+            # Always close files, because otherwise the test would leak them.
             result = function(*arguments, **options) if not fails or self.after or name == "close" else None
             if fails:
                 assert self.error is not None
@@ -113,8 +113,8 @@ _OPERATIONS: Final = [_save, _load, _delete, _run]
 def _one_after_another(
     calls: Calls, operation: Callable[[Path], None], directory: Path
 ) -> Iterator[list[tuple[str, int]]]:
-    """Give every system call of an operation that was done before."""
-    for _ in range(3):  # until nothing is created that a later one finds
+    """Yield every system call of an operation that has run before."""
+    for _ in range(3):  # repeat, because the first runs create things that later ones find
         calls.clear()
         operation(directory)
     found = [(name, number) for name, count in calls.counts.items() for number in range(1, count + 1)]
@@ -150,7 +150,7 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_is_full_from_any_call_on_keeps_what_it_has(number: int, calls: Calls, tmp_path: Path) -> None:
-    """Each step of a save meets it. Everything but saving goes on, and what is left does not hinder the next save."""
+    """Every step of a save can fail. Other operations still work, and remains do not prevent the next save."""
     place = tmp_path / "place"
     ckptcore.save(place / "old", {**_STATE, "n": 1})
     calls.clear()
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_from_any_call_on_keeps_what_it_has(number: int, cal
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int, calls: Calls, tmp_path: Path) -> None:
-    """Also calls that do not take space themselves: a network file system reports a full disk at the sync, or later."""
+    """Includes calls that take no space, because a network file system reports a full disk at the sync or later."""
     ckptcore.save(tmp_path / "saved", _STATE)
     failed = 0
     with _one_after_another(calls, _save, tmp_path) as found:

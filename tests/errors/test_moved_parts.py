@@ -1,4 +1,4 @@
-"""Parts that are stored under another path: the error proposes the transforms that load them, and says what is lost."""
+"""Parts that are stored under another path: the error proposes transforms that load them, and names losses."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_another_optimizer_is_no_move(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_of_flax(tmp_path: Path) -> None:
-    """States of Optax are dicts there. The names of parameters may differ: a new head keeps its moments."""
+    """In Flax, states of Optax are dicts. Names of parameters may differ: a new head keeps its moments."""
     nnx = pytest.importorskip("flax.nnx")
     keep = Matching(missing="keep", unexpected="ignore")
 
@@ -167,7 +167,7 @@ def test_parts_of_which_all_leaves_are_chosen() -> None:
 
 
 def test_parts_that_take_each_others_place(tmp_path: Path) -> None:
-    """Renames are in an order in which no part is merged with another one."""
+    """The order of renames never merges two parts."""
     saved = stepped(optax.chain(ADAM, optax.trace(0.9)))
     request = optax.chain(optax.clip_by_global_norm(1.0), ADAM, optax.trace(0.9)).init(PARAMETERS)
     ckptcore.save(tmp_path / "c", {"p": PARAMETERS, "o": saved})
@@ -217,7 +217,7 @@ def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
 
 
 def test_many_parts_that_moved_are_not_named() -> None:
-    """Their order would take a cubic time, and their names a text without limit."""
+    """Ordering them would take cubic time, and naming them would make the text too long."""
     for count, found in ((20, 20), (1000, 0)):
         stored = {i: (f"w{i}",) for i in range(count)}
         requested = {i: ("model", *path) for i, path in stored.items()}
@@ -225,7 +225,7 @@ def test_many_parts_that_moved_are_not_named() -> None:
 
 
 def test_the_text_has_few_of_many_transforms(tmp_path: Path) -> None:
-    """With those that it shows, the next error shows the others."""
+    """After the shown transforms are applied, the next error shows the others."""
     saved, state = ({f"w{i}": np.full(2, value) for i in range(8)} for value in (1, 0))
     ckptcore.save(tmp_path / "c", {**saved, "step": 3})
     text = refused(tmp_path / "c", {"model": state, "step": 0})
@@ -250,7 +250,7 @@ def test_variables_of_another_optimizer_of_keras(optimizer: str, found: int) -> 
 
 @pytest.mark.parametrize(("depth", "found"), [(0, 0), (1, 1)])
 def test_a_part_with_many_other_variables_is_another_one(depth: int, found: int) -> None:
-    """Few common names do not make two lists of variables the same. Of a module, some layers may load themselves."""
+    """A few common names do not make two lists of variables equal. Some layers of a module may load themselves."""
     below = [("layer",) * depth + (name,) for name in "abcdef"]
     stored = {i: ("old", *path) for i, path in enumerate(below)}
     requested = {i: ("new", *path) for i, path in enumerate(below[:3])}

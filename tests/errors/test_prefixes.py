@@ -1,4 +1,4 @@
-"""Names with another prefix: the error proposes the transform, which loads everything. No load is of nothing."""
+"""Names with another prefix: the error proposes the transform that loads everything. A load of nothing is an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP = Matching(missing="keep", unexpected="ignore")
 
 
 class Network(nn.Module):
-    """Modules, a module with one parameter, a parameter of its own, and a module with a loader of PyTorch."""
+    """A module with its own parameter and submodules, one of which has a single parameter and one a PyTorch loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 def within(name: str, module: nn.Module, head: bool = False) -> nn.Module:
-    """Return a module that has another one under a name with dots, and perhaps a head."""
+    """Return a module that contains another one under a name with dots, and optionally a head."""
     for part in reversed(name.split(".")):
         outer = nn.Module()
         outer.add_module(part, module)
@@ -148,7 +148,7 @@ def test_a_load_of_nothing_is_an_error_whatever_is_allowed(tmp_path: Path, saved
 
 
 def test_nothing_of_a_module_next_to_others(tmp_path: Path) -> None:
-    """The counter would be restored, and the module would not. With PLACEHOLDER in its place, that is intended."""
+    """Otherwise the counter would be restored, but not the module. PLACEHOLDER in place of the module allows this."""
     ckptcore.save(tmp_path / "c", {"model": Network(), "step": 7})
     target: dict[str, Any] = {"model": nn.Linear(2, 2), "step": 0}
     for matching in (Matching(), KEEP):
@@ -191,7 +191,7 @@ def arrays(value: float, **sizes: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["module", "arrays", "at the root", "deeper", "nested names"])
 def test_a_renamed_part_next_to_one_that_is_loaded(tmp_path: Path, kind: str) -> None:
-    """An option that allows missing leaves allows no load of nothing of a model. PLACEHOLDER does."""
+    """An option for missing leaves does not allow a load that restores nothing of a model. PLACEHOLDER does."""
     one, other = (arrays(value, w=3, b=2) for value in (1, 0))
     module = nn.Linear(2, 2)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -228,14 +228,14 @@ def test_a_renamed_part_with_more_names_than_an_error_proposes(tmp_path: Path) -
 
 
 def test_new_parts_keep_their_values(tmp_path: Path) -> None:
-    """Of new parts nothing is stored, or what is stored is loaded elsewhere, or it has other names or shapes."""
+    """Nothing is stored for a new part, or it is loaded elsewhere, or it has other names or shapes."""
     plain = arrays(1, w=3, b=2)
     cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"old": nn.Linear(2, 5)}, {"head": nn.Linear(2, 3)}),  # a head with other classes
-        ({}, {"ema": Network()}),  # a copy of what is loaded
+        ({}, {"ema": Network()}),  # a copy of the loaded module
         ({"note": 1}, {"opt": torch.optim.AdamW(nn.Linear(2, 2).parameters())}),
         ({"old": {"kernel": np.ones(2), "b": np.ones(3)}}, {"head": arrays(0, w=3, b=2)}),
-        ({"old": plain, "older": plain}, {"head": arrays(0, w=3, b=2)}),  # which one is not known
+        ({"old": plain, "older": plain}, {"head": arrays(0, w=3, b=2)}),  # ambiguous
         ({"old": {"w": np.ones(3)}}, {"head": {"w": np.zeros(3)}}),  # one leaf
         (
             {"net": {"body": [plain, plain], "old": plain}},
@@ -269,7 +269,7 @@ def test_a_container_of_which_nothing_is_loaded_is_a_warning(tmp_path: Path, cap
 
 
 def test_a_head_for_another_task(tmp_path: Path) -> None:
-    """The error also says how to keep the new head: as the old one, or with a size of its own."""
+    """The error also says how to keep the new head, with the size of the old head or with another size."""
     ckptcore.save(tmp_path / "c", {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"old": nn.Linear(2, 2)})})
     new = {"body": nn.Linear(2, 2), "heads": nn.ModuleDict({"new": nn.Linear(2, 2)})}
     with pytest.raises(TreeMismatchError, match="present values of heads instead, put PLACEHOLDER in its place"):

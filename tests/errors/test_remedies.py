@@ -1,4 +1,4 @@
-"""Remedies in error texts of the core: each is followed as the text says, and what was saved must come back."""
+"""Remedies in errors of the core: each test follows the text, and must get the saved values back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.errors.refusals import ONE, TWO
     ],
 )
 def test_keys_with_the_same_text(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """Not `missing` and `unexpected`, with which nothing would be loaded."""
+    """The error does not propose `missing` and `unexpected`, with which nothing would be loaded."""
     ckptcore.save(tmp_path / "c", stored)
     text = refused(lambda: ckptcore.load_into(tmp_path / "c", asked), 'Matching(keys="text")', error=TreeMismatchError)
     assert "keep" not in text
@@ -115,7 +115,7 @@ def test_arrays_of_another_form(
 
 @pytest.mark.parametrize(("stored", "asked"), [(np.arange(4.0), np.zeros(0)), (np.zeros(0), np.ones(3))])
 def test_an_empty_array_is_no_part_of_another(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """Neither `truncate`, which would drop the whole array, nor `pad`, which would replace all elements."""
+    """The error does not propose `truncate`, which would drop all elements, or `pad`, which would replace them."""
     ckptcore.save(tmp_path / "c", {"w": stored})
     assert "matching=" not in refused(lambda: ckptcore.load(tmp_path / "c", {"w": asked}), "w: shape:")
     assert same_value(ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract), {"w": stored})

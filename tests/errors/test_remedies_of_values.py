@@ -1,4 +1,4 @@
-"""Remedies in errors about values and objects: each is followed, as the text says."""
+"""Remedies in errors about values and objects: each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_iterator_is_made_again(tmp_path: Path) -> None:
 
 
 class OnlyGives:
-    """An object that returns its state, and cannot take it back."""
+    """An object that returns its state, but cannot restore it."""
 
     def __init__(self, position: int = 0) -> None:
         self.position = position
@@ -163,7 +163,7 @@ def test_empty_directories_of_an_object(
 
 
 class Tasks:
-    """An object that writes in a task, and returns something of it from the first phase."""
+    """An object that writes in a task, and returns the task or a part of it from the first phase."""
 
     def __init__(self, finish: str, text: str = "") -> None:
         self.finish, self.text = finish, text
@@ -209,7 +209,7 @@ def test_tasks_without_an_await(tmp_path: Path) -> None:
 
 
 class Model:
-    """A model that is compiled before it has an optimizer, as models of Keras are."""
+    """A model that is compiled before it has an optimizer, like models of Keras."""
 
     def __init__(self, *weights: Any) -> None:
         self.weights = list(weights)
@@ -263,7 +263,7 @@ class Zone(datetime.tzinfo):
         return datetime.timedelta(hours=2)
 
     def tzname(self, moment: datetime.datetime | None) -> str:
-        """Return no name that others know."""
+        """Return a name that only this program knows."""
         return "here"
 
     def dst(self, moment: datetime.datetime | None) -> datetime.timedelta:
@@ -335,7 +335,7 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["PCG64", "PCG64DXSM", "SFC64", "MT19937"])
 def test_generators_of_another_kind(other: str, tmp_path: Path) -> None:
-    """Not by options of the load, which would mix the states of two kinds."""
+    """The error proposes no options of the load, which would mix the states of two kinds."""
     stored = np.random.Generator(np.random.Philox(3) if other != "PCG64DXSM" else np.random.PCG64(3))
     ckptcore.save(tmp_path / "c", {"random": stored})
     target = {"random": np.random.Generator(getattr(np.random, other)())}
@@ -410,7 +410,7 @@ def test_a_deque_that_is_too_short(tmp_path: Path) -> None:
 
 
 class UnfilledHandler(HostArrayHandler):
-    """A handler that says that it fills arrays, and does not."""
+    """A handler that claims to fill arrays, but does not."""
 
     def fill(self, target: Any, record: Any, boxes: Any) -> bool:
         """Refuse."""

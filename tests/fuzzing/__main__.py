@@ -1,9 +1,9 @@
 """Fuzz the readers of every kind of file with atheris: ``python -m tests.fuzzing [--seconds 600] [TARGET]...``.
 
-Each target runs in a process of its own, because libFuzzer ends its process, and native code may abort it. It is forked
-from this one, which has imported and instrumented the library. Unexpected Python errors do not end it: the first input
-of each kind is stored with the seeds, in ``tests/fuzzing/corpus/TARGET/crash-*``, and the fuzzing goes on. Inputs that
-reach new code are kept in ``build/fuzz``; ``--minimize`` stores a few of them with the seeds.
+Each target runs in a separate process, because libFuzzer ends its process, and native code may abort it. The process is
+forked from this one, which has imported and instrumented the library. After an unexpected Python error, fuzzing
+continues: the first input of each kind is stored with the seeds, in ``tests/fuzzing/corpus/TARGET/crash-*``. Inputs
+that reach new code are kept in ``build/fuzz``; ``--minimize`` stores a few of them with the seeds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PACKAGES: Final = [
     "ckptcore", "ckptcore_dcp", "ckptcore_formats", "ckptcore_incremental", "ckptcore_integrations", "ckptcore_orbax",
     "ckptcore_tools", "ckptcore_view",
 ]  # fmt: skip
-"""The measured packages. Tests and the conformance kit are not."""
+"""The instrumented packages, without tests and the conformance tests."""
 
 _INSTRUMENTED: Final = atheris.instrument_imports(include=_PACKAGES)
-_INSTRUMENTED.__enter__()  # for the whole life of the process: modules are also imported at first use
+_INSTRUMENTED.__enter__()  # until the process ends, because modules are also imported at first use
 
 with contextlib.redirect_stderr(io.StringIO()):  # atheris writes a line for each module
     from tests.fuzzing.checks import CORPUS, Checker, Observer
@@ -42,17 +42,17 @@ with contextlib.redirect_stderr(io.StringIO()):  # atheris writes a line for eac
 
 _WORK: Final = Path("build/fuzz")
 _PART: Final = "--part"
-"""The argument of a process that libFuzzer starts; followed by the target and arguments of libFuzzer."""
+"""First argument of a process that libFuzzer starts. The target and arguments of libFuzzer follow it."""
 
 _ADDRESS_BYTES: Final = 4 << 30
-"""Address space that a process may map in addition to that after the samples were read."""
+"""Address space that a process may map in addition to that in use after reading the samples."""
 
 _MAX_INPUT_BYTES: Final = 1 << 16
 _FRESH: Final = 0.2
-"""The share of mutations that begin from an intact file."""
+"""Fraction of mutations that start from an intact file."""
 
 _STRUCTURED: Final = 0.75
-"""The share of mutations that follow the structure of the file."""
+"""Fraction of mutations that follow the structure of the file."""
 
 _HANG_SECONDS: Final = 60
 _KEPT_BYTES: Final = 24 << 10
@@ -90,7 +90,7 @@ class _Crashes:
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:
-    """Fuzz a target, or do what else the arguments of libFuzzer say, and end the process."""
+    """Fuzz a target, or run another task of libFuzzer's arguments, and end the process."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     print(f"DIRECTORY {directory}", file=sys.stderr, flush=True)
     checker = Checker(TARGETS[name], directory / "places", Observer())
@@ -106,7 +106,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
     def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         choices = random.Random(seed)
-        # libFuzzer drops samples that reach no new code, though their changes would.
+        # libFuzzer drops samples that reach no new code, even if mutations of them would.
         if choices.random() < _FRESH:
             data = choices.choice(samples)
         if data and choices.random() < _STRUCTURED:
@@ -122,7 +122,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit, hard = mapped + _ADDRESS_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"  # -merge=1 starts it for parts of its work
+    program = f"{sys.executable} -m tests.fuzzing {_PART} {name}"  # -merge=1 starts it for parts of the work
     options = [f"-max_len={_MAX_INPUT_BYTES}", f"-timeout={_HANG_SECONDS}", "-rss_limit_mb=4096"]
     prefix = f"-artifact_prefix={CORPUS / name}/crash-native-"
     atheris.Setup(
@@ -132,7 +132,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
 
 
 def _fork(name: str, arguments: Sequence[str], log: Path) -> str:
-    """Do this in a process of its own. Return what it wrote."""
+    """Run `_run` in a forked process. Return its output."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -152,7 +152,7 @@ def _fork(name: str, arguments: Sequence[str], log: Path) -> str:
 
 
 def _fuzz(name: str, seconds: float) -> _Row:
-    """Fuzz a target, until the time is over, or native code is aborted or hangs: that has to be corrected first."""
+    """Fuzz a target until the time is over. Also stops if native code aborts or hangs, which must be fixed first."""
     kept = _WORK / name
     kept.mkdir(parents=True, exist_ok=True)
     (CORPUS / name).mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def _fuzz(name: str, seconds: float) -> _Row:
 
 
 def _minimize(name: str) -> None:
-    """Replace the seeds of a target by the smallest inputs that reach what the seeds and `_WORK` reach."""
+    """Replace the seeds of a target by the smallest inputs that reach the same code as the seeds and `_WORK`."""
     with tempfile.TemporaryDirectory() as merged:
         _fork(name, ["-merge=1", merged, str(CORPUS / name), str(_WORK / name)], _WORK / f"{name}.merge.log")
         found = sorted(Path(merged).iterdir(), key=lambda path: (path.stat().st_size, path.name))
@@ -185,7 +185,7 @@ def _minimize(name: str) -> None:
 
 
 def main() -> None:
-    """Fuzz, and print a table."""
+    """Fuzz the targets, and print a table."""
     if sys.argv[1:2] == [_PART]:
         _run(sys.argv[2], sys.argv[3:])
         return

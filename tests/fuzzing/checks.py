@@ -1,4 +1,4 @@
-"""Checks of one fuzzed file: expected errors, little memory, no code that runs, no path outside the directory."""
+"""Checks of one fuzzed file: only expected errors, little memory, no executed code, no path outside the directory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.fuzzing.reads import Read
 from tests.fuzzing.targets import Target
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-"""The seeds: for each target a directory of inputs. ``crash-*`` did harm once."""
+"""The seeds: a directory of inputs for each target. Inputs ``crash-*`` once did harm."""
 
 _MEMORY_BYTES: Final = 16 << 20
 _MEMORY_FACTOR: Final = 4
-"""A call may allocate this many times the size of all files, and `_MEMORY_BYTES` more."""
+"""A call may allocate this many times the size of all files, plus `_MEMORY_BYTES`."""
 
 _NATIVE_BYTES: Final = 256 << 20
 """Bytes by which the whole process may grow in one call, including libraries, which load during the first calls."""
@@ -34,12 +34,12 @@ _PATHS: Final[Mapping[str, int]] = {
     "os.link": 2, "os.symlink": 2, "os.truncate": 1, "os.chmod": 1, "os.chown": 1, "os.utime": 1,
     "os.setxattr": 1, "os.getxattr": 1, "shutil.rmtree": 1,
 }  # fmt: skip
-"""Audit events of file operations, and how many of their first arguments are paths."""
+"""Audit events of file operations, with the number of leading arguments that are paths."""
 
 _CODE: Final = frozenset(
     {"exec", "pickle.find_class", "marshal.loads", "marshal.load", "code.__new__", "ctypes.dlopen"}
 )
-"""Audit events of code that runs. Compiling runs none, and tracebacks parse source code."""
+"""Audit events of executed code. `compile` is not one: it runs nothing, and tracebacks parse source code."""
 
 _FORBIDDEN: Final = frozenset(
     {"os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen",
@@ -52,14 +52,14 @@ class HarmError(AssertionError):
 
 
 class Observer:
-    """Sees what the process does during a check, by an audit hook. Hooks cannot be removed, so there is one."""
+    """Observes the process during a check with an audit hook. There is only one, because hooks cannot be removed."""
 
     def __init__(self) -> None:
         self._inside = ""
         self._data = b""
         self._seen: list[str] = []
         self._thread = 0
-        version_of("ckptcore")  # errors name it, and it is found once
+        version_of("ckptcore")  # look it up now: errors contain it, and it is cached
         sys.addaudithook(self._observe)
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Observer:
 
         Args:
             inside: the directory.
-            data: the fuzzed input. A module with its name in there must not be imported.
+            data: the fuzzed input. A module whose name is in the input must not be imported.
         """
         self._data, self._seen, self._thread = data, [], threading.get_ident()
         self._inside = f"{inside}/"
@@ -94,13 +94,13 @@ class Observer:
             self._seen.append(f"{event} {arguments!r}"[:500])
 
     def _is_reader(self) -> bool:
-        """Return False for threads that other tests of this process left."""
+        """Return False for threads that other tests of this process left running."""
         return threading.get_ident() == self._thread or threading.current_thread().name == "ckptcore-io"
 
     def _is_allowed(self, path: str) -> bool:
         if ".." in path.split("/"):
             return False
-        # A relative path is one within a directory that is open.
+        # A relative path is within an open directory.
         # Tracebacks show source files.
         within = (self._inside, "/proc/", "/sys/")
         return not path.startswith("/") or f"{path}/".startswith(within) or path.endswith(".py")
@@ -136,13 +136,13 @@ class Checker:
         self._observer = observer
         for number in range(len(self._places)):
             self._create(number)
-        # All calls once without checks, also for a file of no format, because they load libraries at first use.
+        # Run all calls once without checks, also for a file of no format, because they load libraries at first use.
         for read in target.reads:
             self._read(b"\0x", read)
         self.succeeded = [sum([self._read(data, read) for read in target.reads]) for data in self.samples()]
 
     def samples(self) -> list[bytes]:
-        """Return the inputs that give intact files."""
+        """Return the inputs that produce intact files."""
         return [bytes([number]) + one.sample for number, one in enumerate(self._places)]
 
     def place_of(self, data: bytes) -> Place:
@@ -166,8 +166,8 @@ class Checker:
     def check_quickly(self, data: bytes) -> None:
         """Read an input by one of the calls, which depends only on the input. Memory is traced for one of 32 inputs.
 
-        Tracing makes a call several times slower. Large allocations are found by their failure, too, where the address
-        space of the process is limited.
+        Tracing makes a call several times slower. If the address space of the
+        process is limited, large allocations also fail without tracing.
         """
         if data:
             number = zlib.crc32(data)
@@ -217,5 +217,5 @@ class Checker:
 
 
 def _process_bytes() -> int:
-    """Return the most memory that this process had, in bytes."""
+    """Return the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""A storage that counts the bytes that a process writes and reads, as a plugin under a URL scheme of its own."""
+"""A plugin with a storage that counts the bytes that a process writes and reads. It has its own URL scheme."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
 _BLOCK_BYTES: Final = 1 << 20
-"""Bytes of one checksum, which are read whole."""
+"""Bytes of a block with one checksum. Blocks are read whole."""
 
 _DESCRIPTION_BYTES: Final = 256 << 10
-"""More than a layout says of the few arrays of a test, in headers and indices; less than one of their replicas."""
+"""Limit of the metadata of the few test arrays in headers and indices. Smaller than one replica."""
 
 
 class CountingPlugin:
@@ -42,8 +42,8 @@ class Counted:
     """Bytes counted by a process so far.
 
     Attributes:
-        written: into objects of arrays and of what a layout says of them; not into the root and its tables.
-        read: of all objects.
+        written: bytes in objects with arrays and layout metadata, without the root and its tables.
+        read: bytes of all objects.
     """
 
     written: int
@@ -51,7 +51,7 @@ class Counted:
 
 
 class Counting:
-    """A Context that counts, its URLs, and what was counted."""
+    """A Context that counts bytes, its URLs, and the counts."""
 
     def __init__(self, **job: Any) -> None:
         self._plugin = CountingPlugin()
@@ -78,10 +78,10 @@ class Counting:
 
 
 def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
-    """Assert of what the processes of a job counted that every byte was written once, and read where it is needed.
+    """Assert from the counts of a job's processes that every byte was written once, and read only where needed.
 
-    A box that is read may begin and end within blocks of which the rest is read too: two blocks for each box that has
-    one or more; smaller ones lie side by side.
+    A box can begin and end within a block, and the rest of that block is read too. So up to two more blocks are allowed
+    for each box of at least one block. Smaller boxes are contiguous.
 
     Args:
         found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes

@@ -1,4 +1,4 @@
-"""One process of a job in which something fails: what it does, whatever framework its job is of."""
+"""One process of a job with a failure: its actions, for any framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptcore.protocols import Coordinator
 from tests.jobs.traps import SCHEME, Action, Trap, TrappedLayout, trapped_context
 
 DEADLINE_SECONDS: Final = 6.0
-"""Seconds that a rank waits for another one if one is missing on purpose."""
+"""Seconds that a rank waits for another one if a rank is missing on purpose."""
 
 PATIENCE_SECONDS: Final = 120.0
 """Seconds that a rank waits for another one if all take part."""
@@ -26,10 +26,10 @@ class Cell:
     """A failure: its rank and its point.
 
     Attributes:
-        operation: what the job does, a key of `OPERATIONS`.
-        point: where in it, as of `Trap`.
-        action: what happens there.
-        victim: the rank to which it happens.
+        operation: the operation of the job, a key of `OPERATIONS`.
+        point: the point in the operation; see `Trap`.
+        action: the failure.
+        victim: the rank that fails.
     """
 
     operation: str
@@ -48,7 +48,7 @@ class Job(Protocol):
         ...
 
     def state(self, number: int) -> dict[str, Any]:
-        """A state that is sharded over the processes, all of whose elements say the number."""
+        """Return a state that is sharded over the processes. All elements are the number."""
         ...
 
     def expect(self, found: Mapping[str, Any], number: int) -> None:
@@ -63,7 +63,7 @@ class _Operation(Protocol):
 
 
 class _Save:
-    """A save in the background, as the second one of the job."""
+    """A save in the background, after a first save of the job."""
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._cell, self._job, self._trap = cell, job, trap
@@ -93,7 +93,7 @@ class _Save:
 
 
 class _Run:
-    """A run of steps: opened, decided on, loaded, deleted from."""
+    """A run of steps: opening, decisions, loads and deletions."""
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._cell, self._job, self._trap = cell, job, trap
@@ -106,7 +106,7 @@ class _Run:
         with ckptcore.Checkpointer(f"{self._directory}", context=self._patient) as run:
             for step in (1, 2, 3):
                 run.save(step, self._job.state(step))
-        # Made now: to shard a tensor takes collectives of the framework, which wait in their own way.
+        # Create all states now, because sharding a tensor uses collectives of the framework, with other timeouts.
         self._states = {step: self._job.state(step) for step in (0, 4, 5)}
         if self._cell.operation != "open":
             self._run = self._open()
@@ -137,7 +137,7 @@ class _Run:
 
 
 class _Resume:
-    """The next job, of another number of processes, over what is left."""
+    """The next job, with another number of processes, in the directory that the failed job left."""
 
     def __init__(self, cell: Cell, job: Job, trap: Trap, place: Path) -> None:
         self._job, self._place = job, place
@@ -179,7 +179,7 @@ def _deadline(cell: Cell) -> float:
 
 
 def take_part(cell: Cell, job: Job, place: Path) -> None:
-    """Do what the job does, and write how it ended to `told_file`."""
+    """Run the operation, and write the result to `told_file`."""
     is_victim = job.rank == cell.victim
     trap = Trap(cell.point if is_victim else "", cell.action)
     operation = _OPERATIONS[cell.operation](cell, job, trap, place)

@@ -1,4 +1,4 @@
-"""Jobs of real processes in which one fails: started, judged, and followed by a smaller job in the same directory."""
+"""Jobs of real processes with a failing process. They are started, checked, and continued by a smaller job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Processes:
         self.size = size
         self._place = place
         for rank in range(size):
-            told_file(place, rank).unlink(missing_ok=True)  # of the job before
+            told_file(place, rank).unlink(missing_ok=True)  # from the previous job
         self._errors = [f"{place}.{size}.{rank}.errors" for rank in range(size)]
         port = free_port()
         self._server = None if leader_serves else program.serve(port)
@@ -82,14 +82,14 @@ class _Processes:
         return "\n".join(texts)
 
     def close(self) -> None:
-        """End what is left of them."""
+        """Kill the remaining processes."""
         for process in self._processes:
             process.kill()
             process.join()
 
 
 def _expect_named(told: dict[str, Any], victim: int) -> None:
-    """Return True if a rank got one of our errors that names the failed rank."""
+    """Fail unless a rank got one of our errors, which names the failed rank."""
     assert told["ours"], told
     assert re.search(rf"rank {victim}\b|\[{victim}\]", told["text"]), told
 
@@ -98,11 +98,11 @@ def fail(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serv
     """Run a cell, check the errors of the ranks and the stored checkpoints, and continue with a smaller job.
 
     Args:
-        program: what a process is: `failing_torch` or one like it.
-        cell: what fails.
-        size: how many processes there are.
-        place: a directory to be made.
-        leader_serves: whether the service by which the processes agree runs in that of rank 0.
+        program: the program of a process: `failing_torch` or a similar module.
+        cell: the failure.
+        size: the number of processes.
+        place: a directory, which this function creates.
+        leader_serves: True if the process of rank 0 runs the service for the exchanges of the job.
     """
     place.mkdir()
     job = _Processes(program, cell, size, place, leader_serves=leader_serves)
@@ -157,6 +157,6 @@ def _resume(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_s
 
 
 def name_of(cell: object) -> str:
-    """The cell, in the name of a test."""
+    """Return the name of a cell for test ids."""
     assert isinstance(cell, Cell)
     return f"{cell.operation}-{cell.point.replace(' ', '_')}-{cell.action}-{cell.victim}"

@@ -27,7 +27,7 @@ QUICK: Final = Context(durability="none")
 
 
 def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Do a task in a job of jax.distributed."""
+    """Run a task in a job of jax.distributed."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={place.devices}"
     update: Any = jax.config.update
@@ -42,12 +42,12 @@ def run(task: Callable[[Place], Any], place: Place) -> Any:
 
 
 def over_all(*shape: int) -> Mesh:
-    """A mesh with the axes x and y over every device of the job."""
+    """Return a mesh with the axes x and y over all devices of the job."""
     return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y"))
 
 
 def of_process(owner: int) -> Mesh:
-    """A mesh with the axis x over the devices of one process."""
+    """Return a mesh with the axis x over the devices of one process."""
     return Mesh(np.array([device for device in jax.devices() if device.process_index == owner]), ("x",))
 
 
@@ -61,14 +61,14 @@ def parts_of(elements: Any, sharding: Sharding) -> list[jax.Array]:
 
 
 def sharded(elements: Any, sharding: Sharding) -> jax.Array:
-    """An array; also where no device of this process holds any of it."""
+    """Return a sharded array, even if no device of this process has a shard."""
     elements = np.asarray(elements)
     parts = parts_of(elements, sharding)
     return jax.make_array_from_single_device_arrays(elements.shape, sharding, parts, dtype=elements.dtype)
 
 
 def blank(like: Any) -> Any:
-    """The same tree with abstract arrays."""
+    """Return the same tree with abstract arrays."""
     make: Any = jax.ShapeDtypeStruct
 
     def one(leaf: Any) -> Any:
@@ -101,7 +101,7 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def submeshes(place: Place) -> Any:
-    """Arrays on the devices of one process, which the others know of too."""
+    """Save and load arrays on the devices of one process that all processes have in their trees."""
     mesh = over_all(2, 2)
     state: dict[str, Any] = {"both": sharded(ROWS, NamedSharding(mesh, P("x"))), "own": jnp.arange(5), "step": 3}
     for owner in range(place.size):
@@ -113,7 +113,7 @@ def submeshes(place: Place) -> Any:
         data = jax.random.key_data(jax.random.split(jax.random.key(owner), 4))
         state[f"keys of {owner}"] = jax.random.wrap_key_data(sharded(data, over_one))
     parts = parts_of(ROWS * 2, NamedSharding(of_process(1), P("x")))
-    for name in ("tied", "to it"):  # by their memory, which process 0 does not see
+    for name in ("tied", "to it"):  # they are tied by memory, which process 0 does not see
         state[name] = jax.make_array_from_single_device_arrays(
             ROWS.shape, NamedSharding(of_process(1), P("x")), parts, dtype=ROWS.dtype
         )
@@ -130,10 +130,9 @@ def submeshes(place: Place) -> Any:
 
 
 class Placements:
-    """Notes where arrays are put, and whether anything is computed, while it is entered.
+    """Records the placement of arrays, and any computation, while its context is entered.
 
-    Every array that JAX makes of elements on the host goes through `batched_device_put` (jax 0.10.2), whoever asks for
-    it.
+    JAX creates every array from host elements with `batched_device_put` (jax 0.10.2).
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ class Placements:
     def __enter__(self) -> Self:
         self._put: Any = pxla.batched_device_put
         clear: Any = jax.clear_caches
-        clear()  # what is computed again is compiled again
+        clear()  # so that repeated computations are compiled again
         jax.monitoring.register_event_duration_secs_listener(self._heard)
         for module in self._users():
             module.batched_device_put = self._noted
@@ -167,7 +166,7 @@ class Placements:
 
 
 def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_host")) -> Any:
-    """Arrays in memory of the host are saved from there, and loaded to there, and no device memory is used."""
+    """Save arrays from host memory, and load them to host memory. No device memory may be used."""
     mesh, other = over_all(2, 2), over_all(1, 4)
 
     def state(over: Mesh, kind: str) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def counted(place: Place) -> Any:
 
 
 def topology(*, filled: bool) -> dict[str, Any]:
-    """The arrays of all topologies: over both axes of a mesh, over one of them, and over none."""
+    """Return the arrays of all topologies: sharded over both axes of a mesh, over one axis, and over none."""
     mesh = over_all(jax.process_count(), len(jax.local_devices()))
     specs = {"even": P("x", "y"), "uneven": P("y"), "few": P(), "count": P()}
     arrays = {name: array if filled else np.zeros_like(array) for name, array in WHOLE.items()}
@@ -258,7 +257,7 @@ def save(place: Place) -> Any:
 
 
 def load(place: Place) -> Any:
-    """Load all that is there into arrays over all devices."""
+    """Load all checkpoints into arrays over all devices."""
     found = sorted(path.name for path in place.directory.iterdir())
     for name in found:
         loaded = ckptcore.load(place.directory / name, blank(topology(filled=False)), context=QUICK)
@@ -269,7 +268,7 @@ def load(place: Place) -> Any:
 
 
 def unequal(place: Place) -> Any:
-    """Arrays of one process that differ between ranks, and a rank that is late. Arrays of the job are not compared."""
+    """Save arrays of one process that differ between ranks, with a late rank. Arrays of the job are not compared."""
     state = {
         "key": jax.random.key(place.rank),
         "position": jnp.array(100 + place.rank),
@@ -282,7 +281,7 @@ def unequal(place: Place) -> Any:
 
 
 def quick(place: Place) -> Any:
-    """A sample of all."""
+    """Run a sample of all tasks."""
     submeshes(place)
     offloaded(place, ["pinned_host"])
     return counted(place)

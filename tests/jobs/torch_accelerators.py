@@ -1,4 +1,4 @@
-"""Two processes whose default group cannot send host memory, as with NCCL alone: they save and load."""
+"""Saves and loads of two processes whose default group cannot send host memory, as with NCCL alone."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _COLLECTIVES: Final = (
 
 
 class RefusingGroup(dist.ProcessGroup):
-    """A group that is written in Python, and refuses every collective."""
+    """A group in Python that refuses every collective."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # who inherits from it has no store to give
         self.refused: list[str] = []
 
     def getBackendName(self) -> str:
-        """Its backend."""
+        """Return the name of the backend."""
         return "refusing"
 
     @property
     def group_name(self) -> Any:
-        """As torch knows it."""
+        """Return the name of the group in torch."""
         return dist.distributed_c10d._world.pg_names[self]
 
 
@@ -65,7 +65,7 @@ def run(task: Callable[[Place], Any], place: Place) -> Any:
     dist.Backend.register_backend(
         "refusing", lambda store, rank, size, timeout: RefusingGroup(rank, size), devices=["cpu", "cuda"]
     )
-    # A backend as NCCL is: for one kind of device, and none for host memory.
+    # Like NCCL, this backend supports one kind of device, and not host memory.
     dist.Backend.register_backend(
         "accelerated",
         lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
@@ -76,7 +76,7 @@ def run(task: Callable[[Place], Any], place: Place) -> Any:
 
 @contextmanager
 def in_group(backend: str, store: Any, place: Place) -> Iterator[None]:
-    """A default group of a backend, in which no tensor in host memory can be sent."""
+    """Create a default group of a backend that cannot send tensors in host memory."""
     prefixed: Any = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]  # it is exported at run time
     dist.init_process_group(backend, store=prefixed, rank=place.rank, world_size=place.size)
     try:
@@ -98,14 +98,14 @@ def in_group(backend: str, store: Any, place: Place) -> Iterator[None]:
 
 
 def sharded(value: torch.Tensor, mesh: DeviceMesh, placement: Placement, rank: int) -> DTensor:
-    """A DTensor of a whole tensor, without a word between processes."""
+    """Return a DTensor of a whole tensor, without communication."""
     assert isinstance(placement, Shard)
     part = value.chunk(2, placement.dim)[rank].contiguous()
     return DTensor.from_local(part, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
 
 
 def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
-    """A model under FSDP2 and its optimizer, all of whose numbers come of one."""
+    """Return a model under FSDP2 and its optimizer. All numbers in them depend on `value`."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def numbers(state: Mapping[str, Any]) -> list[float]:
 
 
 def save_and_load(place: Place, backend: str) -> Any:
-    """In every way."""
+    """Save and load in every way."""
     directory, rank = place.directory / backend, place.rank
     mesh = init_device_mesh("cpu", (place.size,))
 
@@ -146,7 +146,7 @@ def save_and_load(place: Place, backend: str) -> Any:
     expect(ckptcore.load(directory / "blocking", state(0, 1), context=quick), 2)
     together = ckptcore.Context(
         durability="none", io=ckptcore.context.IOOptions(threads=2), job=ckptcore.context.JobOptions(reads="broadcast")
-    )  # over groups of its own
+    )  # uses separate groups
     expect(ckptcore.load_into(directory / "async", state(0, 1), context=together), 3)
 
     trained, blank = train(mesh, 1.0), train(mesh, 9.0)
@@ -172,17 +172,17 @@ def save_and_load(place: Place, backend: str) -> Any:
 
 
 def accelerators(place: Place) -> Any:
-    """One job after the other, of each kind of group; the steps that each has."""
+    """Run one job for each kind of group. Return the steps of each job."""
     store: Any = dist.TCPStore("127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported at run time
     told = {}
     for backend in ("refusing", "accelerated"):
         with in_group(backend, store, place):
             told[backend] = save_and_load(place, backend)
     store.add("ended", 1)
-    while place.rank == 0 and store.add("ended", 0) < place.size:  # it serves the store
+    while place.rank == 0 and store.add("ended", 0) < place.size:  # rank 0 serves the store
         time.sleep(0.01)
     return told
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"accelerators": accelerators}
-"""By name."""
+"""Tasks by name."""

@@ -30,7 +30,7 @@ QUICK: Final = ckptcore.Context(durability="none")
 
 
 def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Do a task in a job of torch.distributed."""
+    """Run a task in a job of torch.distributed."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.size)
@@ -41,7 +41,7 @@ def run(task: Callable[[Place], Any], place: Place) -> Any:
 
 
 class Stage(torch.nn.Module):
-    """Two layers of a model, under their names in the whole of it."""
+    """Two layers of a model, with their names in the whole model."""
 
     def __init__(self, number: int, seed: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Stage(torch.nn.Module):
 
 
 def whole_of(state: Any) -> dict[str, Any]:
-    """By dotted name, the arrays of a tree of dicts, whole: of a DTensor those of all processes of its mesh."""
+    """Return the whole arrays of a tree of dicts by dotted name. DTensors are gathered from their mesh."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -67,7 +67,7 @@ def whole_of(state: Any) -> dict[str, Any]:
 
 
 def stages(place: Place) -> Any:
-    """Two stages on two processes each, with FSDP2 or tensor parallelism, whose ranks have the keys of their stage."""
+    """Save and load two stages on two processes each, with FSDP2 or tensor parallelism. A rank has its stage's keys."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 
@@ -102,7 +102,7 @@ def stages(place: Place) -> Any:
 
 
 def submeshes(place: Place) -> Any:
-    """DTensors over meshes of two of the four processes, which all ranks have in their trees."""
+    """Save and load DTensors over meshes of two of the four processes. All ranks have them in their trees."""
     meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in {"first": [0, 1], "last": [2, 3], "one": [3]}.items()}
     kinds: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
     rows = torch.arange(30, dtype=torch.float32).reshape(5, 6)
@@ -175,7 +175,7 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 
 def fsdp(*, filled: bool) -> dict[str, Any]:
-    """The arrays of all topologies under FSDP2, but for those without axes."""
+    """Return the arrays of all topologies under FSDP2, except arrays without axes."""
     module: Any = torch.nn.Module()
     for name, array in WHOLE.items():
         if array.ndim:
@@ -187,13 +187,13 @@ def fsdp(*, filled: bool) -> dict[str, Any]:
 
 
 def save(place: Place) -> Any:
-    """Save what FSDP2 sharded."""
+    """Save arrays that FSDP2 sharded."""
     for layout in place.layouts:
         ckptcore.save(place.directory / f"torch{place.size}-{layout}", fsdp(filled=True), layout=layout, context=QUICK)
 
 
 def load(place: Place) -> Any:
-    """Load all that is there into what FSDP2 sharded."""
+    """Load all checkpoints into arrays that FSDP2 sharded."""
     found = sorted(path.name for path in place.directory.iterdir())
     for name in found:
         loaded = ckptcore.load(place.directory / name, fsdp(filled=False), context=QUICK)
@@ -204,7 +204,7 @@ def load(place: Place) -> Any:
 
 
 def counted(place: Place) -> Any:
-    """Bytes that each process writes and reads: of shards, of replicas of shards, and of what all hold."""
+    """Count the bytes that each process writes and reads, for shards, replicated shards, and replicas."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     line = init_device_mesh("cpu", (4,))
     other = init_device_mesh("cpu", (2, 2))
@@ -242,7 +242,7 @@ def counted(place: Place) -> Any:
 
 
 def unequal(place: Place) -> Any:
-    """Arrays that differ between ranks, and a rank that is late."""
+    """Save arrays that differ between ranks, with a late rank."""
     state = {
         "generator": torch.Generator().manual_seed(place.rank).get_state(),
         "half and half": torch.full((1 << 24,), float(place.rank)),
@@ -262,7 +262,7 @@ def unequal(place: Place) -> Any:
 
 
 def quick(place: Place) -> Any:
-    """A sample of all."""
+    """Run a sample of all tasks."""
     submeshes(place)
     strided(place)
     stages(place)

@@ -30,7 +30,7 @@ from tests.jobs.torch_program import run as run_torch
 
 run: Final = run_torch
 LAYOUT: Final = "dcp"
-"""In which each process has a file of its own."""
+"""A layout in which each process has its own file."""
 
 
 class Sight(FaultPlan):
@@ -60,7 +60,7 @@ class Sight(FaultPlan):
 
 
 class Rank:
-    """One process of the job: its state, its sight, and the directories that all share."""
+    """One process of the job: its state, its view of the storage, and the shared directories."""
 
     def __init__(self, place: Place) -> None:
         self.number = place.rank
@@ -74,11 +74,11 @@ class Rank:
         self._mesh = init_device_mesh("cpu", (place.size,))
 
     def open(self, name: str, **options: Any) -> Checkpointer:
-        """A run in a directory of this name."""
+        """Open a run in the directory with this name."""
         return Checkpointer(f"seen://{self.directory}/{name}", layout=LAYOUT, context=self.context, **options)
 
     def state(self, step: int) -> dict[str, Any]:
-        """A state that says its step everywhere."""
+        """Return a state. Every value in it depends on the step."""
         return {
             "rows": distribute_tensor(torch.full((13, 4), float(step)), self._mesh, [Shard(0)]),
             "copied": torch.full((3,), step),
@@ -86,7 +86,7 @@ class Rank:
         }
 
     def parts(self, step: int) -> dict[str, Any]:
-        """The same with what this process has alone."""
+        """Return a state with additional parts of this process only."""
         return {
             "model": self.state(step),
             "mine": ckptcore.PerProcess({"step": np.full(3, step), "rank": self.number}),
@@ -100,12 +100,12 @@ class Rank:
         assert found["step"] == step
 
     def expect_parts(self, found: Mapping[str, Any], step: int) -> None:
-        """Fail unless parts are those of a step, and of this process."""
+        """Fail unless the parts belong to a step and to this process."""
         self.expect(found["model"], step)
         assert (found["mine"]["step"] == step).all() and found["mine"]["rank"] == self.number
 
     def together(self) -> None:
-        """Wait for all."""
+        """Wait for all ranks."""
         dist.barrier()
 
 
@@ -128,7 +128,7 @@ def fall_back(rank: Rank) -> Any:
         told["restored"] = run.restored_step
         told["skipped"] = [[skip.step, skip.reason] for skip in run.skipped_steps]
         rank.sight.flipped = ()
-        for step in (2, 4):  # what one found to be damaged, all replace
+        for step in (2, 4):  # a step that one rank found damaged is replaced by all
             run.save_checkpointables(step, rank.parts(step))
         run.wait()
         rank.expect_parts(run.load_checkpointables(abstract=rank.parts(0)), 4)
@@ -184,7 +184,7 @@ def decide_by_clocks(rank: Rank) -> Any:
 
 
 def be_preempted(rank: Rank) -> Any:
-    """Rank 1 gets SIGTERM from rank 2, at any moment and while a step is being saved."""
+    """Send SIGTERM from rank 2 to rank 1, at random moments and while a step is being saved."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     processes: list[Any] = [None] * dist.get_world_size()
@@ -206,7 +206,7 @@ def be_preempted(rank: Rank) -> Any:
                 "listens": signal.getsignal(signal.SIGTERM) != ours,
             }
         assert signal.getsignal(signal.SIGTERM) == ours
-        with rank.open("preempted", save_policy=policy) as run:  # the job that comes after
+        with rank.open("preempted", save_policy=policy) as run:  # the next job
             rank.expect(run.load(None, rank.state(0)), step)
             assert not run.preempted
             told["steps"] = list(run.steps)
@@ -256,10 +256,10 @@ _CASES: Final[Sequence[Callable[[Rank], Any]]] = (fall_back, decide_by_clocks, b
 
 
 def run_steps(place: Place) -> Any:
-    """Every case, one after the other; what each told, by name."""
+    """Run all cases one after another. Return their results by name."""
     rank = Rank(place)
     return {case.__name__: case(rank) for case in _CASES}
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"run_steps": run_steps}
-"""By name."""
+"""Tasks by name."""

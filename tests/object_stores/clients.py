@@ -1,8 +1,8 @@
-"""A program that does what is to be killed at a request: it is warm, and forks a child for each task.
+"""A program that runs tasks to be killed at a request. It has imported everything, and forks a child for each task.
 
-It reads lines of JSON, a `Task` each, and writes the process id of the child that does it. When that has ended its exit
-status is written: negative for a signal. No storage is opened before the fork: clients of object stores do not survive
-one.
+It reads lines of JSON, each a `Task`, and writes the process id of the child that runs the task. When the child has
+ended, it writes the exit status: negative for a signal. No storage is opened before the fork, because clients of object
+stores do not survive a fork.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Task:
     """The task of a child process.
 
     Attributes:
-        program: save where no checkpoint is; replace one; save the next step of a directory.
-        location: of the checkpoint, or of the directory of steps.
-        number: the state that it saves; the step too.
-        layout: how arrays are laid out.
+        program: save a first checkpoint; replace a checkpoint; or save the next step of a directory.
+        location: the location of the checkpoint, or of the directory of steps.
+        number: the number of the saved state, and of the step.
+        layout: the layout.
         storage: options of storages by scheme.
-        elements: of an array of the state.
+        elements: number of elements of an array of the state.
     """
 
     program: Program
@@ -48,7 +48,7 @@ class Task:
 
 
 def do(task: Task) -> None:
-    """Do it, in this process, on one thread, so that the requests of one run are those of the next."""
+    """Run a task in this process, on one thread, so that every run makes the same requests."""
     context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1), storage=task.storage)
     state = make_state(task.number, task.elements)
     if task.program == "step":
@@ -60,7 +60,7 @@ def do(task: Task) -> None:
 
 
 class Client(WarmProgram):
-    """The warm program, as its parent knows it."""
+    """The parent's handle of the program."""
 
     def __init__(self) -> None:
         super().__init__("tests.object_stores.clients")
@@ -72,7 +72,7 @@ class Client(WarmProgram):
 
 
 def _warm() -> None:
-    """Import what tasks import."""
+    """Import the modules that tasks need."""
     for layout in ("safetensors", "dcp"):
         ckptcore.save(
             f"memory://warm/{layout}",
@@ -80,7 +80,7 @@ def _warm() -> None:
             layout=layout,
             context=ckptcore.Context(io=ckptcore.context.IOOptions(threads=1)),
         )
-    import ckptcore_orbax.orbax.layouts  # noqa: F401  # it is not used before a fork, which its threads would not survive
+    import ckptcore_orbax.orbax.layouts  # noqa: F401  # only imported: its threads would not survive a fork
 
 
 def _serve() -> None:
@@ -100,7 +100,7 @@ def _child(task: Task) -> None:
     try:
         signal.alarm(_SECONDS)  # a task that hangs ends with a signal that no test expects
         do(task)
-    except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
+    except BaseException:  # noqa: BLE001  # the exit status is for the test, the text for people
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Random programs by seed save, replace, load and delete through a faulty proxy, and are checked without it."""
+"""Random programs, chosen by a seed, that save, replace, load and delete through a faulty proxy. Checked without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OWNER: Final = ".ckptcore/owner.json"
 
 
 class Outage:
-    """From a request on the network is gone."""
+    """A network that fails permanently from some request on."""
 
     def __init__(self, begins: int) -> None:
         """Break every request from this number on."""
@@ -52,18 +52,18 @@ class Outage:
 
 @dataclass
 class Run:
-    """A run that is under way.
+    """State of a run of a random program.
 
     Attributes:
-        seed: draws the program and the faults.
-        store: with the service.
-        proxy: between.
-        draw: draws the program.
-        context: goes through the proxy.
-        direct: does not.
+        seed: the seed of the program and the faults.
+        store: the object store.
+        proxy: the faulty proxy.
+        draw: random numbers of the program.
+        context: connects through the proxy.
+        direct: connects without the proxy.
         place: the directory of the run.
         next_version: the next state to save.
-        histories: by location.
+        histories: the history of each location.
     """
 
     seed: int
@@ -77,20 +77,20 @@ class Run:
     histories: dict[str, History] = field(default_factory=dict)
 
     def version(self) -> int:
-        """A state that was not saved yet."""
+        """Return the number of a new state."""
         version, self.next_version = self.next_version, self.next_version + 1
         return version
 
     def history(self, location: str) -> History:
-        """Of a location."""
+        """Return the history of a location."""
         return self.histories.setdefault(location, History(location))
 
 
 def run(seed: int, store: ObjectStore) -> Run:
-    """Do the run of a seed, and judge it; what was found, if it was found good.
+    """Run the program of a seed, and check it. Return the run if all checks pass.
 
     Raises:
-        AssertionError: something was lost, torn or wrong, or an error was unclear. Its notes say what happened.
+        AssertionError: something was lost, torn or wrong, or an error was unclear. The notes describe the run.
     """
     draw = random.Random(seed)
     plan = SeededFaults(
@@ -177,7 +177,7 @@ def _delete(run: Run, location: str) -> None:
 
 
 def _die(run: Run, location: str) -> None:
-    """A save whose network goes away in its middle and does not come back, so that it cannot tidy up."""
+    """Save with a network that fails permanently in the middle, so that the save cannot remove its objects."""
     history, version = run.history(location), run.version()
     proxy, plan = run.proxy, run.proxy.plan
     number = proxy.log[-1].request.number + 1 if proxy.log else 0
@@ -201,7 +201,7 @@ def release_directory(store: ObjectStore, directory: str) -> None:
 
 
 def _train(run: Run, directory: str) -> None:
-    """Save steps, be cut off, and resume, each time through the proxy."""
+    """Save steps, lose the connection, and resume, each time through the proxy."""
     saved: dict[int, set[int | None]] = {}
     last = 0
     layout = run.draw.choice(LAYOUTS)
@@ -211,7 +211,7 @@ def _train(run: Run, directory: str) -> None:
                 directory, preservation_policy=LatestN(2), layout=layout, context=run.context
             ) as checkpointer:
                 newest = checkpointer.latest
-                # Who opens the directory knows no more of its steps than a list shows, which may be an old one.
+                # A job that opens the directory knows only the steps of a listing, which may be outdated.
                 old = any(StaleList in map(type, logged.faults) for logged in run.proxy.log)
                 assert old or (newest or 0) >= last, (
                     f"step {last} was saved, the newest is said to be {newest}: {saved}"
@@ -249,7 +249,7 @@ def _train(run: Run, directory: str) -> None:
 
 
 def _judge(run: Run) -> None:
-    """Check every location without faults: committed checkpoints are complete, and the next save leaves no remains."""
+    """Check every location without faults: committed checkpoints are complete, and the next save removes remains."""
     for location, history in run.histories.items():
         if location.endswith("/steps"):
             continue

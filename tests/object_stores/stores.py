@@ -1,4 +1,4 @@
-"""The object stores that are tried: a service on this machine, and what clients and proxies have to know of it."""
+"""The tested object stores: services on this machine, with settings for clients and proxies."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
 """Every layout that saves."""
 
 _TRIES: Final[Mapping[str, JSON]] = {"part_bytes": 5 << 20, "retries": 8, "first_wait": 0.005}
-"""Options that let a client try again at once, and upload small objects in parts."""
+"""Options with which a client retries quickly and uploads small objects in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectStore:
-    """A service that runs.
+    """A running service.
 
     Attributes:
-        scheme: of its URLs.
+        scheme: the scheme of its URLs.
         upstream: its URL over HTTP.
-        bucket: a URL below which there is nothing.
-        dialect: how it speaks.
-        config: given where it is reached, the options by which clients do; they try again a few times.
-        begin_upload: begins an upload in pieces to a URL, and forgets it.
-        list_uploads: the keys of uploads below a URL that are not finished.
+        bucket: the URL of an empty bucket.
+        dialect: properties of its protocol.
+        config: returns the options of clients for an endpoint. Clients retry a few times.
+        begin_upload: begins an upload in pieces to a URL, and abandons it.
+        list_uploads: returns the keys of unfinished uploads below a URL.
     """
 
     scheme: str
@@ -56,16 +56,16 @@ class ObjectStore:
 
     @property
     def direct(self) -> ckptcore.Context:
-        """A context that reaches it with nothing between."""
+        """Return a Context that connects to the service without a proxy."""
         return ckptcore.Context(storage=self.options(self.upstream), io=ckptcore.context.IOOptions(threads=2))
 
 
 Headers: TypeAlias = Callable[[str, str], Mapping[str, str]]
-"""Given the method and the URL of a request, its headers."""
+"""Returns the headers of a request, for its method and URL."""
 
 
 class _Uploads:
-    """List the uploads in parts of a bucket with the protocol of S3, which GCS has too."""
+    """Begins and lists multipart uploads with the protocol of S3, which GCS also supports."""
 
     def __init__(self, bucket_url: str, place: str, headers: Headers) -> None:
         self._bucket_url = bucket_url
@@ -91,7 +91,7 @@ class _Uploads:
 
 
 def _signed(options: Mapping[str, JSON]) -> Headers:
-    """Headers that carry the signature of S3, which some servers ask for."""
+    """Return a function for headers with the S3 signature, which some servers require."""
     from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # it comes without types
     from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
     from botocore.credentials import Credentials  # type: ignore[import-untyped]
@@ -174,11 +174,11 @@ def _store(
 
 
 STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]]] = {"az": _az, "gs": _gs, "s3": _s3}
-"""By scheme: given a directory for what it needs, runs it for a while."""
+"""By scheme: a function of a working directory that returns a context manager of the running service."""
 
 
 def may_come_late(request: ProxiedRequest) -> bool:
-    """Return True if the store may get this request again, later, without a loss.
+    """Return True if the store may receive this request again later without data loss.
 
     A late deletion may lose a later save. Not every store has conditional deletions: see
     docs/design/commits-on-object-stores.md.

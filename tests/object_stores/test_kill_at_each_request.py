@@ -1,7 +1,7 @@
 """``kill -9`` of the client at each request of a save: the old checkpoint or the new one, and the next save succeeds.
 
-Replacing a checkpoint is not atomic on an object store, and must be requested by this name. There what counts is
-that nothing wrong is ever loaded.
+Replacing a checkpoint is not atomic on an object store, and must be requested as "non-atomic". In that case the tests
+only require that nothing wrong is ever loaded.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NEXT: Final = 3
 _SAMPLE: Final = 4
 
 _FIXED_NAMES: Final = ("model.safetensors", ".metadata", "__0_0.distcp", "manifest.ocdbt", "zarr.json", ".zgroup")
-"""Names that formats fix, which a failed save leaves and the next one needs."""
+"""Fixed names of formats. A failed save may leave objects with these names, and the next save uses them again."""
 
 Moment = Literal["before", "after"]
 
 
 def _nothing(store: ObjectStore, place: str) -> None:
-    """No checkpoint."""
+    """Create no checkpoint."""
 
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
@@ -64,10 +64,10 @@ class Scenario:
     """A task to kill, and the states that may exist afterwards.
 
     Attributes:
-        program: what the client does.
-        prepare: makes the initial state.
-        allowed: the states that may be there afterwards; None for no checkpoint.
-        elements: of an array of the state.
+        program: the task of the client.
+        prepare: creates the initial state.
+        allowed: the allowed states afterwards; None for no checkpoint.
+        elements: number of elements of an array of the state.
     """
 
     program: Program
@@ -138,7 +138,7 @@ def _found(store: ObjectStore, scenario: Scenario, place: str) -> int | None:
 
 
 def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) -> None:
-    """The next save succeeds, and leaves nothing of the failed one."""
+    """Check that the next save succeeds, and removes all remains of the failed one."""
     state = make_state(_NEXT)
     if scenario.program == "step":
         release_directory(store, place)

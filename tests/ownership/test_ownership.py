@@ -49,7 +49,7 @@ def test_a_second_owner_is_refused_with_the_name_of_the_first(place: Place, tmp_
 def test_a_refused_process_waits_for_the_record_of_the_owner(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine the owner may not have written its record when others have tried often enough."""
+    """On a busy machine, other processes may give up before the owner has written its record."""
     store, clock = place(tmp_path), FakeClock()
     put = store.put
 
@@ -115,7 +115,7 @@ def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path)
 
 @where_locked
 def test_without_working_locks_the_first_owner_detects_the_second(place: Place, tmp_path: Path) -> None:
-    """As on a network file system whose locks hold on one machine only."""
+    """Some network file systems have locks that work only within one machine."""
     store, clock = place(tmp_path), FakeClock()
     first = commit_method(store).locks("run", clock=clock).own()
     store.put(".ckptcore/owner/owner.json", b"the record of an owner on another machine")
@@ -264,7 +264,7 @@ def test_only_one_of_two_takeovers_succeeds(place: Place, tmp_path: Path) -> Non
 
 
 class LyingStorage(FaultyStorage):
-    """Puts, and then says that it failed, or that the condition did not hold."""
+    """A storage that puts, but reports that the put failed, or that the condition did not hold."""
 
     error: Exception | None = None
 
@@ -407,7 +407,7 @@ def test_invalid_arguments_are_refused(place: Place, tmp_path: Path) -> None:
 def test_a_restarted_container_is_not_this_process(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the host name and the number of the process before."""
+    """It has the same host name and process id as the earlier process."""
     store, clock = place(tmp_path), FakeClock()
     with commit_method(store).locks("the/run", clock=clock).own():
         own = leases._process_id
@@ -436,7 +436,7 @@ def test_every_owner_has_a_higher_number(place: Place, tmp_path: Path) -> None:
 
 @contextmanager
 def full(store: StorageBackend) -> Iterator[None]:
-    """A disk without room for anything, inside the block."""
+    """Simulate a full disk inside the block."""
 
     def put(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         raise StorageFullError(f"cannot write {key}: no room")
@@ -488,7 +488,7 @@ def test_of_two_owners_without_room_one_loses(place: Place, tmp_path: Path) -> N
 @where_locked
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_directory_that_is_another_one_now_is_locked_again(place: Place, is_full: bool, tmp_path: Path) -> None:
-    """As after its file system was mounted again: other processes do not see the lock of the old one."""
+    """This happens if a file system is mounted again: other processes do not see the lock of the old directory."""
     store, clock = place(tmp_path), FakeClock()
     commit_method(store).locks("run", clock=clock).own().close()
     with full(store) if is_full else nullcontext():
@@ -524,7 +524,7 @@ def test_of_two_owners_of_which_one_lost_its_lock_and_none_has_room_one_loses(pl
 
 
 def _replace_owner(store: StorageBackend) -> None:
-    """Put another directory with equal files in the place of the one that is locked."""
+    """Replace the locked directory by another one with equal files."""
     record = store.get(".ckptcore/owner/owner.json")
     cast(AtomicDirectories, store).rename(".ckptcore/owner", ".ckptcore/unmounted")
     put = type(store).put  # also on a full disk
@@ -545,7 +545,7 @@ def test_a_deletion_whose_announcement_others_cannot_see_is_refused(place: Place
 
 @everywhere
 def test_an_owner_without_room_loses_to_one_that_saved_meanwhile(place: Place, tmp_path: Path) -> None:
-    """Their saves would have one number."""
+    """Otherwise the saves of both would have the same number."""
     store, clock = place(tmp_path), FakeClock()
     with full(store):
         first = commit_method(store).locks("run", clock=clock).own()
@@ -566,7 +566,7 @@ def test_an_owner_without_room_loses_to_one_that_saved_meanwhile(place: Place, t
 
 
 def both(path: Path, clock: FakeClock) -> tuple[Locks, Locks]:
-    """One directory, on a host that locks it and on one that cannot: the server of NFS and a client."""
+    """Return the locks of a directory on a host with locks and on a host without: an NFS server and a client."""
     return commit_method(entered(path)).locks("run", clock=clock), commit_method(no_flock(path)).locks(
         "run", clock=clock
     )
@@ -606,7 +606,7 @@ def test_an_owner_with_a_lock_loses_to_one_that_takes_over(tmp_path: Path) -> No
 
 
 def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One writes its lease, and the other its record, after each has seen that there is no owner."""
+    """Both see that there is no owner. Then one writes its lease, and the other its record."""
     server, client = both(tmp_path, FakeClock())
     server.own().close()
     store, put = client._store, client._store.put
@@ -624,7 +624,7 @@ def test_of_two_owners_that_look_at_the_same_time_not_both_own(tmp_path: Path, m
 
 
 def test_an_owner_with_a_lock_but_no_room_loses_to_a_lease(tmp_path: Path) -> None:
-    """Its record could not be written before the other looked for it."""
+    """Its record could not be written before the other process read it."""
     server, client = both(tmp_path, FakeClock())
     server.own().close()
     with full(server._store):
@@ -652,4 +652,4 @@ def test_pins_of_a_host_with_locks_are_seen_without_locks(tmp_path: Path) -> Non
     assert deleting is not None
     with pytest.raises(CheckpointNotFoundError, match="is being deleted"):
         client.pin("1", wait_seconds=1)
-    client.pin("1").close()  # its announcement ends after a lease time, as that of a process that failed
+    client.pin("1").close()  # its announcement expires after a lease time, like that of a failed process

@@ -1,4 +1,4 @@
-"""Training runs as processes that a test starts, watches by what they print, and kills."""
+"""Training runs as processes. A test starts them, watches their output, and kills them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EARLY: Final = (
 
 
 class Run:
-    """One process that trains."""
+    """A training process."""
 
     def __init__(self, trainer: Trainer, process: int, output: Path) -> None:
         self._trainer = trainer
@@ -41,14 +41,14 @@ class Run:
         return Path(f"{self._output}.err").read_text()
 
     def has_ended(self) -> bool:
-        """Return True if it has ended, waited for or not."""
+        """Return True if the process has ended, whether it was waited for or not."""
         if self._status is not None:
             return True
         state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         return state in "ZX"
 
     def wait_for(self, text: str, count: int) -> bool:
-        """Wait until it has printed so many lines with a text; False if it ended before."""
+        """Wait until the process has printed `count` lines with a text. Return False if it ended before."""
         deadline = time.monotonic() + _SECONDS
         while sum(text in line for line in self.lines()) < count:
             if self.has_ended():
@@ -58,34 +58,34 @@ class Run:
         return True
 
     def kill(self) -> bool:
-        """Kill it with SIGKILL; whether that is what ended it. Fails if it had failed by itself."""
+        """Kill the process with SIGKILL. Return False if it had already ended. Fails if it ended with an error."""
         os.kill(self.process, signal.SIGKILL)
         status = self.wait()
         assert status in (0, -signal.SIGKILL), f"it had ended with {status}: {self.errors()}"
         return status != 0
 
     def wait(self) -> int:
-        """Wait for its end; its exit status, negative for a signal."""
+        """Wait for the end. Return the exit status, negative for a signal."""
         if self._status is None:
             self._status = self._trainer.ask({"wait": self.process})
         return self._status
 
     def finish(self) -> list[str]:
-        """Wait for an end that is no failure; all that it printed."""
+        """Wait for a successful end. Return all printed lines."""
         assert self.wait() == 0, self.errors()
         return self.lines()
 
 
 class Trainer:
-    """A program that is warm, and starts runs."""
+    """A program that has imported everything, and forks runs."""
 
     def __init__(self, module: str, directory: Path, early: Sequence[str] = ()) -> None:
         """Start the program.
 
         Args:
-            module: which is the trainer: its ``main`` takes a list of arguments.
-            early: modules to import once, that runs would import later.
-            directory: where what the runs print is kept.
+            module: the module of the trainer. Its ``main`` takes a list of arguments.
+            early: modules to import before the first run.
+            directory: a directory for the output of runs.
         """
         self._directory = directory
         self._runs = 0
@@ -97,7 +97,7 @@ class Trainer:
         )  # fmt: skip
 
     def ask(self, order: object) -> int:
-        """Give an order; the number that is the answer."""
+        """Send an order, and return the answer, a number."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -113,10 +113,9 @@ class Trainer:
         return Run(self, process, output)
 
     def start_and_kill(self, chance: random.Random, text: str, arguments: Sequence[object]) -> tuple[Run, bool]:
-        """Start a run and kill it at a moment that chance picks; the run, and whether that is what ended it.
+        """Start a run and kill it at a random moment. Return the run, and True if the kill ended it.
 
-        The moment: a little after it has printed some lines with a text, or, once in a while, before it has printed
-        any.
+        The moment is shortly after the run has printed some lines with a text, or sometimes before the first one.
         """
         run = self.start(*arguments)
         if chance.random() < 0.2:
@@ -136,7 +135,7 @@ class Trainer:
 
 @contextmanager
 def trainer(module: str, directory: Path, early: Sequence[str] = ()) -> Iterator[Trainer]:
-    """A program that starts runs of a trainer, while the block runs."""
+    """Run a program that starts runs of a trainer, until the end of the context."""
     running = Trainer(module, directory, early)
     try:
         yield running

@@ -1,4 +1,4 @@
-"""Objects that save themselves to a directory: who is one, and what runs where."""
+"""Objects that save themselves to a directory: detection of such objects, and the threads that run their phases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PlainWithStateDict(Plain):
 
 
 class PlainWithOptions(Plain):
-    """Its methods take more, if asked."""
+    """Its methods have optional parameters."""
 
     def save(self, directory: Path, indent: int = 0, *, sync: bool = True) -> None:
         """One file."""
@@ -69,7 +69,7 @@ def logged(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Decorated:
-    """Asynchronous underneath."""
+    """Its decorated methods are asynchronous."""
 
     @logged
     async def save(self, directory: Any) -> None:
@@ -81,7 +81,7 @@ class Decorated:
 
 
 class Threads:
-    """Notes the threads on which its phases run, and writes what it held."""
+    """Records the threads on which its phases run, and writes the captured value."""
 
     def __init__(self) -> None:
         self.value = 1
@@ -110,7 +110,7 @@ class Threads:
 
 
 class OnePhase:
-    """Does all of it at once."""
+    """Writes in the first phase, and has no second phase."""
 
     value = 0
 
@@ -125,7 +125,7 @@ class OnePhase:
 
 
 class OtherName:
-    """Might be anything."""
+    """Has a parameter name that may mean anything."""
 
     def save(self, path: Path) -> None:
         """Elsewhere."""
@@ -135,7 +135,7 @@ class OtherName:
 
 
 class Constructs:
-    """`load` makes an object, and does not restore one."""
+    """`load` creates a new object instead of restoring one."""
 
     def save(self, directory: Path) -> None:
         """Write."""
@@ -147,14 +147,14 @@ class Constructs:
 
 
 class NeedsMore(Plain):
-    """One more to give."""
+    """Requires another positional argument."""
 
     def save(self, directory: Path, step: int) -> None:  # type: ignore[override]  # on purpose
         """Write."""
 
 
 class NeedsAName(Plain):
-    """One more to give by name."""
+    """Requires another keyword argument."""
 
     def save(self, directory: Path, *, step: int) -> None:  # type: ignore[override]  # on purpose
         """Write."""
@@ -168,14 +168,14 @@ class OnlySaves:
 
 
 class HalfAwaited(Plain):
-    """One is a coroutine, one is not."""
+    """Only one of its methods is a coroutine function."""
 
     async def save(self, directory: Any) -> None:  # type: ignore[override]  # on purpose
         """Write."""
 
 
 class AnyArguments:
-    """Tells nothing."""
+    """Its signature contains no information."""
 
     def save(self, *args: object, **kwargs: object) -> None:
         """Write."""
@@ -279,7 +279,7 @@ def test_a_save_that_is_given_up_warns_of_nothing(tmp_path: Path) -> None:
 
 
 class LeavesTasks:
-    """Begins to write in the first phase; `rest` makes what it returns of the task."""
+    """Begins to write in the first phase. `rest` turns the task into the result."""
 
     def __init__(self, rest: Callable[[asyncio.Task[None]], Any]) -> None:
         self.rest = rest
@@ -377,7 +377,7 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
 
 
 def test_what_is_bound_to_a_context_is_there() -> None:
-    """Also where another thread has to run it, because a loop runs in this one."""
+    """Also if another thread must run the methods, because an event loop runs in this thread."""
     import contextvars
 
     variable = contextvars.ContextVar("variable", default=0)
@@ -403,7 +403,7 @@ def test_a_directory_to_await_is_what_orbax_gives(tmp_path: Path) -> None:
 
 
 def test_what_orbax_takes_for_one_so_do_we(tmp_path: Path) -> None:
-    """The object goes through Orbax, and through here, and comes back the same."""
+    """Orbax and ckptcore both save and load the object, with the same result."""
     import orbax.checkpoint.experimental.v1 as ocp  # type: ignore[import-untyped]  # ships no types
 
     value = Threads()

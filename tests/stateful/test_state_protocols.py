@@ -1,4 +1,4 @@
-"""Objects that give and take their state by methods they already have, saved and loaded as parts of trees."""
+"""Objects that return and restore their state with existing methods, saved and loaded as parts of trees."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Iterates:
 
 
 class Model:
-    """Has a state tree, and a setter that passes over what it does not know."""
+    """Has a state tree, and a setter that ignores unknown entries."""
 
     class Optimizer:
-        """Makes its variables when it is built."""
+        """An optimizer that creates its variables when it is built."""
 
         def __init__(self) -> None:
             self.built = False
             self.slots: dict[str, Any] = {}
 
         def build(self, variables: dict[str, Any]) -> None:
-            """A slot for each variable."""
+            """Create a slot for each variable."""
             self.built = True
             self.slots = {name: np.zeros_like(variable) for name, variable in variables.items()}
 
@@ -75,7 +75,7 @@ class Model:
         self.metrics: dict[str, Any] = {}
 
     def train(self, amount: float) -> Model:
-        """Makes the slots and the metrics, and changes everything."""
+        """Create the slots and the metrics, and change all values."""
         assert self.optimizer is not None
         if not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
@@ -86,7 +86,7 @@ class Model:
         return self
 
     def get_state_tree(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole state."""
         assert self.optimizer is not None
         return {
             "trainable_variables": dict(self.trainable_variables),
@@ -95,7 +95,7 @@ class Model:
         }
 
     def set_state_tree(self, tree: dict[str, Any]) -> None:
-        """Set what is known."""
+        """Set the known entries."""
         assert self.optimizer is not None
         for mine, given in (
             (self.trainable_variables, tree["trainable_variables"]),
@@ -311,7 +311,7 @@ def test_an_object_without_the_state_gets_it_in_the_types_of_the_checkpoint(tmp_
 
 
 def test_arrays_of_the_object_itself_are_left_to_its_setter(tmp_path: Path) -> None:
-    """They may be arrays of others too, and one array in two places."""
+    """Other objects may use these arrays, and one array may be in two places."""
     shared = torch.zeros(3)
 
     class Sharing(Keeper):
@@ -384,7 +384,7 @@ def test_a_model_without_an_optimizer_is_told_to_be_compiled(tmp_path: Path) -> 
 
 
 class WithBoth(Iterates):
-    """A state dict comes before a state."""
+    """Has both protocols. The state dict is preferred."""
 
     def state_dict(self) -> dict[str, int]:
         """Its position."""
@@ -397,7 +397,7 @@ class WithBoth(Iterates):
 
 @dataclasses.dataclass
 class Fields:
-    """A dataclass that says itself what its state is."""
+    """A dataclass that defines its own state."""
 
     position: int
     cache: object = None
@@ -412,7 +412,7 @@ class Fields:
 
 
 class KeepingDict(dict[str, int]):
-    """A container first."""
+    """A container with a state dict. It is saved as a container."""
 
     def state_dict(self) -> dict[str, int]:
         """Not asked."""
@@ -502,7 +502,7 @@ def test_a_context_chooses_another_protocol(tmp_path: Path) -> None:
 
 
 class _SaveWarns(StateDictHandler):
-    """As handlers do that warn of state which a save cannot take."""
+    """A handler that warns of state that a save cannot include."""
 
     def __init__(self) -> None:
         self.saves = 0

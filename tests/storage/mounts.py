@@ -1,4 +1,4 @@
-"""File systems that are mounted for a test, and unmounted after it. Without the rights the test is skipped."""
+"""File systems that are mounted for a test, and unmounted after it. Without the permission, the test is skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mounts:
         self._closing = closing
 
     def enter(self, opener: Callable[[Path], AbstractContextManager[T]]) -> T:
-        """Enter what a function returns for the directory, and leave it after the test."""
+        """Enter the context manager that a function returns for the directory. Leave it after the test."""
         return self._closing.enter_context(opener(self._directory))
 
     def run(self, *command: str) -> None:
@@ -52,12 +52,12 @@ class Mounts:
         return at
 
     def tmpfs(self, mib: int = 64, files: int = 0) -> Path:
-        """A file system in memory, for so many files; 0: for any number."""
+        """Mount a file system in memory, with a limit of `files`; 0: no limit."""
         options = f"size={mib}m,nr_inodes={files}"
         return self.mount(self._directory / "tmpfs", "mount", "-t", "tmpfs", "-o", options, "tmpfs")
 
     def disk(self, kind: str, mib: int, *options: str, make: tuple[str, ...] = ()) -> Path:
-        """A file system on a loop device. `make` has options of the program that makes it."""
+        """Mount a file system on a loop device. `make` has options for mkfs."""
         image = self._directory / f"{kind}.img"
         with open(image, "wb") as file:
             file.truncate(mib * _MIB)
@@ -65,7 +65,7 @@ class Mounts:
         return self.mount(self._directory / kind, "mount", "-o", ",".join(["loop", *options]), str(image))
 
     def overlay(self) -> Path:
-        """A writable layer over a directory that has a checkpoint "lower"."""
+        """Mount a writable layer over a directory that has a checkpoint "lower"."""
         above = self.tmpfs()
         lower, upper, work = (above / name for name in ("lower", "upper", "work"))
         for directory in (lower, upper, work):
@@ -75,12 +75,12 @@ class Mounts:
         return self.mount(self._directory / "overlay", "mount", "-t", "overlay", "-o", layers, "overlay")
 
     def bindfs(self) -> Path:
-        """A view of a directory through FUSE."""
+        """Mount a view of a directory through FUSE."""
         (source := self._directory / "source").mkdir()
         return self.mount(self._directory / "bindfs", "bindfs", str(source))
 
     def odd(self, options: str) -> Path:
-        """A file system of `tests.storage.odd_file_system`."""
+        """Mount a file system of `tests.storage.odd_file_system`."""
         try:
             import fuse  # noqa: F401  # the program imports it, too
         except (ImportError, OSError) as error:
@@ -99,7 +99,7 @@ class Mounts:
         return at
 
     def view(self, of: Path, kind: str = "bind") -> View:
-        """A mount of a directory that can be taken away."""
+        """Mount a directory a second time. The mount can be removed during the test."""
         view = View(self, of, self._directory / "view", kind)
         view.give()
         self._closing.callback(subprocess.run, ["umount", "-l", str(view.path)], capture_output=True, check=False)
@@ -126,7 +126,7 @@ class View:
 
 
 def fill(directory: Path) -> None:
-    """Leave no room for a file or a directory."""
+    """Fill a file system until no file or directory can be created."""
     for size in (_MIB, 1 << 16, 1 << 12, 1 << 9):
         for number in range(1 << 12):
             try:
@@ -148,6 +148,6 @@ def unfill(directory: Path) -> None:
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[Mounts]:
-    """File systems that are unmounted after the test."""
+    """Return file systems that are unmounted after the test."""
     with ExitStack() as closing:
         yield Mounts(tmp_path, closing)

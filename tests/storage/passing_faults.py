@@ -1,6 +1,6 @@
-"""Storages from which something is taken away and given back while a run saves to them.
+"""Storages that temporarily lose something, such as permissions or space, while a run saves to them.
 
-Another storage takes part by a function that returns a `Place`: its directory, and what can be taken away.
+To add a storage, write a function that returns a `Place`: the directory, and the faults.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from tests.storage.mounts import Mounts
 
 _KEPT: Final = 4
 _ATTEMPTS: Final = 4
-"""Failed saves of a step, after which everything is given back."""
+"""Number of failed saves of a step after which all faults end."""
 
 
 class Fault(NamedTuple):
-    """Something that can be taken away.
+    """Something that a storage can lose temporarily.
 
     Attributes:
-        name: what it is.
-        take, give: take it away, and give it back.
+        name: the name of the fault.
+        take, give: functions that begin and end the fault.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Place(NamedTuple):
 
     Attributes:
         directory: the directory of the run.
-        faults: what can be taken away.
+        faults: the possible faults.
         context: options of the run.
-        direct: options of a reader that nothing is taken away from.
+        direct: options of a reader without faults.
     """
 
     directory: str
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class _Moments:
-    """Takes something away, or gives it back, at random moments. Thread-safe."""
+    """Begins or ends faults at random moments. Thread-safe."""
 
     def __init__(self, faults: Sequence[Fault], seed: int) -> None:
         self._faults = faults
@@ -81,7 +81,7 @@ class _Moments:
         self._is_held = False
 
     def pass_one(self, event: Event | None = None) -> None:
-        """Wait for a moment."""
+        """Pass one moment, at which a fault may begin or end."""
         with self._lock:
             if self._is_held or self._random.random() > 0.1:
                 return
@@ -94,14 +94,14 @@ class _Moments:
                 self._taken[-1].take()
 
     def hold(self) -> None:
-        """Give everything back, and take nothing away until `resume`."""
+        """End all faults, and begin none until `resume`."""
         with self._lock:
             self._is_held = True
             while self._taken:
                 self._taken.pop().give()
 
     def resume(self) -> None:
-        """Go on after `hold`."""
+        """Allow faults again after `hold`."""
         with self._lock:
             self._is_held = False
 
@@ -111,7 +111,7 @@ def _state(step: int, attempt: int) -> dict[str, object]:
 
 
 def _settle(saver: Checkpointer) -> None:
-    """Wait for the deletions. Their errors, from when something was away, are raised once."""
+    """Wait for the deletions. Errors from a time with a fault are raised once."""
     try:
         saver.wait()
     except CheckpointError:
@@ -119,7 +119,7 @@ def _settle(saver: Checkpointer) -> None:
 
 
 def _use(saver: Checkpointer, step: int) -> bool:
-    """Load the newest step, and delete another one. Return False if something was away."""
+    """Load the newest step, and delete another one. Return False if a fault prevented it."""
     try:
         assert saver.load()["step"] == step
         if step % 7 == 3:
@@ -131,7 +131,7 @@ def _use(saver: Checkpointer, step: int) -> bool:
 
 
 def run(place: Place, seed: int, saves: int) -> None:
-    """Save so many steps, each until it is saved. No step is lost, and the run is never opened again."""
+    """Save steps, and retry each one until it is saved. No step may be lost, and the run is never reopened."""
     moments = _Moments(place.faults, seed)
     context = dataclasses.replace(place.context, observers=[moments.pass_one])
     failed = 0
@@ -163,7 +163,7 @@ def run(place: Place, seed: int, saves: int) -> None:
         moments.hold()
     reader = CheckpointReader(place.directory, context=place.direct)
     expected = range(max(0, saves + 1 - _KEPT), saves + 1)
-    # A lease that could not be removed while its file system was away keeps its step until it expires.
+    # A lease that could not be removed during a fault of its file system keeps its step until it expires.
     pinned = [
         int(name) for name in StepDirectory(place.directory, StepNames(), place.direct).commit_method().locks().pinned()
     ]
@@ -176,7 +176,7 @@ def run(place: Place, seed: int, saves: int) -> None:
 
 
 def _rights(directory: Path) -> Fault:
-    """The right to create, rename and delete anything in a directory, which even root can lose."""
+    """Loss of the permission to create, rename and delete entries of a directory. Even root can lose it."""
     return Fault("rights", lambda: _call("chattr", "+i", directory), lambda: _call("chattr", "-i", directory))
 
 
@@ -185,7 +185,7 @@ def _call(*command: object) -> None:
 
 
 def _full(directory: Path) -> Fault:
-    """The space of a file system, or its inodes: whatever it has less of."""
+    """Loss of free space of a file system, or of its inodes, whichever is scarcer."""
     fillers: list[Path] = []
 
     def take() -> None:
@@ -206,7 +206,7 @@ def _full(directory: Path) -> Fault:
 
 
 def _mounted(mounts: Mounts, source: Path, kind: str) -> Place:
-    """A run below a view of a file system."""
+    """Return a run in a view of a file system."""
     view = mounts.view(source, kind)
     (directory := view.path / "run").mkdir()
 
@@ -224,7 +224,7 @@ def _mounted(mounts: Mounts, source: Path, kind: str) -> Place:
 
 
 def _quota_of_xfs(mounts: Mounts) -> Place:
-    """A run in a project of XFS whose quota shrinks to nothing."""
+    """Return a run in a project of XFS whose quota shrinks to zero."""
     at = mounts.disk("xfs", 320, "prjquota")
     (directory := at / "run").mkdir()
 
@@ -236,7 +236,7 @@ def _quota_of_xfs(mounts: Mounts) -> Place:
 
 
 def _quota(mounts: Mounts) -> Place:
-    """A run on a file system that says that a quota is used up: for kernels without quotas."""
+    """Return a run on a file system that reports an exceeded quota. For kernels without quotas."""
     at = mounts.odd("")
     mark = at.parent / "source.quota"
     (at / "run").mkdir()
@@ -273,7 +273,7 @@ _REFUSALS: Final = {
 
 
 def _service(mounts: Mounts, scheme: str) -> Place:
-    """A run on an object store, through a network and with an identity that go and return."""
+    """Return a run on an object store whose network and credentials fail temporarily."""
     store = mounts.enter(STORES[scheme])
     taken = _Taken(HTTPAnswer.make(*_REFUSALS[scheme]))
     proxy = mounts.enter(lambda _: FaultProxy(store.upstream, taken, dialect=store.dialect))

@@ -1,4 +1,4 @@
-"""Every storage of ours does what every storage must."""
+"""Conformance tests of all our storages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TestMemory(_InMemory, StorageBackendTests):
 
 
 class TestFar(StorageBackendTests):
-    """A storage that is far away, with the defaults of `StorageBackend`."""
+    """A simulated remote storage, with the defaults of `StorageBackend`."""
 
     @pytest.fixture(autouse=True)
     def _give_storages(self) -> None:
@@ -94,7 +94,7 @@ class TestFar(StorageBackendTests):
 
 
 class TestFarAndThrottled(TestFar):
-    """The same, where everything takes a while and few requests are answered at once."""
+    """The same with latency and throttling."""
 
     examples = 2
 
@@ -104,7 +104,7 @@ class TestFarAndThrottled(TestFar):
 
 
 class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
-    """The wrapper, as long as nothing goes wrong."""
+    """The wrapper for faults, without faults."""
 
     examples = 5
 
@@ -113,11 +113,11 @@ class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
 
 
 class TestMemoryCreates(_InMemory, NewObjectTests):
-    """Its writers that replace nothing."""
+    """The memory storage's writers of new objects."""
 
 
 class TestMemoryUploads(_InMemory, UploadsTests):
-    """Return its unfinished uploads."""
+    """The memory storage's unfinished uploads."""
 
 
 class _InDirectory(_InMemory):
@@ -134,14 +134,14 @@ class TestDirectoryUploads(_InDirectory, UploadsTests):
 
 
 class TestFaultyUploads(_InMemory, UploadsTests):
-    """The wrapper passes it on."""
+    """The wrapper for faults passes the call on."""
 
     def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
         return with_faults(super().open(directory), FaultPlan())
 
 
 class TestFarCreates(NewObjectTests):
-    """The default: the writer looks right before it completes the object."""
+    """The default of `open_new`: the writer checks for an object just before it completes its own."""
 
     _give_storages = TestFar._give_storages
     open = TestFar.open

@@ -1,4 +1,4 @@
-"""The local storage where the system lacks what makes it fast or atomic, and reads past the page cache."""
+"""The local storage on systems without fast or atomic operations, and reads that bypass the page cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZE = (5 << 20) + 777
 
 @functools.cache
 def pattern(nbytes: int) -> bytes:
-    """Bytes that tell places from each other."""
+    """Return bytes that differ at different positions."""
     return np.random.default_rng(0).bytes(nbytes)
 
 
@@ -67,7 +67,7 @@ def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.Monkey
 def test_a_run_that_is_set_back_replaces_steps_by_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Keras and TorchTitan save."""
+    """Keras and TorchTitan save like this."""
     monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     with ckptcore.Checkpointer(tmp_path) as run:
         for number in (1, 2, 3):
@@ -138,7 +138,7 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
 
 
 def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in gVisor: neither `statx` nor /proc tells them."""
+    """In gVisor, neither `statx` nor /proc returns the numbers."""
 
     def without_number(path: str, *arguments: Any, **options: Any) -> Any:
         return io.BytesIO(b"flags:\t0100000\n") if "fdinfo" in path else open(path, *arguments, **options)
@@ -153,7 +153,7 @@ def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.
 def test_a_link_whose_reply_was_lost_is_not_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: LocalStorage
 ) -> None:
-    """As on NFS: the request is sent again, and finds the link that it made."""
+    """On NFS, the request can be sent again, and then finds the link that it created."""
     link = os.link
 
     def lost(source: str, path: str) -> None:
@@ -276,7 +276,7 @@ def test_links_are_looked_at_either_way(
 
 @pytest.fixture(scope="module")
 def cold_file() -> Iterator[Path]:
-    # Not the directory for temporary files, which may be in memory, where there is nothing to read past.
+    # Not the directory for temporary files, which may be in memory, where reads cannot bypass a cache.
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".cold-") as directory:
         path = Path(directory) / "data"
         path.write_bytes(pattern(SIZE))
@@ -301,7 +301,7 @@ def open_cold(path: Path) -> ColdReader:
     shift=st.integers(0, 4096) | st.sampled_from([0, 8, 64, 512, 4096]),
 )
 def test_the_bytes_are_the_same(cold_file: Path, start: int, sizes: list[int], shift: int) -> None:
-    """Whatever the alignment of the file's offset and of the memory; what is not read is read by the caller."""
+    """This holds for any alignment of the offset and of the memory. The caller reads the remaining bytes."""
     reader = open_cold(cold_file)
     data = pattern(SIZE)
     memory = np.zeros(sum(sizes) + 10_000, np.uint8)

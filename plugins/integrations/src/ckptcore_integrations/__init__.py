@@ -23,7 +23,7 @@ Adapters for trackers of experiments:
 wandb   Weights & Biases
 mlflow  MLflow
 
-Each module imports the library that it is for, so none is imported here.
+This package imports none of its modules, because each module imports its library.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ __all__ = ["lightning_callbacks"]
 
 
 def lightning_callbacks() -> list[object]:
-    """Return the callbacks for a Trainer of Lightning, which calls this: none in programs without our adapter."""
+    """Return the callbacks to add to a Trainer. Lightning calls this. Empty in programs without our adapter."""
     adapter = sys.modules.get("ckptcore_integrations.lightning")
     return [] if adapter is None else [adapter.CheckState()]

@@ -1,9 +1,9 @@
 """Checkpoints of Hugging Face Accelerate, written and read by ckptcore.
 
 `CheckpointMixin` replaces what ``accelerator.save_state`` writes and ``accelerator.load_state`` reads. A directory is
-one checkpoint of ckptcore, committed as a whole: ``model``, ``optimizer``, ``scheduler`` and ``custom_checkpoint_0``,
-with numbers from the second on, and ``process``, which has the random generators, data loaders and gradient scaler of
-each process as Accelerate writes them. Files of hooks are next to them.
+one checkpoint of ckptcore, committed atomically. It has ``model``, ``optimizer``, ``scheduler`` and
+``custom_checkpoint_0``; the second model is ``model_1``. ``process`` has the random generators, data loaders and
+gradient scaler of each process, as Accelerate writes them. Files of hooks are in the same directory.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class CheckpointMixin(_Accelerator):
     """Saves and loads the state of an Accelerator: ``class MyAccelerator(CheckpointMixin, Accelerator)``.
 
     `save_state` and `load_state` have the arguments of Accelerate, and call the hooks that were registered with
-    ``register_save_state_pre_hook`` and ``register_load_state_pre_hook``. Directories that Accelerate wrote are loaded
-    as well. All processes of a job must see the same directory.
+    ``register_save_state_pre_hook`` and ``register_load_state_pre_hook``. Directories that Accelerate wrote can also
+    be loaded. All processes of a job must see the same directory.
 
     Attributes:
         save_in_background: True to return from `save_state` once the state is copied, and to write while the training
             continues. A failed save then raises at the next save, or at `end_training`.
-        require_random_states: True to raise an error if random generators cannot continue as they would have. By
-            default, `load_state` logs a warning.
+        require_random_states: True to raise an error if random generators cannot continue exactly. By default,
+            `load_state` logs a warning.
     """
 
     save_in_background = False
@@ -86,8 +86,8 @@ class CheckpointMixin(_Accelerator):
         """Prepare a data loader. See ``accelerate.Accelerator.prepare_data_loader``."""
         loader = super().prepare_data_loader(*args, **kwargs)
         if getattr(loader, "use_stateful_dataloader", False) and loader.num_workers > 0:
-            # Accelerate starts the workers of the first epoch before it sets the seedable sampler. So their order of
-            # the data has another seed, which a resume cannot repeat. Start them again.
+            # Accelerate starts the workers of the first epoch before it sets the seedable sampler. So these workers
+            # shuffle with another seed, which a resume cannot repeat. Restart them.
             loader.base_dataloader.load_state_dict({})
         return loader
 
@@ -110,9 +110,9 @@ class CheckpointMixin(_Accelerator):
 
         Args:
             output_dir: the new directory. A checkpoint of ckptcore there is replaced atomically. Not used with
-                ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project, and
-                directories beyond ``total_limit`` are deleted after the commit, those with the lowest numbers first,
-                but never the one that was just saved or one with a higher number.
+                ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project. After
+                the commit, directories beyond ``total_limit`` are deleted, those with the lowest numbers first. The
+                new checkpoint, and directories with higher numbers, are never deleted.
             safe_serialization: must be True, because nothing is pickled.
             kwargs: must be empty. Accelerate passes them to DeepSpeed.
 
@@ -130,7 +130,7 @@ class CheckpointMixin(_Accelerator):
         self.wait_for_checkpoint()
         self._warn_of_workers()
         location = self._new_directory(output_dir)
-        # Hooks may remove weights. Where no process has all weights, Accelerate gives them none.
+        # Hooks may remove weights. If no process has all weights, Accelerate passes no weights to hooks.
         kind = training_kind(*self._models)
         weights = [self.get_state_dict(model) for model in self._models] if kind.is_whole else []
         files = self._files_of_hooks(weights)
@@ -161,7 +161,7 @@ class CheckpointMixin(_Accelerator):
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **kwargs: Any
     ) -> None:
-        """Load what `save_state` saved, in place.
+        """Load a checkpoint of `save_state`, in place.
 
         With ``automatic_checkpoint_naming``, the next save has a number above those of all existing directories, unless
         ``project_configuration.iteration`` is set to a higher one.
@@ -221,19 +221,19 @@ class CheckpointMixin(_Accelerator):
         super().end_training()
 
     def _checkpointables(self) -> dict[str, Any]:
-        """Return what a checkpoint has besides files."""
+        """Return the checkpointables of a checkpoint, without files."""
         kind = training_kind(*self._models)
         return {**_numbered("model", [kind.model(model) for model in self._models]), **self._objects()}
 
     def _check_new(self, before: Mapping[str, Any]) -> None:
-        """Check the objects that were prepared or registered since. In a job, every process has the same ones."""
+        """Check the objects that are not in `before`. In a job, every process has the same ones."""
         if new := {name: value for name, value in self._checkpointables().items() if name not in before}:
             kind = training_kind(*self._models)
             with kind.state_dicts(*self._models):
                 ckptcore.check_checkpointables(new, context=kind.context)
 
     def _objects(self, *, load: bool = False) -> dict[str, Any]:
-        """Return what a checkpoint has besides models and files, to save or to load into."""
+        """Return the checkpointables other than models, to save or to load into."""
         kind = training_kind(*self._models)
         pairs = [(_model_of(optimizer, self._models), optimizer.optimizer) for optimizer in self._optimizers]
         optimizers = [optimizer_to_load(kind, *pair) if load else kind.optimizer(*pair) for pair in pairs]
@@ -261,7 +261,7 @@ class CheckpointMixin(_Accelerator):
         self._load_process_of(self.process_index, directory)
 
     def _load_process_of(self, rank: int, directory: str) -> None:
-        """Load what the process with this rank saved. Another process applies all but its random generators."""
+        """Load the state that a rank saved. If this is another process, do not restore the random generators."""
         from accelerate.checkpointing import load_accelerator_state
 
         with keeping_random_states() if rank != self.process_index else contextlib.nullcontext():
@@ -271,7 +271,7 @@ class CheckpointMixin(_Accelerator):
             self._report_random_states(f"process {rank}: {problem}")
 
     def _load_of_other_processes(self, directory: Path, names: Mapping[str, Any]) -> None:
-        """Load objects of which another number of processes saved a state each."""
+        """Load objects that a different number of processes saved, each with its own state."""
         processes = ckptcore.metadata(directory).checkpointables.processes
         for name, target in names.items():
             saved = processes[name]
@@ -300,7 +300,7 @@ class CheckpointMixin(_Accelerator):
         logger.warning(message)
 
     def _warn_of_workers(self) -> None:
-        """Warn once of data loaders whose workers may draw random numbers, which torchdata does not save."""
+        """Warn once of data loaders whose workers may draw random numbers: torchdata does not save these generators."""
         if self._warned_of_workers:
             return
         self._warned_of_workers = True
@@ -365,7 +365,7 @@ class CheckpointMixin(_Accelerator):
         from accelerate.utils import gather_object
 
         config = self.project_configuration
-        if config.automatic_checkpoint_naming and self.project_dir is not None:  # without it, no save has a number
+        if config.automatic_checkpoint_naming and self.project_dir is not None:  # only these have numbers
             numbers = [
                 _number(directory) + 1
                 for directory in _directories(Path(expanded_location(self.project_dir), "checkpoints"))
@@ -376,7 +376,7 @@ class CheckpointMixin(_Accelerator):
         config = self.project_configuration
         if config.automatic_checkpoint_naming and config.total_limit is not None and self.is_main_process:
             directories = _directories(saved.parent)
-            # Not those above, from before a run was set back: one of them may be the newest sound one.
+            # Keep those with higher numbers, from before a run was set back: one may be the newest sound one.
             old = [directory for directory in directories if _number(directory) < _number(saved)]
             for directory in old[: max(len(directories) - max(config.total_limit, 1), 0)]:
                 shutil.rmtree(directory)
@@ -388,7 +388,7 @@ def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 def _model_of(optimizer: Any, models: Sequence[Any]) -> Any:
-    """Return the model of an optimizer, or None. An engine of DeepSpeed has its optimizer."""
+    """Return the model of an optimizer, or None. An engine of DeepSpeed has an attribute with its optimizer."""
     for model in models:
         if getattr(model, "optimizer", None) is optimizer.optimizer:
             return model

@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT, of which a checkpoint has what the training changes, and not the frozen base model."""
+"""Models with PEFT adapters. Their checkpoints have the trained tensors, without the frozen base model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def is_data_parallel(model: torch.nn.Module) -> bool:
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what the training of a model may change, by plain names. The tensors are not copied.
+    """Return the tensors that the training may change, by plain names. The tensors are not copied.
 
-    This is every trainable parameter, every tensor of every adapter, also of those that are not active, and the running
-    statistics of normalizations.
+    These are the trainable parameters, all tensors of active and inactive adapters, and the running statistics of
+    normalizations.
     """
     state = model.state_dict()
     plain = plain_names(model, state)
@@ -33,7 +33,7 @@ def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in a state dict of what the training may change."""
+    """Yield the names in a state dict of tensors that the training may change."""
     parts = set(_parts(model))
     named = model.named_parameters(remove_duplicate=False)
     trainable = set(plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values())
@@ -43,14 +43,14 @@ def _names(model: torch.nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
-    """Return the plain names in a state dict of what the training does not change: the base model."""
+    """Return the plain names in a state dict of tensors that the training does not change: the base model."""
     state = model.state_dict()
     plain = plain_names(model, state)
     return set(plain.values()).difference(plain[name] for name in _names(model, state))
 
 
 def outside_of_adapters(model: torch.nn.Module) -> list[str]:
-    """Return the names of trainable parameters that are in no adapter: PEFT does not write them."""
+    """Return the names of trainable parameters outside of adapters, which PEFT does not write."""
     parts = set(_parts(model))
     named = model.named_parameters(remove_duplicate=False)
     names = plain_names(model, [name for name, parameter in named if parameter.requires_grad]).values()
@@ -81,7 +81,7 @@ def _is_below(name: str, parts: Collection[str]) -> bool:
 
 def _parts(model: torch.nn.Module) -> Iterator[str]:
     """Yield the plain names of adapters and running statistics."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # installed, if a model has adapters
+    from peft.tuners.tuners_utils import BaseTunerLayer  # PEFT is installed if a model has adapters
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     modules = dict(model.named_modules())

@@ -16,7 +16,7 @@ from ckptcore.plain_safetensors import open_regular_file
 from ckptcore.protocols import SaveCommit, StorageBackend
 
 MISSING_FILE: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors of `open` if the directory has no such file. Others, such as those of a mount, say nothing about the file."""
+"""Errors of `open` if the file does not exist. Other errors, such as errors of a mount, do not mean this."""
 
 _ROOT = "checkpoint.json"
 
@@ -84,7 +84,7 @@ def check_files(directory: str | os.PathLike[str]) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class ObjectWithFiles:
-    """An object that writes files with two functions of a directory. Each process has its own."""
+    """An object with functions that write and read files in a directory. Each process has its own object."""
 
     save_to: Callable[[str], None]
     load_from: Callable[[str], None]
@@ -116,7 +116,7 @@ class SaveWithFiles(ckptcore.PlainSave):
 
 
 class _CommitWithFiles:
-    """Writes the files first, in the stage of the job that writes."""
+    """Commit that writes the added files before the checkpoint, in the writing stage of the job."""
 
     def __init__(self, inner: SaveCommit, files: Mapping[str, bytes]) -> None:
         self._inner = inner

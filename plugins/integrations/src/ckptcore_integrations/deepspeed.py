@@ -1,20 +1,20 @@
-"""The state of an engine of DeepSpeed, by the names of parameters.
+"""State of a DeepSpeed engine, by the names of parameters.
 
-`checkpointables` returns the objects that make up the state of a ``DeepSpeedEngine``, and `with_engines` the Context
-that saves and loads them::
+`checkpointables` returns the objects that make up the state of a ``DeepSpeedEngine``. `with_engines` returns the
+Context that saves and loads them::
 
     context = with_engines()
     ckptcore.save_checkpointables("step-10", checkpointables(engine), context=context)
     ckptcore.load_checkpointables("step-10", into=checkpointables(engine), context=context)
 
-All processes save into one checkpoint, each of them its own part, and nothing is gathered on one process. The
-checkpoint has whole arrays, so it loads on another number of processes, and in another stage of ZeRO:
+Each process saves its own part into one checkpoint, and nothing is gathered on one process. The checkpoint has whole
+arrays, so it loads on another number of processes, and in another stage of ZeRO:
 
 ================  ====================================================================
 ``model``         the weights, as in the state dict of the module
 ``optimizer``     the state of each parameter, and the options of each group, in the
                   form of `ckptcore_torch.named_optimizers.NamedOptimizer`
-``fp32_weights``  the weights that the optimizer steps, if the model has others
+``fp32_weights``  the optimizer's own weights, if the model has other ones
 ``engine``        counters, the loss scale, and the schedule of the learning rate
 ================  ====================================================================
 """
@@ -69,7 +69,7 @@ def checkpointables(engine: Any, *, gather_weights: bool = False) -> dict[str, o
             first process then gathers them in its host memory.
 
     Raises:
-        NotImplementedError: the engine has a state that cannot be saved; names it, and what to do.
+        NotImplementedError: the engine has a state that cannot be saved. Names the state and the remedy.
         CheckpointError: ``engine.offload_states`` has moved states away.
     """
     _refuse_unsupported(engine)
@@ -109,8 +109,8 @@ class Engines:
         """Choose how weights are saved.
 
         Args:
-            gather_weights: True to save what the Trainer saves: whole weights where the configuration of DeepSpeed asks
-                for them, and of a model with adapters only what the training may change.
+            gather_weights: True to save the same weights as the Trainer: whole weights if the configuration of
+                DeepSpeed requests them; for a model with adapters, only tensors that the training may change.
         """
         self._gather = gather_weights
         self.context: Context | None = with_engines()
@@ -136,7 +136,7 @@ class Engines:
 
     def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
         """Return the schedulers that are not part of an engine."""
-        from accelerate.utils import DeepSpeedSchedulerWrapper  # an engine by itself does not need Accelerate
+        from accelerate.utils import DeepSpeedSchedulerWrapper  # engines do not need Accelerate
 
         return [scheduler for scheduler in schedulers if not isinstance(scheduler, DeepSpeedSchedulerWrapper)]
 
@@ -215,7 +215,7 @@ class _EngineStateHandler(CheckpointableHandler):
         return _state_of(engine)
 
     def flatten_to_load(self, value: _EngineState, stored: object) -> object:
-        """Return the request, with the stored forms of the schedule and the loss scale, which not every stage has."""
+        """Return the request. The schedule and the loss scale are requested as stored: not every stage has both."""
         own = _state_of(value.engine)
         if not isinstance(stored, Mapping):
             return own
@@ -228,12 +228,12 @@ class _EngineStateHandler(CheckpointableHandler):
         return state
 
     def undo(self, target: _EngineState) -> Callable[[], None]:
-        """Return a function that puts the present state back."""
+        """Return a function that restores the present state."""
         state = copy.deepcopy(_state_of(target.engine))
         return lambda: self.restore(target, state)
 
     def restore(self, target: _EngineState, state: Any) -> None:
-        """Set the counters, and load the others. The loss scale of a static scaler is an option, which stays."""
+        """Set the counters, and load the schedule and the loss scale. A static loss scale is an option, and is kept."""
         engine = target.engine
         for name in _COUNTERS:
             setattr(engine, name, state[name])

@@ -1,8 +1,8 @@
-"""State of the optimizer of an engine of DeepSpeed, by the names of parameters.
+"""Optimizer state of a DeepSpeed engine, by the names of parameters.
 
-Fragments are the elements of each parameter that the optimizer steps on this process: ZeRO packs the parameters of a
-group one after another into a flat tensor, and each process steps a slice of it. So a process has one range of the
-elements of a parameter, in C order, which is a few boxes of it.
+ZeRO packs the parameters of a group one after another into a flat tensor, and each process steps a slice of it. So a
+process has one range of the elements of a parameter, in C order: its fragment. A fragment consists of a few boxes of
+the parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIMIZERS = (
     FP16_Optimizer,
     FP16_UnfusedOptimizer,
 )
-"""The optimizers of DeepSpeed whose fragments are known. Subclasses of them divide parameters in other ways."""
+"""The supported optimizers of DeepSpeed. Subclasses are not supported, because they divide parameters differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Fragment:
         shape: the shape of the whole parameter.
         start: the first element of the parameter that this process has.
         count: the number of elements, which may be 0.
-        tensor: the tensor with these elements. For fragments of an optimizer, the one that it steps.
-        offset: where they begin in the flattened tensor, in elements.
-        group: the number of the group of the optimizer.
-        replicas: the number of processes that all have these elements; the rank is the number of the replica.
+        tensor: the tensor with these elements. For fragments of an optimizer, the tensor that the optimizer steps.
+        offset: position of the elements in the flattened tensor, in elements.
+        group: the number of the optimizer's parameter group.
+        replicas: the number of processes that have these elements. The rank is the replica number.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Fragment:
 
     @property
     def _is_whole(self) -> bool:
-        """True if the tensor is that of the parameter. It may then have other strides, unlike a flat one."""
+        """True if the tensor has the shape of the parameter. Its strides may differ from those of a flat tensor."""
         return tuple(self.tensor.shape) == self.shape and self.count == math.prod(self.shape)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements in a tensor like the fragment's."""
+        """Return the fragment's elements of a tensor with the same shape as the fragment's tensor."""
         tensor = tensor.detach()
         return tensor if self._is_whole else tensor[self.offset : self.offset + self.count]
 
@@ -84,7 +84,7 @@ class Fragment:
             position += box.size
 
     def array(self, tensor: torch.Tensor) -> ShardedArray:
-        """Return the parameter's part of a tensor like the fragment's. It shares memory on the CPU."""
+        """Return the fragment's elements of such a tensor as a part of the parameter. Shares memory on the CPU."""
         replica = comm.get_rank() if self.replicas > 1 else 0
         shards = [
             ArrayShard(box, host_view(view), replica, self.replicas)
@@ -98,7 +98,7 @@ class Fragment:
         return ShardedArray(self.shape, named, [ArrayShard(box) for box, _ in self.pieces(self._own(self.tensor))])
 
     def fill(self, tensor: torch.Tensor, loaded: ShardedArray) -> None:
-        """Copy the loaded elements into a tensor like the fragment's."""
+        """Copy the loaded elements into such a tensor."""
         elements = {shard.box: shard.elements for shard in loaded.shards}
         for box, view in self.pieces(self._own(tensor)):
             part = np.ascontiguousarray(elements[box])
@@ -107,7 +107,7 @@ class Fragment:
 
 
 def fragment_of_weight(name: str, parameter: Any) -> Fragment:
-    """Return the fragment of a parameter that ZeRO 3 has divided, in the weights of this process."""
+    """Return the fragment of a parameter that ZeRO 3 has divided, with the weights of this process."""
     rank = comm.get_rank(group=parameter.ds_process_group)
     size = parameter.ds_tensor.ds_numel  # with padding
     start = min(rank * size, parameter.ds_numel)
@@ -115,7 +115,7 @@ def fragment_of_weight(name: str, parameter: Any) -> Fragment:
 
 
 def fragments_of(engine: Any) -> list[Fragment]:
-    """Return the fragments of an engine with one of `OPTIMIZERS`: on every process one for each parameter of it."""
+    """Return the fragments of an engine with one of `OPTIMIZERS`: one per parameter, on every process."""
     optimizer, names = engine.optimizer, engine.param_names
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer:
@@ -131,7 +131,7 @@ def fragments_of(engine: Any) -> list[Fragment]:
 def _flat_fragments(
     groups: Sequence[Sequence[Any]], flats: Sequence[torch.Tensor], names: Mapping[Any, str]
 ) -> Iterator[Fragment]:
-    """ZeRO 1 and 2: a process has a slice of all parameters of a group."""
+    """Yield fragments of ZeRO 1 and 2, in which a process has a slice of the packed parameters of a group."""
     for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
         for parameter in group:
             name, shape, mapping = names[parameter], tuple(parameter.shape), parameter._hp_mapping
@@ -143,7 +143,7 @@ def _flat_fragments(
 
 
 def _stage3_fragments(optimizer: Any, names: Mapping[Any, str]) -> Iterator[Fragment]:
-    """ZeRO 3: a process has a slice of each parameter, and packs the slices of some parameters into a flat tensor."""
+    """Yield fragments of ZeRO 3. A process has a slice of each parameter, and packs slices into flat tensors."""
     for number, parameters in enumerate(optimizer.fp16_groups):
         flat, group = optimizer.fp32_partitioned_groups_flat[number], optimizer.sub_group_to_group_id[number]
         offset = 0
@@ -156,7 +156,7 @@ def _stage3_fragments(optimizer: Any, names: Mapping[Any, str]) -> Iterator[Frag
 def _replicated_fragments(
     groups: Sequence[Sequence[Any]], masters: Sequence[Any], names: Mapping[Any, str]
 ) -> Iterator[Fragment]:
-    """16 bits without ZeRO: a process has all parameters of a group, in one flat tensor or in a tensor for each."""
+    """Yield fragments of 16 bits without ZeRO. A process has all parameters, in a flat tensor or one tensor each."""
     processes = comm.get_world_size()
     for number, (group, tensors) in enumerate(zip(groups, masters, strict=True)):
         is_flat = isinstance(tensors, torch.Tensor)
@@ -169,7 +169,7 @@ def _replicated_fragments(
 
 
 _NOT_ELEMENTWISE: Final = ("step", "eta", "mu", "mu_product")
-"""Numbers in the states of PyTorch's optimizers, which have the shape of a parameter without axes."""
+"""Scalars in the states of PyTorch's optimizers. A parameter without axes has the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ class OptimizerState:
 class OptimizerStateHandler(CheckpointableHandler):
     """``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``, as `NamedOptimizer`.
 
-    Other states than arrays of the size of the parameters belong to a tensor with many of them. They are saved for
-    each, and must be equal for all that are then in one tensor.
+    Scalar states, such as the number of steps, belong to a flat tensor with many parameters. They are saved for each
+    parameter. On load they must be equal for all parameters that are in one flat tensor.
     """
 
     priority = Priority.EXACT
@@ -208,7 +208,7 @@ class OptimizerStateHandler(CheckpointableHandler):
         """Return the request for the part of this process, in the stored form.
 
         Raises:
-            TreeMismatchError: the checkpoint has other parameters, in other groups.
+            TreeMismatchError: the checkpoint has other parameters or other groups.
         """
         own = _groups(value)
         if not isinstance(stored, Mapping) or not isinstance(stored.get("param_groups"), list):
@@ -238,7 +238,7 @@ class OptimizerStateHandler(CheckpointableHandler):
         return state
 
     def restore(self, target: OptimizerState, state: Any) -> None:
-        """Copy the states of parameters into those of the flat tensors, and set the options.
+        """Copy the states of parameters into the states of the flat tensors, and set the options.
 
         Raises:
             TreeMismatchError: parameters that are now in one tensor have different numbers of steps.
@@ -275,7 +275,7 @@ class OptimizerStateHandler(CheckpointableHandler):
                 slots[slot] = number.to(tensor.device) if is_moved else number
         if hasattr(target.engine.optimizer, "_hp_optimizer_states_linked") and states:
             target.engine.optimizer._hp_optimizer_states_linked = False
-            target.engine.optimizer._lazy_init_hp_params_optimizer_state()  # parameters refer to parts of the state
+            target.engine.optimizer._lazy_init_hp_params_optimizer_state()  # links parameters to the state
 
 
 def _groups(value: OptimizerState) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def _expect_same_groups(own: list[dict[str, Any]], stored: list[Any], slots: Map
 
 
 def _common_numbers(fragments: list[Fragment], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a tensor that are not arrays of its size, from those of its parameters."""
+    """Return the scalar states of a flat tensor, which must be equal for all of its parameters."""
     common: dict[str, Any] = {}
     for fragment in fragments:
         for slot, value in states.get(fragment.name, {}).items():

@@ -1,4 +1,4 @@
-"""Weights of an engine of DeepSpeed: those of the module, and those that the optimizer steps."""
+"""Weights of a DeepSpeed engine: the weights of the module, and the optimizer's copies of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_sharded_weights(engine: Any) -> bool:
 
 
 def steps_weights(engine: Any) -> bool:
-    """Return True if the optimizer's copies of the weights have their dtype, and so are equal to them."""
+    """Return True if the optimizer's weights have the dtype of the module's, and so are equal to them."""
     dtypes = {name: parameter.dtype for parameter, name in engine.param_names.items()}
     return all(fragment.tensor.dtype == dtypes[fragment.name] for fragment in fragments_of(engine))
 
@@ -35,8 +35,8 @@ class Weights:
 
     Attributes:
         engine: the engine.
-        gather: True to save whole arrays, although the engine has slices.
-        names: the names of those to save; None for all.
+        gather: True to save whole arrays, even if the engine has slices.
+        names: the names of the weights to save; None for all.
     """
 
     engine: Any
@@ -50,7 +50,7 @@ class Weights:
 
 
 def named_weights(weights: Weights) -> Iterator[tuple[str, Any]]:
-    """Return the parameters and buffers of a divided module. A tied parameter has its first name.
+    """Return the parameters and buffers of a divided module. A tied parameter is included once, with its first name.
 
     Raises:
         UnsupportedLeafError: the state dict has something else.
@@ -89,7 +89,7 @@ class WeightsHandler(CheckpointableHandler):
             shape = tuple(held.ds_shape) if hasattr(held, "ds_id") else tuple(held.shape)
             dtype = encoding_of(held.dtype).name
             if whole is None:
-                return ShardedArray(shape, dtype, [])  # the first process has it
+                return ShardedArray(shape, dtype, [])  # only the first process saves it
             return ShardedArray.part(host_view(whole[name]), (0,) * len(shape), shape)
         if not hasattr(held, "ds_id"):
             return held.detach()
@@ -103,7 +103,7 @@ class WeightsHandler(CheckpointableHandler):
             is_whole = value.names is None
             return _MODULES.flatten_to_load(engine.module, stored) if is_whole else _detached(value.tensors())
         names = {name for name, _ in named_weights(value)}
-        if isinstance(stored, Mapping):  # a plain module saves a tied parameter under all its names
+        if isinstance(stored, Mapping):  # a module that is not divided saves a tied parameter under all names
             names |= stored.keys()
         return {
             name: fragment_of_weight(name, held).request(held.dtype) if hasattr(held, "ds_id") else held.detach()
@@ -119,11 +119,11 @@ class WeightsHandler(CheckpointableHandler):
         """Load the weights, also into the optimizer's copies. ``fp32_weights`` are restored later, if there are any."""
         engine = target.engine
         if not has_sharded_weights(engine):
-            if target.names is None:  # else the tensors are filled already
+            if target.names is None:  # with names, the tensors were filled in place
                 _MODULES.restore(engine.module, state)
         else:
             if engine._optimizer_has_ckpt_event_prologue():
-                engine.optimizer.checkpoint_event_prologue()  # drops the whole parameters that a process may have
+                engine.optimizer.checkpoint_event_prologue()  # frees gathered parameters
             for name, held in target.tensors().items():
                 if name in state and hasattr(held, "ds_id"):
                     fragment = fragment_of_weight(name, held)
@@ -134,7 +134,7 @@ class WeightsHandler(CheckpointableHandler):
             engine.optimizer.refresh_fp32_params()
 
     def may_refuse(self, target: Weights, request: object) -> bool:
-        """Return True if the module may."""
+        """Return True if the module may refuse the request."""
         engine = target.engine
         return not has_sharded_weights(engine) and target.names is None and _MODULES.may_refuse(engine.module, request)
 
@@ -147,7 +147,7 @@ class SteppedWeights:
 
 
 class SteppedWeightsHandler(CheckpointableHandler):
-    """The weights that the optimizer steps, of which the model has a copy in 16 bits."""
+    """Handler of the weights that the optimizer steps. The model has copies of them in 16 bits."""
 
     priority = Priority.EXACT
 
@@ -164,7 +164,7 @@ class SteppedWeightsHandler(CheckpointableHandler):
         return state
 
     def restore(self, target: SteppedWeights, state: Any) -> None:
-        """Copy it into the tensors of the optimizer."""
+        """Copy the state into the tensors of the optimizer."""
         for fragment in fragments_of(target.engine):
             fragment.fill(fragment.tensor, state[fragment.name])
 

@@ -1,8 +1,8 @@
-"""Hyperparameters of a training: notes of any type, saved as plain data, and loaded as themselves where that is safe.
+"""Hyperparameters of a training: values of any type. Saved as plain data, and restored to their types if this is safe.
 
-Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. Next to them is a
-list of types by path, from which a load makes the values again. It imports nothing that the checkpoint names, and calls
-only the constructors in the table of this module. Values of other types are saved as text.
+Each value is saved in a plain form that any program reads: text, numbers, lists, dicts and arrays. A list
+of types by path is saved too, from which a load restores the values. A load imports nothing that the checkpoint names,
+and calls only the constructors in the table of this module. Values of other types are saved as text.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MOST_CHARACTERS: Final = 1000
 _ARRAY: Final = "numpy.ndarray"
 _FROZEN: Final = "parameter without gradients"
 _TYPES: Final = "ckptcore_types"
-"""The entry of a saved state with the types of its values, as JSON."""
+"""Name of the entry of a saved state that has the types of values, as JSON."""
 
 
 class Notes:
-    """The conversion of states in which some entries are notes. Warns once of values that come back as text."""
+    """Conversion of states with notes, such as hyperparameters. Warns once of values that will load as text."""
 
     def __init__(self, names: Collection[str], *, layout: str | Layout, context: Context) -> None:
         """Choose the notes.
@@ -70,7 +70,7 @@ class Notes:
         self._has_warned = False
 
     def plain(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with its notes in a plain form. No note stops a save."""
+        """Return a state with its notes in a plain form. A note never fails a save."""
         conversion = _Conversion(self._is_savable)
         result = dict(state)
         for name, value in state.items():
@@ -91,7 +91,7 @@ class Notes:
 
     @staticmethod
     def restore(state: dict[str, Any]) -> None:
-        """Replace the notes of a loaded state by values of their types, where that is safe. Others remain plain."""
+        """Restore the types of the notes of a loaded state, where this is safe. Other notes remain plain."""
         types = state.pop(_TYPES, None)
         try:
             typed = [(path, name) for *path, name in json.loads(types)] if isinstance(types, str) else []
@@ -100,8 +100,8 @@ class Notes:
         for path, name in typed:
             try:
                 _replace_at(state, path, functools.partial(_decode, name))
-            except Exception as error:  # noqa: BLE001  # of any constructor; a note does not stop a load
-                # another version of a library, a class that is not imported, or a hostile checkpoint
+            except Exception as error:  # noqa: BLE001  # any constructor can fail, but a note must not fail a load
+                # The cause is another version of a library, a class that is not imported, or a hostile checkpoint.
                 logger.debug("%s stays in its plain form: %s", _dotted(tuple(path)), error)
 
     def _is_savable(self, array: object) -> bool:
@@ -123,7 +123,7 @@ def _paths_of_arrays(value: object, path: _Path) -> Iterator[_Type]:
 
 
 class _Conversion:
-    """A conversion to the plain form, with what it found."""
+    """A conversion to the plain form, with the types that it found."""
 
     def __init__(self, is_savable: Callable[[object], bool]) -> None:
         self._is_savable = is_savable
@@ -141,7 +141,7 @@ class _Conversion:
         types, changed = len(self.types), len(self.changed)
         try:
             return self._convert(value, path)
-        except Exception:  # noqa: BLE001  # of any object; a note does not stop a save
+        except Exception:  # noqa: BLE001  # any object can fail, but a note must not fail a save
             del self.types[types:], self.changed[changed:]
             return self._text(value, path)
         finally:
@@ -178,7 +178,7 @@ class _Conversion:
         return self._text(value, path)
 
     def _array(self, value: Any, path: _Path) -> object:
-        # A subclass of tensors may be a part of one that other processes save.
+        # A tensor subclass may be a shard of a tensor that other processes save too.
         if not isinstance(value, np.generic) and type(value) not in (np.ndarray, torch.Tensor, torch.nn.Parameter):
             return self._text(value, path)
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -208,7 +208,7 @@ class _Conversion:
         return value
 
     def _of_program(self, kind: str, plain: object, value: object, path: _Path) -> object:
-        """Return the plain form of an object of a class of the program, which a load finds by its name."""
+        """Return the plain form of an object whose class is defined by the program. A load finds the class by name."""
         found = type(value)
         if _imported(found.__module__, found.__qualname__) is found:
             self.types.append([*path, f"{kind}:{found.__module__}:{found.__qualname__}"])
@@ -222,7 +222,7 @@ class _Conversion:
             return _name(value)
         try:
             return repr(value)[:_MOST_CHARACTERS].encode(errors="backslashreplace").decode()
-        except Exception:  # noqa: BLE001  # of any object
+        except Exception:  # noqa: BLE001  # any object can fail
             return f"<{_name(type(value))}>"
 
     def _note(self, value: object, path: _Path) -> None:
@@ -238,7 +238,7 @@ def _name(kind: Any) -> str:
 
 
 def _has_fields(kind: type) -> bool:
-    """Return True for dataclasses and classes of attrs that are no modules."""
+    """Return True for dataclasses and attrs classes that are not modules."""
     return (dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) and not issubclass(
         kind, torch.nn.Module
     )
@@ -250,7 +250,7 @@ def _fields(value: Any) -> dict[str, object]:
 
 
 def _with_fields(kind: type, fields: Mapping[str, object]) -> object:
-    """Return an object with these fields. Calls nothing of its class, whose `__init__` may do anything."""
+    """Return an object with these fields. Does not call `__init__`, which may do anything."""
     made: Any = object.__new__(kind)
     for name, value in fields.items():
         if isinstance(inspect.getattr_static(kind, name, None), types.MemberDescriptorType):  # a slot
@@ -269,7 +269,7 @@ def _imported(module: str, qualname: str) -> object:
 
 
 def _replace_at(container: Any, path: Sequence[Any], replace: Callable[[Any], object]) -> Any:
-    """Replace a part of nested containers, and return the container. A tuple is made again."""
+    """Replace a part of nested containers, and return the container. Tuples are rebuilt."""
     if not path:
         return replace(container)
     parts = list(container) if isinstance(container, tuple) else container
@@ -278,7 +278,7 @@ def _replace_at(container: Any, path: Sequence[Any], replace: Callable[[Any], ob
 
 
 def _is_named(value: enum.Enum) -> bool:
-    """Return True if the names of members tell the value: a flag can have bits without a name."""
+    """Return True if the names of members give the complete value. A flag can have bits without a name."""
     if not value.name:
         return bool(value == type(value)(0))
     return all(member in type(value).__members__ for member in value.name.split("|"))
@@ -289,7 +289,7 @@ def _decode(name: str, plain: Any) -> object:
 
     Raises:
         LookupError: the type is unknown, or its class is not imported.
-        ValueError, TypeError and others of constructors: the plain form is none of that type.
+        ValueError, TypeError and other errors of constructors: the plain form does not fit the type.
     """
     if name in _KINDS:
         return _KINDS[name].decode(plain)
@@ -314,10 +314,10 @@ def _decode(name: str, plain: Any) -> object:
 
 
 class _Kind(NamedTuple):
-    """A type that a load may make.
+    """A type that a load may create.
 
     Attributes:
-        encode: returns the parts of a value, which are then converted.
+        encode: returns the parts of a value, which are converted next.
         decode: returns a value for such parts.
     """
 
@@ -346,11 +346,11 @@ def _class(module_and_name: str) -> Any:
 
 
 def _config_parts(config: Any) -> object:
-    """Return the parts of an OmegaConf container, with references to other values replaced by these."""
+    """Return the parts of an OmegaConf container, with references resolved to values."""
     to_container = _class("omegaconf.OmegaConf").to_container
     try:
         return to_container(config, resolve=True)
-    except Exception:  # noqa: BLE001  # of any resolver of the program
+    except Exception:  # noqa: BLE001  # a resolver of the program can fail
         return to_container(config, resolve=False)
 
 
@@ -382,13 +382,13 @@ _TYPES_OF_HYPERPARAMETERS: Final = {
     "omegaconf.dictconfig.DictConfig": "omegaconf.DictConfig",
     "omegaconf.listconfig.ListConfig": "omegaconf.ListConfig",
 }
-"""Classes that a checkpoint may name as the type of all hyperparameters, and where they are imported from."""
+"""Classes that a checkpoint may name as the type of all hyperparameters, with the modules that have them."""
 
 _KINDS: Final[Mapping[str, _Kind]] = {
     "pairs": _Kind(list, dict),  # a dict with a key that is neither text nor a number
     "set": _Kind(list, set),
     "frozenset": _Kind(list, frozenset),
-    "bytearray": _Kind(bytes, lambda content: bytearray(memoryview(content))),  # a number would be a size
+    "bytearray": _Kind(bytes, lambda content: bytearray(memoryview(content))),  # bytearray(int) would allocate
     "range": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     "slice": _Kind(lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
     "collections.deque": _Kind(
@@ -445,4 +445,4 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "omegaconf.dictconfig.DictConfig": _Kind(_config_parts, _config),
     "omegaconf.listconfig.ListConfig": _Kind(_config_parts, _config),
 }
-"""Types that a load may make, by name. Their constructors run no code of the program."""
+"""Types that a load may create, by name. Their constructors run no code of the program."""

@@ -1,8 +1,8 @@
 """Keras 3: a callback with the arguments of `keras.callbacks.OrbaxCheckpoint`, built on `ckptcore.Checkpointer`.
 
 The names and contents of checkpoints are those of Keras: ``pytree``, ``model_config`` and ``assets``. In addition,
-``callbacks`` has the counters of all callbacks, and ``random`` the global random generators of each process. Works with
-the backends JAX and PyTorch, without copying variables to NumPy first. Orbax is not needed.
+``callbacks`` has the counters of all callbacks, and ``random`` the global random generators of each process. The
+callback works with the backends JAX and PyTorch, without copying variables to NumPy first. Orbax is not needed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = ["CkptcoreCheckpoint", "resume"]
 logger = logger_named("ckptcore.integrations.keras")
 
 _RESUMED: Final = "_ckptcore_resumed"
-"""Attribute of a model: by directory, the step that `resume` loaded. The next training begins with the counters of that
-step, which `on_train_begin` of their callbacks would reset."""
+"""Attribute of a model: the step that `resume` loaded, by directory. The next training restores the counters of that
+step after `on_train_begin` of the callbacks has reset them."""
 
 
 @own_options()
 class CkptcoreCheckpoint(OrbaxCheckpoint):
     """Saves the state of a model at the end of epochs, or every few batches.
 
-    Keras decides when to save, as in its `OrbaxCheckpoint`. The callback is called after all others, so a step has what
-    they change, such as the learning rate. It owns the directory while it saves, so that an exception in the training
-    leaves nothing owned.
+    Keras decides when to save, as in its `OrbaxCheckpoint`. The callback is called after all others, so a step contains
+    their changes, such as the learning rate. It owns the directory only while it saves, so that an exception in the
+    training leaves no owner.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             monitor: the metric that `save_best_only` compares.
             verbose: 1 to print each save, else 0.
             save_best_only: True to save only if the metric is better than before.
-            mode: whether the metric is better if it is lower (``"min"``) or higher (``"max"``).
+            mode: ``"min"`` if lower values of the metric are better, ``"max"`` if higher values are.
             save_freq: ``"epoch"``, or a number of batches. The step is the epoch, or the number of batches since the
                 beginning.
             initial_value_threshold: the best value of the metric so far.
-            max_to_keep: number of newest steps to keep; None: all.
+            max_to_keep: number of steps to keep, the newest ones; None: all.
             save_on_background: True to continue to train while a step is written.
-            save_weights_only: True to save only the variables of the model, without the optimizer, metrics and the
-                configuration.
+            save_weights_only: True to save only the variables of the model, without the optimizer, the metrics and
+                the configuration.
             layout: the on-disk format of arrays. Keras loads ``"ocdbt"``.
             preservation_policy: chooses the steps to keep. Needs ``max_to_keep=None``. `BestN` compares `monitor`.
             context: options.
@@ -108,7 +108,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         self._layout = layout
         self._context = context
         self._neighbours: Sequence[Any] = [self]
-        self._known_steps: set[int] = set()  # in the directory, when a training or a save began
+        self._known_steps: set[int] = set()  # steps in the directory when a training or a save began
         self._last_saved: int | None = None
         self._saved_model: Callable[[], Any] = lambda: None  # the model of that step, if it exists
         self._resumed: int | None = None
@@ -122,7 +122,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             UnsupportedLeafError: lists what cannot be saved or restored.
             DirectoryInUseError: another program saves into the directory.
         """
-        self.wait_until_finished()  # of a training that ended with an exception
+        self.wait_until_finished()  # a save of a training that ended with an exception
         self._neighbours = neighbours(self, sys._getframe())
         self._resumed = vars(self.model).get(_RESUMED, {}).pop(_absolute(self.directory), None)
         if self._saved_model() is not self.model:
@@ -133,7 +133,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             self._known_steps = set(checkpointer.steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Before the first batch, restore counters, or refuse a directory with steps that this training would meet.
+        """Before the first batch, restore counters, or refuse a directory with steps that the training would repeat.
 
         Raises:
             CheckpointExistsError: the directory has such steps, and `resume` did not load one of them.
@@ -182,7 +182,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
         checkpointer = self._open()
         try:
             self._expect_known(checkpointer)
-            # A training that was set back to a step saves the later ones again.
+            # A training that resumed from an older step saves the later steps again.
             overwrite: Literal["best-effort", False] = (
                 "best-effort" if self._resumed is not None or step == self._last_saved else False
             )
@@ -201,7 +201,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             text = f"\nStep {step}: saved to {redacted_location(self.directory)}"
             try:
                 print(text)
-            except UnicodeEncodeError:  # the terminal or log has ASCII or Latin-1
+            except UnicodeEncodeError:  # the output is ASCII or Latin-1
                 print(text.encode("ascii", "backslashreplace").decode("ascii"))
 
     def _open(self) -> Checkpointer:
@@ -209,7 +209,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             self.directory,
             preservation_policy=self._policy,
             layout=self._layout,
-            if_in_use="take over",  # a job that renews a lease keeps the directory
+            if_in_use="take over",  # a running job keeps the directory if it renews a lease
             other_files=True,
             context=self._context,
         )
@@ -223,7 +223,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             )
 
     def _load_others(self, step: int, epoch: int) -> None:
-        """Load what Keras, or reading the first batch to build the model, changes at the start of a training."""
+        """Load counters and random states. Called late, because the start of a training changes both."""
         with CheckpointReader(self.directory, context=self._context) as reader:
             stored = reader.metadata(step).checkpointables
             if "callbacks" in stored:
@@ -235,7 +235,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
                     logger.warning("random numbers continue from the seed: %s", error)
 
     def _values(self) -> dict[str, Any]:
-        """Return the objects that a step has."""
+        """Return the objects to save in a step."""
         tree = self.model.get_state_tree()
         if self.save_weights_only:
             return {"pytree": {name: tree[name] for name in ("trainable_variables", "non_trainable_variables")}}
@@ -269,7 +269,7 @@ def resume(directory: str, model: Any, *, context: Context | None = None) -> int
     with contextlib.suppress(CheckpointNotFoundError), CheckpointReader(directory, context=context) as reader:
         reader.load_checkpointables(into={"pytree": model})
         assert reader.restored_step is not None
-        vars(model)[_RESUMED] = {_absolute(directory): reader.restored_step}  # Keras would track an attribute
+        vars(model)[_RESUMED] = {_absolute(directory): reader.restored_step}  # with setattr, Keras would track it
         return reader.restored_step
     return None
 

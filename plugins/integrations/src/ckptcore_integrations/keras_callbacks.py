@@ -31,17 +31,17 @@ _COUNTERS: Final[Mapping[type, Sequence[str]]] = {
     OrbaxCheckpoint: ("best", "_batches_seen_since_last_saving", "_total_batches_seen"),
     SwapEMAWeights: ("_ema_weights_in_model",),
 }
-"""The attributes in which callbacks of Keras 3.15 count. The others count nothing."""
+"""Attributes with the counters of callbacks of Keras 3.15. Other callbacks have no counters."""
 
 
 def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback]:
-    """Return the callbacks of a training, and let `callback` be called after all others.
+    """Return the callbacks of a training, and move `callback` to the end, so that it is called last.
 
-    Keras tells a callback nothing of the others, so this is for methods that a `CallbackList` calls. What the others do
-    at the end of an epoch, such as to reduce the learning rate, then precedes a save.
+    Then a save follows the changes of other callbacks at the end of an epoch, such as a reduced learning rate. A
+    callback cannot access the others, so this function finds the `CallbackList` that called the method of `frame`.
 
     Args:
-        callback: one of them.
+        callback: one of the callbacks.
         frame: the frame of its method.
     """
     while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackList):
@@ -49,7 +49,7 @@ def neighbours(callback: Callback, frame: FrameType | None) -> Sequence[Callback
     owner = frame.f_locals["self"] if frame is not None else None
     if owner is None or callback not in owner.callbacks:
         return [callback]
-    # A new list, because Keras iterates over the other one now.
+    # Create a new list, because Keras is iterating over the old one.
     owner.callbacks = [*(other for other in owner.callbacks if other is not callback), callback]
     return tuple(owner.callbacks)
 
@@ -60,7 +60,7 @@ def state_of_counters(callbacks: Iterable[Callback]) -> dict[str, Any]:
 
 
 def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoch: int) -> None:
-    """Give callbacks their counters at the start of an epoch. One that was not saved is named, and starts again."""
+    """Restore the counters of callbacks at the start of an epoch. Warn of callbacks without saved counters."""
     for name, callback in _named(callbacks).items():
         if name not in stored:
             logger.warning("%s has no saved counters, and starts again", name)
@@ -69,23 +69,23 @@ def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoc
         else:
             vars(callback).update(stored[name])
             if isinstance(callback, SwapEMAWeights):
-                callback.on_epoch_begin(epoch)  # again: now it knows that the model has the averages
+                callback.on_epoch_begin(epoch)  # call it again, because now it knows that the model has the averages
             if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
-                callback._set_monitor_op()  # Keras does so at the end of the first epoch; a batch may compare before
+                callback._set_monitor_op()  # Keras calls it only at the end of an epoch; a batch may compare earlier
 
 
 class RandomGenerators:
-    """The global random generators, which data loaders and Keras' data adapters shuffle with."""
+    """The global random generators. Data loaders and Keras' data adapters use them to shuffle."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return their states. PyTorch's is among them if it is imported, with any backend."""
+        """Return the states of the generators. PyTorch's is included if PyTorch is imported, with any backend."""
         states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
         if (torch := sys.modules.get("torch")) is not None:
             states["torch"] = torch.get_rng_state()
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set them."""
+        """Set the states of the generators."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         if "torch" in state and (torch := sys.modules.get("torch")) is not None:
@@ -93,7 +93,7 @@ class RandomGenerators:
 
 
 def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
-    """Return callbacks with a state by the names of their types, numbered from the second on."""
+    """Return callbacks with a state by type name. The second callback of a type has a number in its name."""
     found: dict[str, Callback] = {}
     for callback in callbacks:
         if _has_state_dict(callback) or isinstance(callback, tuple(_COUNTERS)):

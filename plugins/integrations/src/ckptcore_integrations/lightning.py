@@ -1,8 +1,8 @@
 """PyTorch Lightning: checkpoints of a Trainer that are saved and loaded with ckptcore.
 
 `CkptcoreIO` is a `CheckpointIO` for `Trainer(plugins=[...])`. `FSDPStrategy` and `ModelParallelStrategy` do not use a
-`CheckpointIO` for sharded state: use the strategies of this module in their place. Before the first step of `fit`, all
-of them check that the state can be saved.
+`CheckpointIO` for sharded state: replace them by the strategies of this module. Before the first step of `fit`, these
+classes check that the state can be saved.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _Path: TypeAlias = str | Path
 _T = TypeVar("_T")
 
 _SHARDED: Final = ("state_dict", "optimizer_states")
-"""Entries of a Lightning checkpoint that every rank saves. The leader saves the others."""
+"""Entries of a Lightning checkpoint that every rank saves. The leader saves the other entries."""
 
 _NOTES: Final = frozenset(
     getattr(kind, f"CHECKPOINT_HYPER_PARAMS_{part}")
@@ -77,7 +77,7 @@ _NOTES: Final = frozenset(
 """Entries of a Lightning checkpoint with the hyperparameters of the module and of the data."""
 
 _REQUEUED: Final = "hpc_ckpt_"
-"""Start of the names of the checkpoints that Lightning saves before it lets SLURM start the job again."""
+"""Prefix of the names of checkpoints that Lightning saves before SLURM requeues the job."""
 
 _ALONE: Final = JobOptions(coordinator=SingleProcess())
 
@@ -89,8 +89,8 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
     """Saves and loads the checkpoints of a Lightning Trainer. Each is a directory.
 
     Lightning saves on rank 0 and loads on every rank, so each process works alone. A save replaces an existing
-    checkpoint atomically. Files that Lightning wrote are loaded, replaced and removed as well, so that its runs can be
-    continued. Loading runs no code from a checkpoint, with any value of `weights_only`.
+    checkpoint atomically. Files that Lightning wrote are also loaded, replaced and removed, so that existing runs can
+    continue. Loading runs no code from a checkpoint, with any value of `weights_only`.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             layout: the on-disk format of arrays.
             context: options, such as those of storages. Its job must not be set.
             asynchronous: True to write in the background, from a copy. Errors are raised by the next save or load, or
-                at the end of the run. Links are created, and checkpoints removed, once the running save has been
-                committed. Where Lightning looks at the disk it waits, and so does a save that replaces a file of
-                Lightning or after which SLURM ends the job.
+                at the end of the run. Links are created and checkpoints removed after the running save is
+                committed. Functions of Lightning that read the disk wait for the running save. A save also waits for
+                its own commit if it replaces a file of Lightning, or if SLURM ends the job after it.
 
         Raises:
             ValueError: the Context has options of a job.
@@ -124,7 +124,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint to a path or URL. See `ckptcore.save`.
 
-        Hyperparameters of any type are saved. One warning names those that a load returns as text.
+        Hyperparameters of any type are saved. One warning names those that a load will return as text.
 
         Raises:
             TypeError: there are `storage_options`; give them to the Context.
@@ -138,7 +138,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
             self._save(ckptcore.save, replacing_path(path), checkpoint)
             finish_replacement(path, self._context)
         elif os.path.basename(path).startswith(_REQUEUED) and "://" not in os.fspath(path):
-            # Lightning reads the numbers in all names that contain this, also of hidden directories of a killed save.
+            # Lightning parses every name that contains this prefix, including hidden directories of a killed save.
             written = os.path.join(os.path.dirname(path), "requeued" + os.path.basename(path).removeprefix(_REQUEUED))
             self._save(ckptcore.save, written, checkpoint)
             os.rename(written, path)
@@ -175,7 +175,7 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         }
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, if it exists; after the running save, if there is one."""
+        """Delete a checkpoint, if it exists. If a save is running, delete it after the save."""
         path = expanded_location(path)
         if self._running is None:
             delete(path, self._context)
@@ -187,9 +187,9 @@ class CkptcoreIO(CommitsLater, CheckpointIO):
         self.wait()
 
     def wait(self) -> None:
-        """Wait for the running save and its links, then delete what was to be removed. A failed save removes none."""
+        """Wait for the running save and its links, then do pending deletions. After a failed save, delete nothing."""
         if self._running is not None:
-            self._running.exception()  # Ctrl-C may end this wait, and the next one then waits for the same save
+            self._running.exception()  # Ctrl-C can end this wait; then the next call waits for the same save
         running, self._running = self._running, None
         links, self._links = self._links, []
         paths, self._to_remove = self._to_remove, []
@@ -231,7 +231,7 @@ class CheckState(Callback):
         """Check that the strategy of a training uses the `CkptcoreIO`.
 
         Raises:
-            CheckpointError: it does not, or cannot load what it saves with it.
+            CheckpointError: it does not use it, or it cannot load checkpoints that it saves with it.
         """
         strategy = trainer.strategy
         if stage == TrainerFn.FITTING and isinstance(saver_of(strategy.checkpoint_io), CkptcoreIO):
@@ -240,7 +240,7 @@ class CheckState(Callback):
                     raise CheckpointError(f"plugins=[CkptcoreIO()] with {type(strategy).__name__}: {remedy}")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check what Lightning would save now. Rank 0 checks, and all ranks raise its error.
+        """Check the state that Lightning would save now. Rank 0 checks, and all ranks raise its error.
 
         Raises:
             UnsupportedLeafError: lists what cannot be saved.
@@ -278,7 +278,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
 
         Raises:
             UnsupportedLeafError: lists what cannot be saved.
-            RankFailedError: another rank has such state.
+            RankFailedError: another rank has state that cannot be saved.
             CheckpointError: a callback saves sharded tensors.
         """
         super().on_train_start()
@@ -337,7 +337,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         )
         set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=module.strict_loading))
         for optimizer, optimizer_state in zip(optimizers, state.get("optimizer_states", ()), strict=True):
-            # Not strict: a parameter that has had no gradient has no state.
+            # Not strict, because a parameter without a gradient so far has no state.
             set_optimizer_state_dict(model, optimizer, optimizer_state, options=StateDictOptions(strict=False))
         others: dict[str, Any] = ckptcore.load(path, _others(stored), context=self._checkpoint_context)
         others = {name: part for name, part in others.items() if name not in _SHARDED}
@@ -345,7 +345,7 @@ class ShardedCheckpoints(CommitsLater, Strategy):
         return others
 
     def _find(self, path: _Path) -> tuple[_Path, dict[str, Any]]:
-        """Return where the checkpoint of a path is, and its tree without arrays."""
+        """Return the actual location of the checkpoint at a path, and its tree without arrays."""
         to_read = to_load(path, self._alone)
         return to_read, ckptcore.metadata(to_read, context=self._alone).abstract
 
@@ -400,10 +400,10 @@ class CkptcoreModelParallelStrategy(ShardedCheckpoints, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer, whose tensors are sharded."""
-        wrapped = getattr(optimizer, "_optimizer", optimizer)  # of Lightning's own class for optimizers
-        is_new = not wrapped.state  # on all ranks, because each has a part of each parameter
+        wrapped = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps optimizers in a class of its own
+        is_new = not wrapped.state  # equal on all ranks, because each has a shard of each parameter
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if is_new:  # PyTorch has made a step to get a state, which the training has not made
+        if is_new:  # drop the state of a step that PyTorch made only to create a state
             wrapped.state.clear()
             state = {**state, "state": {}}
         return state
@@ -420,13 +420,13 @@ _STRATEGIES_WITHOUT_IO: Final[dict[type[Strategy], str]] = {
         "strategy=CkptcoreFSDPStrategy()"
     ),
 }
-"""Strategies that do not work with a `CkptcoreIO`, and what to do."""
+"""Strategies that do not work with a `CkptcoreIO`, with the remedy for each."""
 
 
 def _with_saved_parameters(states: list[Any], stored: dict[str, Any], path: _Path) -> list[Any]:
-    """Return states of optimizers with those parameters that have a state in the checkpoint.
+    """Return optimizer states that contain only the parameters with a state in the checkpoint.
 
-    An optimizer has no state for a parameter that has had no gradient yet. PyTorch makes one to load into.
+    An optimizer has no state for a parameter without a gradient so far, but PyTorch creates one to load into.
 
     Raises:
         CheckpointError: the checkpoint has no optimizers.
@@ -463,7 +463,7 @@ def _refuse_other_shards(checkpoint: dict[str, Any]) -> None:
 
 
 def _others(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return what all ranks load alike: tensors on the CPU, also empty containers, and nothing of the sharded state."""
+    """Return the request for entries that all ranks load in full: tensors on the CPU. Omits the sharded state."""
 
     def leaf(array: AbstractArray) -> torch.Tensor | AbstractArray:
         dtype = getattr(torch, array.dtype.name, None)
@@ -478,17 +478,17 @@ def _others(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return what the Trainer would save now, with optimizers instead of their states.
+    """Return the state that the Trainer would save now, with optimizers in place of their states.
 
-    Sharded strategies would make a step to have states. Returns nothing if a hook of the program fails because it is
-    too early.
+    Optimizers are used because sharded strategies make an optimizer step to create missing states. The result is empty
+    if a hook of the program fails because the training has not started.
     """
     savers = trainer.checkpoint_callbacks
     only_weights = bool(savers) and all(getattr(saver, "save_weights_only", False) for saver in savers)
     trainer.strategy.optimizer_state = lambda optimizer: optimizer
     try:
         state: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(only_weights)  # as `save_checkpoint` does
-    except Exception:  # of any hook, such as one that reads a metric of the training
+    except Exception:  # any hook can fail, for example if it reads a metric of the training
         logger.warning("the state is not checked before the training: a hook cannot save it yet", exc_info=True)
         return {}
     finally:
@@ -503,7 +503,7 @@ def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
     if strategy.is_global_zero:
         try:
             outcome = call(), ""
-        except Exception as error:  # noqa: BLE001  # the others wait for the outcome
+        except Exception as error:  # noqa: BLE001  # the other ranks wait for the outcome
             failure, outcome = error, (None, f"rank 0 failed: {type(error).__name__}: {error}")
     result, message = strategy.broadcast(outcome)
     if failure is not None:

@@ -1,14 +1,14 @@
-"""Paths of Lightning's checkpoints, and how a checkpoint replaces what Lightning wrote at one of them.
+"""Paths of Lightning's checkpoints, and replacement of the files at these paths.
 
-At a path can be a checkpoint, a file or a directory that Lightning wrote itself, or a link to another path.
-Lightning replaces and removes all of them, and so does its adapter. The next save or load finishes a replacement
-that was killed.
+A path can have a checkpoint of ckptcore, a file or directory that Lightning wrote itself, or a link to another path.
+This adapter can replace and remove all of them, as Lightning does. If a process is killed during a replacement, the
+next save or load finishes it.
 
-Checkpoints are directories and are committed later, but Lightning looks at the disk itself: `ModelCheckpoint` asks
-whether a file exists, creates links, and chooses the last checkpoint by the time of files; `load_from_checkpoint`
-opens a file. None of them asks the `CheckpointIO`, and Lightning has no hook for them. So `install` replaces these
-functions by ones that wait for the running save, create a link once its target is committed, and choose by steps.
-Without our adapter in the Trainer, and for files, they call those of Lightning.
+Checkpoints of ckptcore are directories, and may be committed in the background. But Lightning accesses the disk
+directly: `ModelCheckpoint` checks if a file exists, creates links, and finds the last checkpoint by the time of files.
+`load_from_checkpoint` opens a file. These functions do not call the `CheckpointIO`, and Lightning has no hook for them.
+So `install` replaces them by functions that wait for the running save, create a link once its target is committed, and
+choose checkpoints by step. For files, and for a Trainer without our adapter, they call Lightning's functions.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _SHARDED_METADATA: Final = "meta.pt"
 
 
 def is_of_lightning(path: _Path) -> bool:
-    """Return True for what Lightning itself replaces and removes: a file, a link, or a directory of sharded state.
+    """Return True for a path with a file, a link, or a directory of sharded state that Lightning wrote.
 
-    A link may be of `save_last="link"`: a save through it would replace another checkpoint.
+    Links are included, because `save_last="link"` creates them: a save through a link would replace its target.
     """
     if "://" in os.fspath(path):
         try:
             return bool(get_filesystem(path).isfile(os.fspath(path)))
         except (ImportError, ValueError):
-            return False  # fsspec, and so Lightning, does not know the storage
+            return False  # fsspec does not support the storage, so Lightning wrote nothing there
     if os.path.islink(path) or os.path.isfile(path):
         return True
     return os.path.isfile(os.path.join(path, _SHARDED_METADATA)) and not is_checkpoint(path)
 
 
 def is_replaced_later(path: _Path, context: Context) -> bool:
-    """Return True if what is at a path is replaced by `finish_replacement`: of Lightning, or in an object store.
+    """Return True if a save must use `finish_replacement`: for Lightning's own files, and on object stores.
 
     An object store cannot replace a checkpoint atomically, not even a damaged one.
     """
@@ -69,18 +69,18 @@ def is_replaced_later(path: _Path, context: Context) -> bool:
     except StorageError:
         raise  # nothing is known about the checkpoint
     except CheckpointError:
-        pass  # damaged, or not readable here
+        pass  # damaged, or not readable by this process
     return True
 
 
 def as_directory(path: _Path) -> str:
-    """Return a path for a save. Names that end in ``.ckpt`` are those of files, unless they end in a slash."""
+    """Return a path for a save, with a slash at the end. Otherwise a name that ends in ``.ckpt`` would mean a file."""
     return f"{os.fspath(path).rstrip('/')}/"
 
 
 def delete(path: _Path, context: Context) -> None:
-    """Delete a checkpoint of ckptcore or of Lightning, if it exists. Of a symbolic link, delete only the link."""
-    with contextlib.suppress(CheckpointNotFoundError):  # before the other, which it would replace
+    """Delete a checkpoint of ckptcore or of Lightning, if it exists. If it is a symbolic link, delete only the link."""
+    with contextlib.suppress(CheckpointNotFoundError):  # first the new one, which would replace it
         ckptcore.delete(replacing_path(path), other_files=True, context=context)
     if is_of_lightning(path):
         _remove(path)
@@ -90,7 +90,7 @@ def delete(path: _Path, context: Context) -> None:
 
 
 def _remove(path: _Path) -> None:
-    """Remove what is of Lightning."""
+    """Remove a file, link or directory of Lightning."""
     if "://" in os.fspath(path):
         get_filesystem(path).rm(os.fspath(path))
     elif os.path.isdir(path) and not os.path.islink(path):
@@ -100,7 +100,7 @@ def _remove(path: _Path) -> None:
 
 
 def finish_replacement(path: _Path, context: Context) -> None:
-    """Replace what is at a path by the checkpoint next to it. At each moment, one of the two is complete."""
+    """Replace the content of a path by the new checkpoint in the same directory. One of them is always complete."""
     replacing = replacing_path(path)
     if is_of_lightning(path):
         _remove(path)
@@ -114,7 +114,7 @@ def finish_replacement(path: _Path, context: Context) -> None:
 
 
 def recover(path: _Path, context: Context) -> None:
-    """Finish a replacement of a process that was killed before its last step."""
+    """Finish a replacement if a process was killed before the last step of it."""
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
@@ -124,12 +124,12 @@ def recover(path: _Path, context: Context) -> None:
         if not _is_complete(path, context):
             ckptcore.copy(
                 replacing, as_directory(path), overwrite="non-atomic", context=context
-            )  # of a damaged checkpoint
+            )  # files of a damaged checkpoint
         ckptcore.delete(replacing, other_files=True, context=context)
 
 
 def to_load(path: _Path, context: Context) -> _Path:
-    """Return where the checkpoint of a path is, also after a replacement that was killed. All processes may do this."""
+    """Return the location of the checkpoint of a path. Supports interrupted replacements. Any process may call this."""
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
@@ -154,14 +154,14 @@ def _is_complete(location: _Path, context: Context) -> bool:
 
 
 def create_parent(path: _Path) -> None:
-    """Create the directory of a local path now, as Lightning does. The save creates it later, or says why it cannot."""
+    """Create the parent directory of a local path now, as Lightning does. Ignores errors: the save reports them."""
     if "://" not in os.fspath(path):
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
 
 
 def replace_by_link(path: str, link: str, context: Context) -> None:
-    """Replace what is at `link` by a link to a checkpoint."""
+    """Replace the content of `link` by a link to a checkpoint."""
     if os.path.lexists(link):
         delete(replacing_path(link), context)
     create_link(path, link)
@@ -181,7 +181,7 @@ def step_of(path: _Path, context: Context) -> int | None:
 
 
 def is_directory(path: _Path) -> bool:
-    """Return True for a checkpoint that is no file of Lightning, also if it is being replaced or its link dangles."""
+    """Return True for a checkpoint other than a file of Lightning, also if it is being replaced or its link dangles."""
     if "://" in os.fspath(path):
         return not is_of_lightning(path)
     return (
@@ -192,15 +192,15 @@ def is_directory(path: _Path) -> bool:
 logger = logger_named("ckptcore.integrations.lightning")
 
 _LINKED: Final = ".linking"
-"""Suffix of the name of a link until it replaces another."""
+"""Suffix of the temporary name of a new link."""
 
 
 class CommitsLater(ABC):
-    """A part of a Trainer that saves its checkpoints, perhaps in the background."""
+    """A part of a Trainer that saves its checkpoints, possibly in the background."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until nothing is being saved. Raises the error of a save."""
+        """Wait for the running save. Raises its error."""
 
     @abstractmethod
     def link(self, path: str, link: str) -> None:
@@ -263,7 +263,7 @@ def _saver(trainer: Any) -> CommitsLater | None:
 
 
 def saver_of(part: object) -> CommitsLater | None:
-    """Return a strategy or a `CheckpointIO` of ours, also if a wrapper has it; else None."""
+    """Return our strategy or `CheckpointIO`, also from inside a wrapper. None if there is none."""
     while isinstance(part, _WrappingCheckpointIO):
         part = part.checkpoint_io
     return part if isinstance(part, CommitsLater) else None
@@ -276,7 +276,7 @@ def _wait(trainer: Any) -> None:
 
 
 def _wait_for_wrapper(trainer: Any) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO` around ours, which saves later but removes at once."""
+    """Wait for Lightning's `AsyncCheckpointIO` around ours, which saves in the background but removes immediately."""
     io = trainer.strategy.checkpoint_io
     if isinstance(io, _WrappingCheckpointIO) and _saver(trainer) is not None:
         io.teardown()
@@ -288,7 +288,7 @@ def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
     steps = {path: saver.step(path) for path in candidates}
     known = [step for step in steps.values() if step is not None]
     if len(known) < len(steps) or not known:
-        return candidates  # what cannot be read is not known to be old: Lightning chooses
+        return candidates  # unreadable checkpoints may be new, so let Lightning choose
     return {path for path, step in steps.items() if step == max(known)}
 
 
@@ -319,7 +319,7 @@ def newest_neighbor(link: Any, step_of: Callable[[str], int | None]) -> str | No
 
 
 def create_link(path: str, link: str) -> None:
-    """Replace what is at `link` by a symbolic link to a checkpoint. At each moment one of both exists."""
+    """Replace the content of `link` by a symbolic link to a checkpoint. The path never disappears in between."""
     made = link + _LINKED
     with contextlib.suppress(FileNotFoundError):
         os.unlink(made)
@@ -330,9 +330,9 @@ def create_link(path: str, link: str) -> None:
 
 
 def replacing_path(path: Any) -> str:
-    """Return the location of a checkpoint while another takes its place.
+    """Return the location of a new checkpoint until it replaces the one at `path`.
 
-    `ckpt_path="last"` finds it for ``last.ckpt``, so that a run that is killed in between resumes from it.
+    `ckpt_path="last"` finds this location for ``last.ckpt``. So a run that is killed in between resumes from it.
     """
     start, suffix = os.path.splitext(os.fspath(path))
     return f"{start}.replacing{suffix}"

@@ -1,7 +1,7 @@
 """MLflow: logged models that refer to checkpoints, or contain them.
 
-`log_checkpoint` creates a `LoggedModel` with the location and the digest of a checkpoint as tags. No array is copied,
-unless asked. `checkpoint_location` returns the location again, after it has checked the digest.
+`log_checkpoint` creates a `LoggedModel` with the location and the digest of a checkpoint as tags. It copies arrays only
+with ``upload=True``. `checkpoint_location` checks the digest and returns the location.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def log_checkpoint(
 ) -> LoggedModel:
     """Log a committed checkpoint as a model of the active run.
 
-    The model has the tags ``ckptcore.location``, ``ckptcore.digest``, ``ckptcore.save_id`` and ``ckptcore.nbytes``. Its
-    metrics are logged with ``mlflow.log_metric(..., model_id=model.model_id)``.
+    The model has the tags ``ckptcore.location``, ``ckptcore.digest``, ``ckptcore.save_id`` and ``ckptcore.nbytes``. To
+    log metrics of the model, use ``mlflow.log_metric(..., model_id=model.model_id)``.
 
     Args:
         location: a path or URL. A path is recorded as an absolute path: other hosts must see it there.
         name: the name of the model.
-        tags: further tags.
+        tags: other tags.
         upload: True to upload a verified copy of all files.
         context: options, such as those of storages. They are not recorded.
-        options: further arguments of `mlflow.create_external_model`: ``source_run_id``, ``params``, ``model_type``,
+        options: other arguments of `mlflow.create_external_model`: ``source_run_id``, ``params``, ``model_type``,
             ``experiment_id``.
 
     Raises:
@@ -73,10 +73,10 @@ def checkpoint_location(
 ) -> str:
     """Return the location of the checkpoint of a model, after checking that it still has the recorded digest.
 
-    A checkpoint that was uploaded is downloaded first, unless the artifacts of MLflow are in a local directory.
+    An uploaded checkpoint is downloaded first, unless the artifacts of MLflow are in a local directory.
 
     Args:
-        model: of `log_checkpoint`, or its id.
+        model: a model of `log_checkpoint`, or its id.
         dst_path: the directory to download to; see `mlflow.artifacts.download_artifacts`.
         context: options of the load.
 
@@ -84,7 +84,7 @@ def checkpoint_location(
         A path or URL for `ckptcore.load`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at the recorded location, or another one.
+        CheckpointNotFoundError: there is no checkpoint at the recorded location, or a different one.
         CorruptCheckpointError: the model has no valid record, or the checkpoint is damaged.
         ValueError: `dst_path` is passed, and the model has only a reference.
     """

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ckptcore.protocols import ObjectWriter, RangeReader
 
 _BUFFER_BYTES: Final = 8 << 20
-"""Smaller writes are collected up to this size."""
+"""Smaller writes are buffered up to this size."""
 
 
 class InputStream(io.RawIOBase):
@@ -38,7 +38,7 @@ class InputStream(io.RawIOBase):
         return self._position
 
     def readall(self) -> bytes:
-        """Read the rest by one request."""
+        """Read the rest with one request."""
         data = bytearray(max(0, self._size - self._position))
         self.readinto(data)
         return bytes(data)
@@ -89,7 +89,7 @@ class OutputStream(io.BufferedIOBase):
             self._buffer = bytearray()
 
     def close(self) -> None:
-        """Complete the file. After an error there is none, and closing again raises no second one."""
+        """Complete the file. After an error the file does not exist, and closing again raises no second error."""
         if self._writer is not None:
             try:
                 self.flush()
@@ -101,7 +101,7 @@ class OutputStream(io.BufferedIOBase):
         super().close()
 
     def abort(self) -> None:
-        """Write no file."""
+        """Abort: the file will not exist."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
@@ -117,5 +117,5 @@ class OutputStream(io.BufferedIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        """Write no file, because an error prevented that it was closed."""
+        """Abort the file, because an error prevented closing it."""
         self.abort()

@@ -1,4 +1,4 @@
-"""Random generators of the processes of a job and of the workers of its data loaders."""
+"""States of the random generators of processes and of workers of data loaders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WithRandomState(torch.utils.data.Dataset[_Row_co]):
         """Wrap a dataset with ``__getitem__`` and ``__len__``.
 
         Raises:
-            TypeError: it is iterable, or has a state of its own.
+            TypeError: the dataset is iterable, or has its own state.
         """
         if isinstance(dataset, torch.utils.data.IterableDataset) or hasattr(dataset, "state_dict"):
             raise TypeError(
@@ -44,7 +44,7 @@ class WithRandomState(torch.utils.data.Dataset[_Row_co]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.dataset)  # type: ignore[arg-type]  # a dataset of torch need not say that it has a length
+        return len(self.dataset)  # type: ignore[arg-type]  # `Dataset` of torch does not declare a length
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of this worker. The generators of the process itself are saved with the process."""
@@ -52,7 +52,7 @@ class WithRandomState(torch.utils.data.Dataset[_Row_co]):
             return {}
         version, words, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state()
-        return {  # strings, because torchdata compares the state with the one after the previous batch
+        return {  # strings, because torchdata compares the states of two batches
             "python": json.dumps([version, np.asarray(words, np.uint32).tobytes().hex(), gauss]),
             "numpy": json.dumps([kind, np.asarray(keys).tobytes().hex(), position, has_gauss, cached]),
             "torch": torch.get_rng_state().numpy().tobytes().hex(),
@@ -73,7 +73,7 @@ class WithRandomState(torch.utils.data.Dataset[_Row_co]):
 
 @contextmanager
 def keeping_random_states() -> Iterator[None]:
-    """Restore the generators of this process afterwards."""
+    """Restore the present states of this process's generators at the end of the context."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state().numpy()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
@@ -91,9 +91,9 @@ def _set_states(of_python: Any, of_numpy: Any, of_torch: Any) -> None:
 
 
 def problem_with_random_states(directory: Path, rank: int) -> str | None:
-    """Return why the generators of this process are not as Accelerate saved them for a rank, or None.
+    """Return the reason why generators of this process differ from the saved states of a rank, or None.
 
-    Accelerate applies what it can, and logs the rest below the level of warnings.
+    Accelerate restores the states that it can, and logs the others below the level of warnings.
     """
     from accelerate.utils import RNG_STATE_NAME, load
 

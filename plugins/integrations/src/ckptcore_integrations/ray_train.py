@@ -1,4 +1,4 @@
-"""Ray Train: workers save a checkpoint together into the storage of the run, and report where it is.
+"""Ray Train: workers save a checkpoint together into the storage of the run, and report its location.
 
 `save_and_report` replaces the local directory, the upload and ``ray.train.report`` of each worker. Ray Train owns the
 checkpoints: it deletes old ones, and gives workers the newest one after a failure.
@@ -28,7 +28,7 @@ _SCHEMES_OF_FSSPEC = {
     "file": "", "local": "", "s3": "s3://", "s3a": "s3://", "gs": "gs://", "gcs": "gs://", "memory": "fsspec+memory://",
 }  # fmt: skip
 _AZURE = ".dfs.core.windows.net"
-"""The end of the hosts in URLs of Azure. Other hosts, such as those of emulators, are an option of the Context."""
+"""Suffix of host names of Azure. Other hosts, such as emulators, are an option of the Context."""
 
 
 @own_options()
@@ -42,9 +42,9 @@ def save_and_report(
 ) -> None:
     """Save a step in the storage of the run, and report it to Ray Train. Every worker calls this.
 
-    The step is reported once it is committed. A step that was committed and not reported is replaced. One that was
-    reported stays, because Ray Train deletes it later by its name: a run that goes back to an earlier step saves that
-    again in ``checkpoint_000010_2``.
+    The step is reported once it is committed. A committed step that was not reported is replaced. A reported step is
+    not replaced, because Ray Train will delete it by name. So a run that goes back to an earlier step saves that step
+    again as ``checkpoint_000010_2``.
 
     Args:
         step: number of the step, which names the directory: ``checkpoint_000010``.
@@ -78,7 +78,7 @@ def _exists(filesystem: FileSystem, path: str) -> bool:
 
 
 def _not_reported(path: str) -> str:
-    """Return a path that no reported checkpoint has. Wait until Ray Train has processed earlier reports."""
+    """Return a path without a reported checkpoint. Wait until Ray Train has processed earlier reports."""
     known = ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
     reported = {directory.checkpoint.path for directory in known}
     others = (f"{path}_{number}" for number in itertools.count(2))
@@ -104,7 +104,8 @@ def resume(
     Raises:
         UnsupportedLeafError: lists what cannot be saved or restored.
         RankFailedError: another worker has such objects.
-        PartialLoadError: another number of workers saved an object, each its own state. All others were loaded.
+        PartialLoadError: a different number of workers saved an object, each its own state. All other objects were
+            loaded.
     """
     ckptcore.check_checkpointables(into, layout=layout, context=context)
     checkpoint = ray.train.get_checkpoint()
@@ -157,7 +158,7 @@ def _location_of_fsspec(filesystem: Any, path: str) -> str:
 
 
 def _location_of_azure(filesystem: FileSystem, path: str) -> str:
-    """Return a URL with the account, which pyarrow only tells when the file system is pickled."""
+    """Return a URL with the account. The account is only accessible by pickling the file system of pyarrow."""
     _, (options,) = filesystem.__reduce__()
     container, _, below = path.partition("/")
     host = f"{options['account_name']}{options['dfs_storage_authority']}"

@@ -1,4 +1,4 @@
-"""References: what a tracker of experiments records of a checkpoint, and whether the checkpoint is still the same."""
+"""References to checkpoints, as experiment trackers record them, with a check that the checkpoint is still the same."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
 class Reference(NamedTuple):
-    """A checkpoint of a save, as text that a tracker stores.
+    """A checkpoint, described by text that a tracker stores.
 
     Attributes:
-        location: an absolute path, or a URL. If the bytes were uploaded, where they came from.
+        location: an absolute path, or a URL. If the bytes were uploaded, the location that they were read from.
         digest: see `ckptcore.results.CheckpointMetadata`.
         save_id: the id of its save.
         nbytes: bytes of all arrays, as digits.
@@ -83,7 +83,7 @@ class Reference(NamedTuple):
         return self.uploaded == "yes"
 
     def check(self, location: str, context: Context | None) -> str:
-        """Return the location if it has the recorded checkpoint. Reads no array.
+        """Return the location if the recorded checkpoint is still there. Reads no array.
 
         Raises:
             CheckpointNotFoundError: another save is there.

@@ -1,9 +1,9 @@
-"""Weights of a checkpoint as tensors, of which only the elements are read that a program copies.
+"""Weights of a checkpoint as lazy tensors: only the elements that a program copies are read.
 
 A program that places weights itself narrows and transposes each one, and copies the result into a parameter.
-`WeightReader` passes it a `StoredWeight` for each array. Views of it read nothing, and a copy is noted. Noted copies
-are done many at once, by one load of the boxes that they need, which the processes of a group can share. An operation
-on a weight, or on a parameter with a noted copy, reads the elements first.
+`WeightReader` passes it a `StoredWeight` for each array. Views of a stored weight read nothing, and copies of it are
+recorded. Later one load reads the boxes of many recorded copies; the processes of a group can share this load. Any
+other operation on a weight, or on a parameter with a recorded copy, reads the elements first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StridedBox(NamedTuple):
     """The elements of a view of a C-contiguous array.
 
     Attributes:
-        box: the smallest box of the array that has them and that their view can be made of.
+        box: the smallest box of the array that contains the elements, and from which the view can be made.
         offset, strides: the view of the C-contiguous elements of the box, in elements. The shape is that of the view.
     """
 
@@ -42,7 +42,7 @@ class StridedBox(NamedTuple):
 
 
 def strided_box(shape: Sequence[int], view: torch.Tensor) -> StridedBox:
-    """Return the box of an array that a view of it needs.
+    """Return the box of an array that contains a view.
 
     Args:
         shape: the shape of the array.
@@ -57,7 +57,7 @@ def strided_box(shape: Sequence[int], view: torch.Tensor) -> StridedBox:
         start + sum([(extent - 1) * move[axis] for extent, move in zip(view.shape, moves, strict=True)])
         for axis, start in enumerate(low)
     ]
-    if reached == list(high):  # each axis of the view moves along axes of the array, without a carry
+    if reached == list(high):  # no step of the view carries over to an earlier axis of the array
         box = Box(tuple(low), tuple([stop + 1 for stop in high]))
         inner = _contiguous_strides(box.shape)
         strides = [sum([step * size for step, size in zip(move, inner, strict=True)]) for move in moves]
@@ -88,7 +88,7 @@ def _index(offset: int, steps: Sequence[int]) -> list[int]:
 
 
 class StoredWeight(torch.Tensor):
-    """A view of a stored array. A view of it reads nothing, and any other operation reads its elements."""
+    """A view of a stored array. Further views read nothing. Other operations read the elements."""
 
     _source: StoredArray
     _view: torch.Tensor
@@ -99,7 +99,7 @@ class StoredWeight(torch.Tensor):
 
         Args:
             source: the stored array.
-            view: the view, of a tensor on the meta device with the shape of the array.
+            view: a view of a tensor on the meta device with the shape of the array.
         """
         made: Self = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype, device=_CPU
@@ -110,7 +110,7 @@ class StoredWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # PyTorch also passes args and kwargs by position
-        """Run an operation: a view of the stored array without elements, others with them."""
+        """Run an operation. Views read no elements; other operations read them."""
         kwargs = kwargs or {}
         if func.is_view and isinstance(args[0], StoredWeight) and func not in _OTHER_ELEMENTS:
             weight = args[0]
@@ -123,7 +123,7 @@ class StoredWeight(torch.Tensor):
                     f"{func} changes a weight of a checkpoint in place, which is only read: call clone() of it first"
                 )
         if func is torch.ops.aten.copy_.default and args[0].device.type == "meta":
-            return args[0]  # a program that counts what it would copy
+            return args[0]  # used by programs that count elements before they copy
         args, kwargs = tree_map(elements_of, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -135,7 +135,7 @@ class StoredWeight(torch.Tensor):
 _OTHER_ELEMENTS: Final = frozenset(
     [torch.ops.aten._conj.default, torch.ops.aten._neg_view.default, torch.ops.aten.view.dtype]
 )
-"""Views whose elements are others than those of the array."""
+"""Views whose elements differ from those of the array."""
 
 
 def _is_plain_view(view: torch.Tensor, weight: StoredWeight) -> bool:
@@ -155,7 +155,7 @@ def elements_of(value: Any) -> Any:
 
 
 def _strided(elements: np.ndarray[Any, Any], box: StridedBox, weight: StoredWeight) -> torch.Tensor:
-    """Return the view of a stored weight that these elements of its box make."""
+    """Return the view of a stored weight, made from the elements of its box."""
     return torch.as_strided(_tensor(elements, weight.dtype), weight.shape, box.strides, box.offset)
 
 
@@ -167,7 +167,7 @@ def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _DataSetters(TorchFunctionMode):
-    """Reads the elements of a stored weight that becomes the ``data`` of a tensor. Its memory would be none."""
+    """Reads the elements of a stored weight that is assigned to ``data`` of a tensor, because it has no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
@@ -177,16 +177,16 @@ class _DataSetters(TorchFunctionMode):
 
 
 class _Copy(NamedTuple):
-    """A copy that is noted: a stored weight, and the tensor that gets its elements."""
+    """A recorded copy: a stored weight, and the tensor that receives its elements."""
 
     weight: StoredWeight
     target: torch.Tensor
 
 
 class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    """Passes the arrays of a checkpoint to a program as `StoredWeight`, and does the copies that the program makes.
+    """Passes the arrays of a checkpoint to a program as `StoredWeight`, and performs the program's copies in batches.
 
-    Enter it while the program copies. Copies are done at the latest by `fill`.
+    Use it as a context manager while the program copies. `fill` performs the remaining copies.
     """
 
     def __init__(
@@ -198,15 +198,15 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         targets: Iterable[torch.Tensor],
         batch_bytes: int,
     ) -> None:
-        """Read nothing.
+        """Prepare to read. Reads nothing.
 
         Args:
             location: the path or URL of the checkpoint.
             tree: the container with the weights, of the open checkpoint.
-            contexts: options for loads of this process alone, and for those of its group. Equal if there is no group.
-            targets: tensors, such as parameters. Copies into their memory are done later, many at once. Other copies
-                are done at once.
-            batch_bytes: size of the arrays after which noted copies are done, in bytes.
+            contexts: options for loads of this process alone, and for loads of its group. Equal if there is no group.
+            targets: tensors, such as parameters. Copies into their memory are performed later, in batches. Other copies
+                are performed immediately.
+            batch_bytes: size of the arrays of a batch of recorded copies, in bytes.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         self._location = location
@@ -218,10 +218,10 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         self._setters = _DataSetters()
 
     def weights(self, dtype_of: Callable[[str, str], torch.dtype]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each array, and the array. Noted copies are done after each batch, by the whole group.
+        """Yield the name of each array, and the array. The group performs the recorded copies after each batch.
 
         Args:
-            dtype_of: returns the dtype of PyTorch for the name of a weight and that of its dtype.
+            dtype_of: function from the names of a weight and of its dtype to the dtype of PyTorch.
         """
         waiting = 0
         for name, stored in _arrays(self._tree, ""):
@@ -233,11 +233,11 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
                 waiting = 0
 
     def fill(self) -> None:
-        """Do the noted copies. Every process of the group calls this equally often."""
+        """Perform the recorded copies. Every process of the group must call this equally often."""
         self._do_copies(self._together)
 
     def __enter__(self) -> Self:
-        """Take part in the operations of this thread."""
+        """Intercept the operations of this thread."""
         self._setters.__enter__()  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped
         entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
@@ -245,12 +245,12 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take no part any more."""
+        """Stop intercepting operations."""
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]  # PyTorch leaves them untyped
         self._setters.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note copies of stored weights. Do noted copies of a tensor before another operation uses it."""
+        """Record copies of stored weights. Perform the recorded copies of a tensor before another operation uses it."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and isinstance(args[1], StoredWeight) and _is_plain(args[0]):
             target, weight = args[0], args[1]
@@ -264,7 +264,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         return func(*args, **kwargs)
 
     def _do_copies(self, context: Context) -> None:
-        """Do the noted copies. After an error they stay noted."""
+        """Perform the recorded copies. After an error they stay recorded."""
         copies, self._copies = self._copies, []
         try:
             self._load(copies, context)
@@ -284,8 +284,8 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         for copy, copied in zip(copies, found, strict=True):
             source = copy.weight._source
             sources[id(source)] = source
-            # Shards of a group cut blocks, which are read and verified whole: many columns are in one block. So a group
-            # requests whole arrays, of which each process reads a part that ends at a block.
+            # Shards can divide a block, for example by columns, but a block is read and verified whole. So a group
+            # requests whole arrays, and each process reads a range of whole blocks.
             boxes.setdefault(id(source), []).append(Box.whole(source.shape) if shared else copied.box)
         request: dict[Key, Any] = {}
         for number, of_source in boxes.items():
@@ -303,14 +303,14 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
 
 
 def _container(tree: dict[Key, Any], stored: StoredArray) -> dict[Key, Any]:
-    """Return the dict of a tree of dicts that has a stored array, or will have it."""
+    """Return the dict that contains or will contain a stored array. Adds missing dicts to the tree."""
     for key in stored.path[:-1]:
         tree = tree.setdefault(_plain(key), {})
     return tree
 
 
 def _arrays(tree: StoredTree, prefix: str) -> Iterator[tuple[str, StoredArray]]:
-    """Yield the arrays below a container with their names: the keys, with dots between them."""
+    """Yield the arrays below a container, with their names. A name consists of the keys, joined by dots."""
     for key, stored in tree.items():
         name = f"{prefix}{_plain(key)}"
         if isinstance(stored, StoredTree):
@@ -324,7 +324,7 @@ def _plain(key: Key) -> Key:
 
 
 def _separate(boxes: Sequence[Box]) -> Sequence[Box]:
-    """Return boxes that do not overlap and contain these: those that overlap are replaced by a box around them."""
+    """Merge overlapping boxes: return disjoint boxes that contain the given ones."""
     separate: list[Box] = []
     for box in boxes:
         while touched := [other for other in separate if _intersects(other, box)]:
@@ -354,12 +354,12 @@ def _within(inner: Box, outer: Box) -> Sequence[tuple[int, int]]:
 
 
 def _is_plain(value: object) -> bool:
-    """Return True for a tensor with memory of its own."""
+    """Return True for a tensor with its own memory."""
     return isinstance(value, torch.Tensor) and not isinstance(value, StoredWeight) and value.device.type != "meta"
 
 
 class _Memory(NamedTuple):
-    """A range of memory, by the addresses of its storage and of its bytes."""
+    """A range of memory: the address of its storage, and the addresses of its bytes."""
 
     storage: int
     start: int

@@ -1,17 +1,17 @@
-"""torch_checkpointing: its checkpoints on the storages of ckptcore, durable, and committed by one step.
+"""torch_checkpointing: a storage that uses ckptcore's storages, with durable files and atomic commits.
 
 `CkptcoreStorageConfig` is a `StorageConfig`: pass it as ``storage_config`` to a `CheckpointManager`. Paths are local
-paths or URLs such as ``s3://bucket/run/step_100``. Other methods of torch_checkpointing, its files and its formats stay
-as they are.
+paths or URLs such as ``s3://bucket/run/step_100``. Everything else
+in torch_checkpointing stays the same, including its files and formats.
 
-torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. Here a file is durable once it
-is closed. File systems rename the directory without replacing another one. Object stores have no directories to
-rename, and an earlier job may still write to them, so there
+torch_checkpointing writes into a directory with the prefix ``tmp_`` and then renames it. With this storage a
+file is durable once it is closed, and file systems never replace another directory by the rename. Object stores cannot
+rename directories, and an earlier job may still write to them. So on object stores:
 
-- every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
-  processes of one process group: a job that is started again has another id,
-- the rename creates the list of the objects of its job, ``files.ckptcore.json``, if none exists. Without it there is no
-  checkpoint, and objects that are not in it do not count. Nothing is deleted before.
+- Every file is an object in ``objects.ckptcore/<id of the job>`` in the directory of the checkpoint. A job is the
+  processes of one process group: a restarted job has another id.
+- The rename creates the list of the objects of its job, ``files.ckptcore.json``, if no list exists. Without a list the
+  checkpoint does not exist, and objects that are not in the list are ignored. Nothing is deleted before the commit.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _FORMAT: Final = "ckptcore-files"
 _VERSION: Final = 1
 
 _OBJECTS: Final = "objects.ckptcore"
-"""The directory of the objects in the directory of the checkpoint."""
+"""Directory of the objects, within the directory of the checkpoint."""
 
 _JOB: Final = re.compile(r"[0-9a-f]{32}")
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)", re.DOTALL)
-"""A URL, of which a `Path` removes a slash."""
+"""A URL. `Path` removes one of its slashes."""
 
 _MAX_LIST_BYTES: Final = 1 << 26
 _DEPTH: Final = 4
-"""The most directories of a file within its checkpoint."""
+"""Maximum number of directories above a file within its checkpoint."""
 
 _COPY_BYTES: Final = 8 << 20
 """Bytes of a file that are copied at a time."""
@@ -93,7 +93,7 @@ class CkptcoreStorageConfig(StorageConfig):
         return vars(self)
 
     def _job_id(self) -> str:
-        """Return the id of the job, on which its processes agree by the store of their process group."""
+        """Return the id of the job. Its processes agree on it through the store of their process group."""
         if not self._job:
             self._job = uuid.uuid4().hex
             if dist.is_initialized() and dist.get_world_size() > 1:
@@ -155,7 +155,7 @@ class CkptcoreStorage(Storage):
             raise OSError(f"{url} has {size} bytes, and its caller expects {expected}: it was replaced; load again")
         if read_args is not None and not read_args.pre_read_full_file:
             return InputStream(storage.open_reader(key), size)
-        return io.BytesIO(storage.get(key))  # type: ignore[return-value]  # as the storage of torch_checkpointing does
+        return io.BytesIO(storage.get(key))  # type: ignore[return-value]  # as torch_checkpointing's own storage
 
     def getsize(self, path: Path) -> int:
         """Return the size of a file in bytes.
@@ -197,7 +197,7 @@ class CkptcoreStorage(Storage):
     # --- write
 
     def stream_write(self, path: Path) -> io.IOBase:
-        """Return a stream. Its file exists, durable, once the stream is closed without an error.
+        """Return a stream. Its file exists and is durable once the stream is closed without an error.
 
         Raises:
             FileExistsError: the path is in the temporary directory of a checkpoint that is committed.
@@ -236,12 +236,12 @@ class CkptcoreStorage(Storage):
     def rename(
         self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
     ) -> None:
-        """Commit a directory, or move a file. See `Storage.rename` for what raises.
+        """Commit a directory, or move a file. See `Storage.rename` for other errors.
 
         Raises:
-            FileExistsError: the destination exists, or another job committed it meanwhile.
-            OSError: an object store cannot rename the directory, because it has not the temporary name of `dst_path`;
-                or two jobs write the same checkpoint.
+            FileExistsError: the destination exists, or another job committed it during the call.
+            OSError: an object store cannot rename the directory, because its name is not the temporary name of
+                `dst_path`; or two jobs write the same checkpoint.
         """
         source, destination = _url(src_path), _url(dst_path)
         if (source is None) != (destination is None):
@@ -276,7 +276,7 @@ class CkptcoreStorage(Storage):
         storage.delete([key])
 
     def rmdir(self, path: Path) -> None:
-        """Delete a directory with its contents. A committed checkpoint does not exist any more before its files go."""
+        """Delete a directory with its contents. The list of a committed checkpoint is deleted before its files."""
         url = _url(path)
         if url is None:
             self._local.rmdir(path)
@@ -287,7 +287,8 @@ class CkptcoreStorage(Storage):
             storage.delete([f"{place.key}/{_LIST}"])
             storage.delete(list(storage.list(place.key)))
             return
-        keys = list(storage.list(place.checkpoint))  # before the list, which names none of them if there is none
+        # First list the objects, then read the commit list: if it does not exist, no listed object is committed.
+        keys = list(storage.list(place.checkpoint))
         listed = _read_list(storage, place.checkpoint)
         if place.file or listed is not None:
             raise FileNotFoundError(errno.ENOENT, "there is no such directory", url)
@@ -296,7 +297,7 @@ class CkptcoreStorage(Storage):
     # --- file systems
 
     def _rename_locally(self, source: Path, destination: Path) -> None:
-        """Rename by the storage of ckptcore, which makes files and names durable and replaces no directory."""
+        """Rename with ckptcore's storage, which makes files and names durable and replaces no directory."""
         if not source.is_dir() or source.parent != destination.parent or destination.is_file():
             self._local.rename(source, destination)
             return
@@ -327,11 +328,11 @@ class CkptcoreStorage(Storage):
             raise _occupied(f"{place.directory}/{place.checkpoint}")
 
     def _key(self, place: _Place) -> str:
-        """Return the key of a file that is in no committed checkpoint."""
+        """Return the key of a file that is not in a committed checkpoint."""
         return f"{place.checkpoint}/{_OBJECTS}/{self._job}/{place.file}" if place.pending else place.key
 
     def _committed(self, url: str) -> tuple[StorageBackend, str, str, _Listed] | None:
-        """Return the checkpoint that has a path: its storage and name there, the path within it, and its files."""
+        """Return the committed checkpoint of a path: its storage and name, the path within it, and its files."""
         directory, file = url, ""
         for _ in range(_DEPTH + 1):
             directory, _, name = directory.rpartition("/")
@@ -362,7 +363,7 @@ class CkptcoreStorage(Storage):
         return False
 
     def _names(self, url: str) -> list[str]:
-        """Return the names in a directory, as if the renames were those of a file system."""
+        """Return the names in a directory, as a file system would after the same renames."""
         if (committed := self._committed(url)) is not None:
             _, _, file, listed = committed
             return _first_names(listed.sizes, file)
@@ -420,12 +421,12 @@ class CkptcoreStorage(Storage):
         try:
             storage.put(f"{name}/{_LIST}", data, condition=IF_ABSENT)
         except ConditionFailedError as error:
-            if storage.get(f"{name}/{_LIST}") != data:  # else it is ours: the response of an attempt was lost
+            if storage.get(f"{name}/{_LIST}") != data:  # equal: the response to our first request was lost
                 raise _occupied(destination) from error
-        storage.delete([f"{name}/{key}" for key in objects if not key.startswith(start)])  # of jobs that were killed
+        storage.delete([f"{name}/{key}" for key in objects if not key.startswith(start)])  # objects of killed jobs
 
     def _move(self, src_path: Path, dst_path: Path, destination: str) -> None:
-        """Copy a file by parts, and delete it."""
+        """Copy a file in parts, and delete the source."""
         if self.isdir(dst_path):
             raise _occupied(destination)
         with self.stream_read(src_path, ReadArgs(pre_read_full_file=False)) as read, self.stream_write(dst_path) as out:
@@ -441,7 +442,7 @@ def _url(path: Path) -> str | None:
 
 
 def _first_names(files: Iterable[str], directory: str) -> list[str]:
-    """Return the names directly below a directory, of which these are the files."""
+    """Return the names directly below a directory that contains `files`."""
     start = f"{directory}/" if directory else ""
     return sorted({file[len(start) :].partition("/")[0] for file in files if file.startswith(start)})
 

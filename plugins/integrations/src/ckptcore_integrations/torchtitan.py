@@ -2,7 +2,7 @@
 
 `CkptcoreManager` is a `BaseCheckpointManager`: set ``checkpoint=CkptcoreManager.Config(...)`` in the configuration of
 the Trainer. Steps are directories ``step-<number>`` in the format of torch.distributed.checkpoint, with the names that
-TorchTitan's own manager uses, so that each manager continues the runs of the other.
+TorchTitan's own manager uses, so that each manager can continue the other's runs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = ["CkptcoreManager"]
 _NAMES: Final = StepNames(StepNameFormat("step-"), [StepNameFormat("step-", None)])
 
 _PART: Final = Matching(unexpected="ignore")
-"""Other ranks have other entries: the position of their data, and their stages of a pipeline."""
+"""Ignore entries of other ranks: the position in their data, and their stages of a pipeline."""
 
 _CALLS: Final = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID")
-"""Opcodes of pickle that name something to import. Without them, a pickle runs no code."""
+"""Pickle opcodes that import an object. A pickle without them runs no code."""
 
 
 @own_options()
@@ -54,13 +54,13 @@ class CkptcoreManager(BaseCheckpointManager):
     """Saves the steps of a Trainer of TorchTitan, and resumes from the newest valid one.
 
     All ranks save one checkpoint together. A save returns once the state is copied, and writes while training
-    continues. A failed save is raised by the next save, or when the Trainer is closed. The old steps beyond
-    ``keep_latest_k`` are deleted after a commit, and the newest valid step never is. Loading runs no code from a
+    continues. A failed save is raised by the next save, or when the Trainer is closed. Old steps beyond
+    ``keep_latest_k`` are deleted after a commit. The newest valid step is never deleted. Loading runs no code from a
     checkpoint.
 
     Attributes:
-        context: options, such as those of storages, for all managers of the class. Set it in a subclass, which has a
-            ``Config`` of its own. It is not in the configuration, which TorchTitan sends to its loggers.
+        context: options, such as those of storages, for all managers of the class. Set it in a subclass with its
+            own ``Config``. It is not in the configuration, because TorchTitan sends that to its loggers.
     """
 
     context: Context | None = None
@@ -102,7 +102,7 @@ class CkptcoreManager(BaseCheckpointManager):
         sd_adapter: Any,
         base_folder: str = "",
     ) -> None:
-        """Open the directory of the run, and own it unless ``load_only`` is set. The Trainer calls this.
+        """Open the directory of the run, and become its owner unless ``load_only`` is set. The Trainer calls this.
 
         Raises:
             ValueError: ``last_save_in_hf`` is set, and the model has no adapter for names of Hugging Face.
@@ -139,7 +139,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 preservation_policy=LatestN(config.keep_latest_k) if config.keep_latest_k else None,
                 step_names=_NAMES,
                 layout=config.layout,
-                if_in_use="take over",  # a job that renews a lease keeps the directory
+                if_in_use="take over",  # a running job keeps the directory if it renews a lease
                 other_files=True,  # as TorchTitan does
                 context=self.context,
             )
@@ -176,7 +176,7 @@ class CkptcoreManager(BaseCheckpointManager):
         if not self.config.last_save_in_hf:
             writer.save_blocking(step, weights, overwrite="best-effort")
             return
-        # Ranks hold shards, and files for Hugging Face have whole tensors. A killed process may have left either.
+        # Ranks hold shards, but files for Hugging Face have whole tensors. A killed process may leave both directories.
         shards = filesystem.join(self.folder, f"shards-of-step-{step}")
         ckptcore.save(
             shards, self.sd_adapter.to_hf(weights), layout="dcp", overwrite="with-other-files", context=self.context
@@ -187,7 +187,7 @@ class CkptcoreManager(BaseCheckpointManager):
             ckptcore.delete(shards, other_files=True, context=self.context)
 
     def _state(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of objects under TorchTitan's names: those of the weights, without ``model``, and others.
+        """Return the states of objects under TorchTitan's names. Names of weights have no prefix ``model``.
 
         Raises:
             UnsupportedLeafError: the position of the data is a pickle with code.
@@ -197,12 +197,12 @@ class CkptcoreManager(BaseCheckpointManager):
         return {**state, **objects[MODEL].state_dict()}
 
     def _check(self, writer: Checkpointer) -> None:
-        """Check that the state can be saved, with the optimizers themselves: their container would make a step."""
+        """Check that the state can be saved. Checks the optimizers directly: their container would make a step."""
         state = self._state({name: value for name, value in self.states.items() if name != OPTIMIZER})
         writer.check({**state, OPTIMIZER: list(self.states[OPTIMIZER])})
 
     def _check_position(self, state: Mapping[str, Any]) -> None:
-        """Refuse a pickle that TorchTitan's data loader would run code of."""
+        """Refuse a pickle whose code TorchTitan's data loader would run."""
         if not isinstance(self.states[DATALOADER], ParallelAwareDataloader):
             return
         for name, value in state.get(DATALOADER, {}).items():
@@ -260,7 +260,7 @@ class CkptcoreManager(BaseCheckpointManager):
                 )
             weights = self.sd_adapter.to_hf(self.states[MODEL].state_dict())
             reader = self.sd_adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized)
-            load(weights, storage_reader=reader)  # the reader of the model may decode quantized weights
+            load(weights, storage_reader=reader)  # the model's reader may dequantize weights
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
         elif path:
             objects = self._objects_to_load(only_model=config.initial_load_model_only)
@@ -286,7 +286,7 @@ class CkptcoreManager(BaseCheckpointManager):
         return {name: value for name, value in self.states.items() if name not in excluded}
 
     def _restore(self, objects: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Give objects their loaded states. Tensors have been loaded in place."""
+        """Restore the loaded states of objects. Tensors were already loaded in place."""
         self._check_position(state)
         for name, value in objects.items():
             if name == MODEL:
@@ -297,7 +297,7 @@ class CkptcoreManager(BaseCheckpointManager):
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _maybe_wait_for_staging(self) -> None:
-        """Do nothing: saves have copied the state when they return."""
+        """Do nothing, because a save returns after it has copied the state."""
 
     def _wait_for_saving(self) -> None:
         """Wait for the running save, and raise its error."""
@@ -316,14 +316,14 @@ def _state_of(value: Any) -> Any:
 
 
 def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
-    """Remove the states of parameters that had none in the saved optimizers, because they had no gradient.
+    """Remove the states of parameters without a stored state: they had no gradient before the save.
 
-    TorchTitan's container makes a step with zeros, so that each parameter has a state to load into.
+    To create states to load into, TorchTitan's container makes a step with zeros.
     """
     optimizers = objects.get(OPTIMIZER)
     if optimizers is None or not isinstance(saved := stored.get(OPTIMIZER), Mapping):
         return
-    optimizers.state_dict()  # makes the states
+    optimizers.state_dict()  # creates the states
     parts = [key.split(".") for key in saved if key.startswith("state.")]
     names = {".".join(key[1:count]) for key in parts for count in range(2, len(key))}
     for optimizer in optimizers:
@@ -334,7 +334,7 @@ def _forget_states_not_saved(objects: Mapping[str, Any], stored: Any) -> None:
 
 
 def _called_in(pickled: bytes) -> str | None:
-    """Return what a pickle imports, or None if it only has values.
+    """Return the name of an import in a pickle, or None if the pickle only has values.
 
     Raises:
         CheckpointError: it is not a pickle.

@@ -1,6 +1,6 @@
-"""The steps in the ``output_dir`` of a Trainer of Transformers: which ones are sound, and which ones are old.
+"""Steps in the ``output_dir`` of a Trainer of Transformers: finding the newest sound step, and deleting old steps.
 
-A step is sound, damaged, or cannot be judged. Only damage that is certain lets a step be skipped.
+A step is sound, damaged, or unknown. Only a step that is certainly damaged is skipped.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ZERO = re.compile(
     r"(\w+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)(_sp_rank_\d+)?_(?P<kind>model|optim)_states\.pt"
 )
 _DESCRIPTIONS = (".json", ".jinja", ".md", ".model", ".py", ".txt")
-"""Suffixes of files of a step that have no state."""
+"""Suffixes of files of a step that contain no state."""
 
 _DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, *MISSING_FILE)
-"""Errors that say that files of a step are not those of a step. Others say that they could not be read."""
+"""Errors that prove that a step is damaged. Other errors only show that it could not be read."""
 
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -49,19 +49,18 @@ _ZIP_ERRORS = (
     zlib.error,
     struct.error,
     EOFError,
-    RuntimeError,  # it needs a password, or a compression that Python does not have
+    RuntimeError,  # it needs a password, or a compression that Python lacks
     ValueError,
 )
 """Errors of `zipfile` for damaged archives."""
 
 
 class _UnknownError(Exception):
-    """A step has something that this module does not know."""
+    """A step has files that this module does not know."""
 
 
 def steps_of(directory: str | os.PathLike[str]) -> dict[int, str]:
-    """Return the paths of the steps in a directory by their numbers, lowest first. Neither their times nor the order
-    of the listing count."""
+    """Return the paths of the steps in a directory by their numbers, lowest first. Times of files are ignored."""
     names = os.listdir(directory) if os.path.isdir(directory) else []
     steps = {int(match[1]): os.path.join(directory, name) for name in names if (match := _STEP.fullmatch(name))}
     return dict(sorted(steps.items()))
@@ -72,14 +71,14 @@ def delete_old_steps(
 ) -> None:
     """Delete the lowest steps beyond a limit, but only below the step that was just saved.
 
-    Steps above it are from before a run was set back. One of them may be the newest sound one, and the run will
-    replace or pass them.
+    Higher steps are from before the run went back to an earlier step. One of them may be the newest sound step, and the
+    run will replace or pass them.
 
     Args:
         saved: the step that was just saved.
-        limit: how many steps to keep. None, or less than one: all.
-        kept: others that are never deleted, such as the best one.
-        before: is called before a step is deleted, for example to wait until it is uploaded.
+        limit: number of steps to keep. None, or less than one: all.
+        kept: other steps that are never deleted, such as the best one.
+        before: called before a step is deleted, for example to wait for its upload.
     """
     if limit is None or limit <= 0:
         return
@@ -93,7 +92,7 @@ def delete_old_steps(
 
 
 def set_aside(step: str) -> None:
-    """Rename the step of a plain Trainer that a save replaces. It comes back if that save is not committed."""
+    """Rename the step of a plain Trainer that a save replaces. Without a commit, `bring_back` undoes this."""
     aside = step + _ASIDE
     if os.path.isdir(aside):
         shutil.rmtree(aside)
@@ -101,12 +100,12 @@ def set_aside(step: str) -> None:
 
 
 def delete_set_aside(step: str) -> None:
-    """Delete what was set aside, after the commit."""
+    """Delete the step that was set aside, after the commit."""
     shutil.rmtree(step + _ASIDE, ignore_errors=True)
 
 
 def bring_back(directory: Path) -> None:
-    """Rename steps back that were set aside by a save that was not committed."""
+    """Rename steps back that were set aside by a save without a commit."""
     for name in os.listdir(directory) if directory.is_dir() else []:
         step = directory / name.removesuffix(_ASIDE)
         if name.endswith(_ASIDE) and not step.exists():
@@ -117,7 +116,7 @@ def newest_sound_step(directory: Path) -> str | None:
     """Return the path of the newest sound step, or None if there is none. See `newest_sound`.
 
     Raises:
-        CheckpointError: a step cannot be judged.
+        CheckpointError: the state of a step is unknown.
     """
     bring_back(directory)
     for step, path in reversed(steps_of(directory).items()):
@@ -137,10 +136,11 @@ def newest_sound_step(directory: Path) -> str | None:
 
 
 def _judge(path: Path, step: int) -> None:
-    """Return if a step is sound.
+    """Return normally if a step is sound.
 
     Raises:
-        _UnknownError, CheckpointError, OSError: one of `_DAMAGE` if it is damaged. Otherwise it cannot be judged.
+        _UnknownError, CheckpointError, OSError: one of `_DAMAGE` if the step is damaged; another error if the state is
+            unknown.
     """
     if is_checkpoint(path):
         check_files(path)
@@ -248,14 +248,14 @@ class _TrainerStep:
         return True
 
     def _check_ranks(self) -> None:
-        """Check that each kind of files has all ranks that any other kind has."""
+        """Check that each kind of files has the files of all ranks."""
         size = max((max(ranks) + 1 for ranks in self._ranks.values()), default=0)
         for kind, ranks in self._ranks.items():
             if missing := sorted(set(range(size)) - ranks):
                 raise CorruptCheckpointError(f"of {size} ranks, {kind} of rank {missing[0]} is missing")
 
     def _lacks(self, problem: str) -> NoReturn:
-        """Raise an error: damage if all that is there is known, because what is unknown may be what lacks."""
+        """Raise CorruptCheckpointError for a missing part, or _UnknownError if an unknown file may contain it."""
         known = {"latest", _STATE, *(path.name for path in self._adapters)}
         patterns = (_SHARDED_WEIGHTS, _SHARDED_OPTIMIZER, _ADAPTER_WEIGHTS)
         others = [
@@ -299,7 +299,8 @@ def _check_archive(path: Path) -> None:
 def check_zip(path: Path) -> None:
     """Raise CorruptCheckpointError unless all members of an archive have valid checksums.
 
-    Reads no more bytes than the file has: members are not compressed, and do not share bytes.
+    Reads at most as many bytes as the file has: refuses compressed members, and members that are together longer than
+    the file.
     """
     try:
         with open_file(path) as file, zipfile.ZipFile(file) as archive:

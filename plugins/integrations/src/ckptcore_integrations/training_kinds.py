@@ -1,4 +1,4 @@
-"""Kinds of training: what of a model and its optimizer a checkpoint has, and how it is loaded."""
+"""Kinds of training: they decide how a model and its optimizer are saved and loaded."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class TrainingKind(Protocol):
         """Return the checkpointable of a model that Accelerate prepared."""
 
     def optimizer(self, model: Any, optimizer: Any) -> object:
-        """Return the checkpointable of the optimizer of such a model."""
+        """Return the checkpointable of the optimizer of a prepared model."""
 
     def others(self, model: Any) -> dict[str, object]:
-        """Return further checkpointables of such a model, by name."""
+        """Return other checkpointables of a prepared model, by name."""
 
     def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
-        """Return the schedulers that none of these checkpointables has."""
+        """Return the schedulers that are not part of another checkpointable."""
 
     def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
         """Return the sizes of the weights in bytes, by name; None if they are not saved as whole arrays."""
 
     def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
-        """Return a context in which these checkpointables are saved and loaded."""
+        """Return a context manager for saving and loading the checkpointables."""
 
 
 class _WithoutOthers:
@@ -56,7 +56,7 @@ class _WithoutOthers:
         return {}
 
     def schedulers(self, schedulers: Sequence[Any]) -> list[Any]:
-        """Return all of them."""
+        """Return all schedulers."""
         return list(schedulers)
 
 
@@ -79,20 +79,20 @@ class Replicated(_WithoutOthers):
         return {name: tensor.nbytes for name, tensor in weights.items()}
 
     def state_dicts(self, *models: Any) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
+        """Return a context manager that changes nothing."""
         return nullcontext()
 
 
 class Adapters(Replicated):
     """A model with adapters, whole in each process.
 
-    PEFT writes files of the adapters, which `PeftModel.from_pretrained` opens. They have no trainable parameters
-    outside of adapters, no prompt encoders and no running statistics, and may have another dtype. So a resume does not
-    read them, but the tensors that `adapter_tensors` returns.
+    PEFT writes files of the adapters, which `PeftModel.from_pretrained` opens. These files lack trainable parameters
+    outside of adapters, prompt encoders and running statistics, and may have another dtype. So a resume does not read
+    them. It reads the tensors of `adapter_tensors`, which are saved too.
     """
 
     def model(self, model: Any) -> object:
-        """Return the tensors."""
+        """Return the tensors of `adapter_tensors`."""
         return adapter_tensors(getattr(model, "module", model) if is_data_parallel(model) else model)
 
     def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
@@ -101,10 +101,10 @@ class Adapters(Replicated):
 
 
 class Sharded(_WithoutOthers):
-    """FSDP 1 and 2, and other models of DTensors: each process saves and loads its shards.
+    """FSDP 1 and 2, and other models with DTensors: each process saves and loads its shards.
 
-    The optimizer is saved by the names of the parameters, so that any number of processes can load it, and so that
-    parameters without a gradient, which have no state, are not confused with others.
+    The optimizer is saved by the names of the parameters, so that any number of processes can load it. With numbers,
+    parameters without a state, because they had no gradient, could be confused with others.
     """
 
     is_whole = False
@@ -114,7 +114,7 @@ class Sharded(_WithoutOthers):
         return model
 
     def optimizer(self, model: Any, optimizer: Any) -> object:
-        """Return the optimizer with the model, which has the names of its parameters."""
+        """Return the optimizer together with the model, which knows the names of the parameters."""
         return NamedOptimizer(model, getattr(optimizer, "optimizer", optimizer))
 
     def sizes_of_weights(self, model: Any) -> Mapping[str, int] | None:
@@ -128,7 +128,7 @@ class Sharded(_WithoutOthers):
         with ExitStack() as stack:
             for model in models:
                 if kind is not None and kind.fsdp_modules(model):
-                    from torch.distributed.fsdp import StateDictType  # imported already, by those who use FSDP 1
+                    from torch.distributed.fsdp import StateDictType  # programs that use FSDP 1 have imported it
 
                     stack.enter_context(warnings.catch_warnings())
                     warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
@@ -137,17 +137,17 @@ class Sharded(_WithoutOthers):
 
 
 def training_kind(*models: torch.nn.Module, gather_weights: bool = False) -> TrainingKind:
-    """Return the kind of training of prepared models: by their modules and parameters, not by what was configured.
+    """Return the kind of training of prepared models. Looks at their modules and parameters, not at the configuration.
 
-    Accelerate trains with DistributedDataParallel where it cannot do what was configured.
+    The configuration can be wrong: Accelerate uses DistributedDataParallel if it does not support the configured kind.
 
     Args:
         models: the models.
-        gather_weights: True to save whole weights, where the configuration of DeepSpeed asks for it.
+        gather_weights: True to save whole weights, if the configuration of DeepSpeed requests it.
     """
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and any(isinstance(model, engine.DeepSpeedEngine) for model in models):
-        from ckptcore_integrations.deepspeed import Engines  # DeepSpeed is imported already, by those who use it
+        from ckptcore_integrations.deepspeed import Engines  # programs that use DeepSpeed have imported it
 
         return Engines(gather_weights=gather_weights)
     kind = _fsdp()
@@ -160,7 +160,7 @@ def training_kind(*models: torch.nn.Module, gather_weights: bool = False) -> Tra
 
 
 def optimizer_to_load(kind: TrainingKind, model: Any, optimizer: Any) -> object:
-    """Return the checkpointable of an optimizer to load into, which takes states by numbers and by names.
+    """Return the checkpointable of an optimizer to load into. It accepts states by number and by name.
 
     So one process can load what FSDP saved.
     """

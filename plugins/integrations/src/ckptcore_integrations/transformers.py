@@ -1,9 +1,9 @@
 """Checkpoints of the Trainer of Hugging Face Transformers, written and read by ckptcore.
 
-`CheckpointMixin` replaces what the Trainer writes at a step and reads when it resumes. `newest_sound` finds the
-checkpoint to resume from. `export_pretrained` makes a directory for ``from_pretrained`` from a checkpoint.
+`CheckpointMixin` replaces the files that the Trainer writes at a step and reads when it resumes. `newest_sound` finds
+the checkpoint to resume from. `export_pretrained` makes a directory for ``from_pretrained`` from a checkpoint.
 
-A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a whole:
+A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed atomically:
 
 ================================  ====================================================================
 ``model``                         the weights, ``model/model.safetensors``
@@ -11,7 +11,7 @@ A directory ``checkpoint-<step>`` is one checkpoint of ckptcore, committed as a 
 ``scaler``                        the gradient scaler, if there is one
 ``random``                        the random generators of each process, as the Trainer writes them
 ``trainer_state.json``            the Trainer's state, which includes the position in the data
-``config.json`` and others        further files that the Trainer writes
+``config.json`` and others        other files that the Trainer writes
 ``model.safetensors.index.json``  refers to ``model``, so that ``from_pretrained`` opens the directory; not with FSDP
 ``adapter_model.safetensors``     adapters as PEFT writes them, instead of the index, and ``adapter_config.json``
 ================================  ====================================================================
@@ -79,12 +79,12 @@ class CheckpointMixin(_Trainer):
     """Saves and resumes a ``transformers.Trainer`` with ckptcore: ``class MyTrainer(CheckpointMixin, Trainer)``.
 
     All arguments of the Trainer keep their meaning: ``save_strategy``, ``save_total_limit``, ``save_only_model``,
-    ``load_best_model_at_end``, ``resume_from_checkpoint``. Checkpoints that a plain Trainer wrote are resumed as well.
-    In a job of several processes, all must see the same ``output_dir``, except with ``save_on_each_node``: then each
-    node saves a checkpoint of its own.
+    ``load_best_model_at_end``, ``resume_from_checkpoint``. Checkpoints of a plain Trainer can be resumed too.
+    All processes of a job must see the same ``output_dir``, except with ``save_on_each_node``: then each node saves its
+    own checkpoint.
 
-    Of a model with adapters of PEFT, a checkpoint has what is trained, and the files that PEFT writes. With FSDP, all
-    processes save their shards into one checkpoint, which any number of processes loads.
+    For a model with PEFT adapters, a checkpoint contains the tensors that are trained, and the files that PEFT writes.
+    With FSDP, all processes save their shards into one checkpoint, which any number of processes can load.
 
     Attributes:
         save_in_background: True to return from a save once the state is copied, and to write while the training
@@ -111,7 +111,7 @@ class CheckpointMixin(_Trainer):
         try:
             return super().train(*args, **kwargs)
         except BaseException:
-            # Also after Ctrl-C: the next training in this process may save the same step.
+            # Also after Ctrl-C, because the next training in this process may save the same step.
             try:
                 self.wait_for_checkpoint()
             except CheckpointError as error:
@@ -152,7 +152,7 @@ class CheckpointMixin(_Trainer):
             weights = self._weights_to_write(kind)
         files = self._other_files(weights) if self.args.should_save else {}
         if self.args.should_save and os.path.isdir(location) and not is_checkpoint(location):
-            set_aside(location)  # a plain Trainer wrote it, and would write into it again
+            set_aside(location)  # a plain Trainer wrote this directory
         save = ckptcore.save_checkpointables_async if self.save_in_background else ckptcore.save_checkpointables
         checkpointables = self._checkpointables(kind)
         handle = None
@@ -162,7 +162,7 @@ class CheckpointMixin(_Trainer):
                     location,
                     checkpointables,
                     layout=_ONE_FILE,
-                    overwrite="with-other-files",  # callbacks write files into steps, and write them again
+                    overwrite="with-other-files",  # callbacks add files to steps, and will write them again
                     metadata={"files": digests_of(files)},
                     strategy=SaveWithFiles(files=files),
                     context=self._context(kind),
@@ -176,7 +176,7 @@ class CheckpointMixin(_Trainer):
         return Adapters() if kind.is_whole and has_adapters(self.model) else kind
 
     def _checkpointables(self, kind: TrainingKind) -> dict[str, Any]:
-        """Return what a checkpoint has besides files."""
+        """Return the checkpointables of a checkpoint, without files."""
         objects = {"model": kind.model(self.model_wrapped)}
         if not self.args.save_only_model:
             objects["optimizer"] = kind.optimizer(self.model_wrapped, self.optimizer)
@@ -189,7 +189,7 @@ class CheckpointMixin(_Trainer):
         return {"scheduler": self.lr_scheduler} if kind.schedulers([self.lr_scheduler]) else {}
 
     def _has_own_disks(self) -> bool:
-        """Return True if each node saves a checkpoint of its own, with the random generators of all processes."""
+        """Return True if each node saves its own checkpoint, with the random generators of all processes."""
         return self.args.save_on_each_node and self._nodes > 1
 
     def _context(self, kind: TrainingKind) -> ckptcore.Context | None:
@@ -210,7 +210,7 @@ class CheckpointMixin(_Trainer):
         return ObjectWithFiles(write, super()._load_rng_state)
 
     def _weights_to_write(self, kind: TrainingKind) -> dict[str, Any] | None:
-        """Return the weights that the Trainer writes into files: those of adapters. None: PEFT finds them itself."""
+        """Return the adapter weights that the Trainer writes into files. None: PEFT collects them itself."""
         if not has_adapters(self.model):
             return {}
         if kind.is_whole:
@@ -255,7 +255,7 @@ class CheckpointMixin(_Trainer):
         return finish
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload what the Trainer uploads. The weights get the names that they have in a directory of the Trainer."""
+        """Upload the files that the Trainer uploads, with the Trainer's names for weights."""
         strategy = self.args.hub_strategy
         if not is_checkpoint(checkpoint_folder) or has_adapters(self.model) or strategy == HubStrategy.END:
             super()._push_from_checkpoint(checkpoint_folder)
@@ -307,7 +307,7 @@ class CheckpointMixin(_Trainer):
         if isinstance(kind, Adapters):
             stored = ckptcore.metadata(os.path.join(resume_from_checkpoint, "model"), context=_ALONE).abstract
             if isinstance(stored, dict) and not stored.keys().isdisjoint(frozen_names(model)):
-                target = model  # FSDP saved it, with the base model
+                target = model  # the checkpoint is of FSDP, with the base model
         members = _members(resume_from_checkpoint)
         others = {name: value for name, value in kind.others(model).items() if name in members}
         with kind.state_dicts(model):
@@ -370,7 +370,7 @@ class CheckpointMixin(_Trainer):
 
 
 class _CheckState(TrainerCallback):
-    """Checks that the state can be saved, when the Trainer has made the optimizer and the scheduler."""
+    """Checks that the state can be saved, once the Trainer has created the optimizer and the scheduler."""
 
     def __init__(self, trainer: CheckpointMixin) -> None:
         self._trainer = trainer
@@ -400,22 +400,22 @@ class _CheckState(TrainerCallback):
 def newest_sound(directory: str | os.PathLike[str]) -> str | None:
     """Return the newest checkpoint of a Trainer that is complete and undamaged, for ``resume_from_checkpoint``.
 
-    Reads every byte. Checkpoints of ckptcore are verified by their checksums. Of a directory that a plain Trainer
-    wrote, alone or with PEFT, FSDP or DeepSpeed, all parts and the files of all ranks must exist. Weights and states
-    must be complete safetensors files, directories of torch.distributed.checkpoint, or zip archives with valid
-    checksums. The states of the optimizer, the scheduler and the random generators are either all there or all missing
-    (``save_only_model``). Each directory that is damaged is skipped and logged, with the reason. In a job, the leader
+    Reads every byte. Checkpoints of ckptcore are verified by their checksums. A directory that a plain Trainer wrote,
+    alone or with PEFT, FSDP or DeepSpeed, must have all parts and the files of all ranks. Weights and states must be
+    complete safetensors files, directories of torch.distributed.checkpoint, or zip archives with valid checksums. The
+    states of the optimizer, the scheduler and the random generators must either all exist or all be missing
+    (``save_only_model``). A damaged directory is skipped, and the reason is logged. In a job, the leader
     decides for all processes.
 
     Args:
         directory: the ``output_dir`` of the Trainer. It may be missing.
 
     Returns:
-        The path of ``checkpoint-<step>``, or None if there is none to resume from.
+        The path of ``checkpoint-<step>``, or None if there is no checkpoint to resume from.
 
     Raises:
-        CheckpointError: a step newer than all sound ones cannot be judged, for example because it has files that are
-            not known, or because it cannot be read.
+        CheckpointError: it is unknown if a step newer than all sound ones is damaged, for example because it has
+            unknown files, or cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     answers: list[str | CheckpointError | None] = [None]
@@ -439,7 +439,7 @@ def export_pretrained(
 ) -> None:
     """Copy the model of a checkpoint into a new directory for ``from_pretrained``, verified and committed atomically.
 
-    It has ``model.safetensors``, the configuration and the files of the tokenizer or processor.
+    The directory has ``model.safetensors``, the configuration and the files of the tokenizer or processor.
 
     Args:
         checkpoint: a directory ``checkpoint-<step>`` that `CheckpointMixin` wrote.

@@ -37,9 +37,9 @@ _numbers: Final = itertools.count()
 class CheckpointLoader(BaseModelLoader):
     """Loads the weights of a model from a checkpoint.
 
-    A worker reads the boxes of its shard, many of them at once. The workers of a tensor-parallel group read for each
-    other, so that the storage delivers each byte once. Models that are quantised while they are loaded read
-    the boxes of each layer when it is quantised, and each worker for itself.
+    A worker reads the boxes of its shard in batches. The workers of a tensor-parallel group read for each other, so
+    that the storage delivers each byte once. Exception: for models that are quantised during the load, each worker
+    reads the boxes of a layer itself when the layer is quantised.
 
     Options in ``model_loader_extra_config``:
 
@@ -50,14 +50,14 @@ class CheckpointLoader(BaseModelLoader):
     ``storage``
         Options of storages by scheme; see `ckptcore.Context`.
     ``reads``
-        ``"broadcast"``, the default, or ``"all"``: each worker reads for itself. That is faster if all workers are on
-        one host that has the checkpoint in its page cache.
+        ``"broadcast"``, the default: workers read for each other. ``"all"``: each worker reads for itself, which is
+        faster if all workers are on one host that has the checkpoint in its page cache.
     ``batch_bytes``
-        The size of the arrays that are read at once, in bytes. Default: 1 GiB. A worker needs memory for the arrays of
-        a batch; with ``reads="all"`` for its boxes of them. Some models list all weights first, which makes one batch.
+        Size of the arrays of a batch, in bytes. Default: 1 GiB. A worker needs memory for the arrays of a batch, or
+        with ``reads="all"`` only for its boxes of them. If a model lists all weights first, they are one batch.
 
-    The name of a weight is its path below the subtree, with dots between keys. It must be the name that files of
-    Hugging Face have. Values that are not arrays are not passed to the model.
+    The name of a weight is its path below the subtree, with dots between keys. It must be the name in files of
+    Hugging Face. Values that are not arrays are not passed to the model.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -84,11 +84,11 @@ class CheckpointLoader(BaseModelLoader):
             raise ValueError(
                 f"model_loader_extra_config: batch_bytes={self._batch_bytes!r}: expected a number of bytes"
             )
-        # vLLM may load in some workers only.
+        # Without communication, because vLLM may load in some workers only.
         self._context = Context(storage=options.get("storage", {}), job=JobOptions(coordinator=SingleProcess()))
 
     def download_model(self, model_config: Any) -> None:
-        """Check that the checkpoint exists. Downloads nothing: `load_weights` reads the checkpoint where it is.
+        """Check that the checkpoint exists. Downloads nothing, because `load_weights` reads directly from the storage.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.
@@ -139,7 +139,7 @@ class CheckpointLoader(BaseModelLoader):
         return location
 
     def _context_of_group(self) -> Context:
-        """Return options for loads by all workers of the tensor-parallel group; those for one if there is no group."""
+        """Return options for loads by all workers of the tensor-parallel group, or by one worker without a group."""
         if self._together == "all" or not parallel_state.model_parallel_is_initialized():
             return self._context
         group, job = parallel_state.get_tp_group(), store_of_job()
@@ -159,7 +159,7 @@ def register() -> None:
 
 
 def _read_kept(model: Any) -> None:
-    """Read the weights that a model keeps as parameters or buffers, which need the open checkpoint."""
+    """Read stored weights that a model keeps as parameters or buffers, while the checkpoint is open."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, StoredWeight):
@@ -169,7 +169,7 @@ def _read_kept(model: Any) -> None:
 
 
 def _quantises_layers(model: Any) -> bool:
-    """Return True if vLLM quantises each layer as soon as its weights are copied, so that they cannot come later."""
+    """Return True if vLLM quantises each layer once its weights are copied, so that copies cannot be delayed."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return any(getattr(method, "uses_meta_device", False) for method in methods)
 

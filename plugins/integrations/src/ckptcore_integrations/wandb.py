@@ -1,7 +1,7 @@
 """Weights & Biases: artifacts that refer to checkpoints, or contain them.
 
-`checkpoint_artifact` makes an artifact with the location and the digest of a checkpoint. No array is copied, unless
-asked. `checkpoint_location` returns the location again, after it has checked the digest.
+`checkpoint_artifact` creates an artifact with the location and the digest of a checkpoint. It copies arrays only with
+``upload=True``. `checkpoint_location` checks the digest and returns the location.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def checkpoint_artifact(
     upload: bool = False,
     context: Context | None = None,
 ) -> Artifact:
-    """Make an artifact of a committed checkpoint, to be passed to ``run.log_artifact``.
+    """Create an artifact of a committed checkpoint. Pass it to ``run.log_artifact``.
 
-    The artifact refers to the checkpoint by its URI. Its entry ``ckptcore`` of the metadata, and its file
+    The artifact refers to the checkpoint by its URI. The entry ``ckptcore`` of its metadata, and its file
     ``ckptcore.json``, have the location, the digest, the save id and the size in bytes. So each save is a new version
-    of the artifact, also at the same location.
+    of the artifact, even at the same location.
 
     Args:
         location: a path or URL. A path is recorded as an absolute path: other hosts must see it there.
         name, type, description: see `wandb.Artifact`.
-        metadata: further metadata of the artifact.
+        metadata: other metadata of the artifact.
         upload: True to put a verified copy of all files into the artifact instead of a reference.
         context: options, such as those of storages. They are not recorded.
 
@@ -74,7 +74,7 @@ def checkpoint_location(
     An artifact that contains the files is downloaded first.
 
     Args:
-        artifact: of `checkpoint_artifact`, such as ``run.use_artifact("name:latest")`` returns.
+        artifact: an artifact of `checkpoint_artifact`, for example from ``run.use_artifact("name:latest")``.
         root: the directory to download to; see `wandb.Artifact.download`.
         context: options of the load.
 
@@ -82,7 +82,7 @@ def checkpoint_location(
         A path or URL for `ckptcore.load`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint at the recorded location, or another one.
+        CheckpointNotFoundError: there is no checkpoint at the recorded location, or a different one.
         CorruptCheckpointError: the artifact has no valid record, or the checkpoint is damaged.
         ValueError: `root` is passed, and the artifact has only a reference.
     """

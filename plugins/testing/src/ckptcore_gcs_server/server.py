@@ -22,7 +22,7 @@ class StrictGcs:
         buckets: buckets to create.
         port: the port. 0: any free port.
         token: the required token. None: no authorization.
-        intercept: receives each request instead of the service, and returns the response for the client. None: the
+        intercept: called with each request in place of the service; returns the response for the client. None: the
             service answers. See `Intercept`.
 
     Attributes:

@@ -33,7 +33,7 @@ def check_each(check: Callable[..., None], *values: Iterable[object]) -> None:
 
 
 def refused(call: Callable[[], object], *texts: str, error: type[Exception] = CheckpointError) -> str:
-    """Return the message of the error of a call. Fail unless it has all texts."""
+    """Return the message of the error of a call. Fail unless the message contains all texts."""
     with pytest.raises(error) as caught:
         call()
     for text in texts:

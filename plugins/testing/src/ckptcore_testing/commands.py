@@ -1,4 +1,4 @@
-"""Runs of commands of Click in the process of a test."""
+"""A runner of Click commands in the process of a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 
 def runner() -> CliRunner:
-    """Return a runner that separates the errors from the output, which Click always does since version 8.2."""
+    """Return a runner that separates stderr from stdout, as Click 8.2 and later always do."""
     separates = "mix_stderr" not in inspect.signature(CliRunner).parameters
     return CliRunner() if separates else _Separate(mix_stderr=False)  # type: ignore[call-arg]
 
@@ -21,7 +21,7 @@ def runner() -> CliRunner:
 class _Separate(CliRunner):
     @contextmanager
     def isolation(self, *args: Any, **options: Any) -> Iterator[Any]:
-        """Write errors at once: Click 8.1 does not flush them."""
+        """Write errors immediately, because Click 8.1 does not flush them."""
         with super().isolation(*args, **options) as streams:
             if isinstance(sys.stderr, io.TextIOWrapper):
                 sys.stderr.reconfigure(write_through=True)

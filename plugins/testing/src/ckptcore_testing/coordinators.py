@@ -169,7 +169,7 @@ class _Gather:
 
 
 def _awaited_in_gather(coordinator: Coordinator) -> list[int] | None:
-    """Gather while the last rank waits until the leader has seen that only this rank is missing."""
+    """Gather. The last rank waits until the leader has seen that only this rank is missing."""
     if not isinstance(coordinator, ReportsAwaited):
         return None
     last = coordinator.size - 1
@@ -230,7 +230,8 @@ def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
 class _AbsentFromGather:
     """A gather without one rank. Returns the missing ranks that the leader's error names.
 
-    The other ranks first wait for each other's files: on a busy machine one could start after the deadline of others.
+    The other ranks first wait for each other's files, because on a busy machine one rank could start after the deadline
+    of the others.
 
     Attributes:
         absent: the missing rank.

@@ -91,7 +91,7 @@ class FaultProxy:
         Args:
             upstream: the URL of the server, ``http://host:port``.
             plan: decides about faults. None: no faults. The attribute `plan` can be changed between requests.
-            dialect: how the service's list requests are recognised, and its answer to a throttled request.
+            dialect: properties of the service: its list requests, and its answer to a throttled request.
 
         Raises:
             ValueError: for an invalid URL.

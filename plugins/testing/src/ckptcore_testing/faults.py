@@ -32,7 +32,7 @@ class Operation:
     Attributes:
         number: the number of earlier operations.
         name: the method: ``get``, ``put``, ``write_at``, ``rename``...
-        keys: the keys of objects or directories, or the prefix, that the call names.
+        keys: the keys of objects or directories in the call, or its prefix.
         offset: offset in the object, in bytes; 0 if not applicable.
         nbytes: number of bytes to read or write, if known in advance.
     """
@@ -53,8 +53,8 @@ class Operation:
 class CrashAt:
     """Crash before the operation with this number, midway (after half of the bytes, ranges or objects), or after it.
 
-    Operations that cannot be divided (such as put, rename, exchange, sync_directory and all reads but get_into) do
-    nothing if the crash is midway.
+    Operations that cannot be divided do nothing if the crash is midway: for example put, rename, exchange,
+    sync_directory, and all reads except get_into.
     """
 
     operation: int
@@ -232,7 +232,7 @@ class Step:
         result = action()
         if self._crashes("after"):
             self._plan.crash()
-        # Another thread may have crashed the simulated process meanwhile. A crashed process gets no result.
+        # Another thread may have crashed the simulated process during the call. A crashed process gets no result.
         self._plan.expect_alive()
         return result
 

@@ -24,7 +24,7 @@ HOSTILE: Final[tuple[Any, ...]] = (
 
 
 def sealed(root: Mapping[str, Any] | bytes) -> bytes:
-    """Return the bytes of a root with a correct checksum, which replaces that of a document. Bytes must have none."""
+    """Return the bytes of a root with a correct checksum. Replaces the checksum of a document; bytes must have none."""
     if not isinstance(root, bytes):
         unsealed = {name: value for name, value in root.items() if name != "checksum"}
         root = json.dumps(unsealed, separators=(",", ":")).encode()

@@ -26,7 +26,7 @@ from ckptcore_testing.samples import StorageSample
 _Fault = TypeVar("_Fault")
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
-"""A crash after an operation is the same as one before the next."""
+"""Times of crashes. A crash after an operation has the same effect as a crash before the next one."""
 
 
 @dataclass(frozen=True)

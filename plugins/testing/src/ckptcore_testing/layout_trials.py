@@ -60,7 +60,7 @@ class Trial:
     Attributes:
         tree: the tree.
         arrays: elements of all arrays, including aliases, by number of the leaf.
-        parts: by number of the leaf, the boxes that each process writes. Process 0 writes other leaves as a whole.
+        parts: the boxes that each process writes, by number of the leaf. Process 0 writes the whole of other leaves.
         size: number of processes.
         name: name of the checkpointable. Empty if the tree is the whole checkpoint.
         session: in a partial save, the rank of the first process of this session among the processes of all sessions.

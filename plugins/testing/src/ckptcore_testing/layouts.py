@@ -88,8 +88,8 @@ class LayoutTests:
         composites: True if `Layout.inspect_composite` recognises several checkpointables of this layout.
         refused_dtypes: dtypes that `Layout.check` refuses. All others must be supported.
         tampered_states: approximate number of tampered states to test.
-        refused_characters: characters that names of objects must not contain on `storage`. Names of leaves have none of
-            them then. Needed only for layouts that name objects after leaves.
+        refused_characters: characters that names of objects must not contain on `storage`. Tests then do not use them
+            in names of leaves. Needed only for layouts that name objects after leaves.
         most_damages: maximum number of damaged variants per object and test. None: all variants. Limit it for slow
             storages.
     """
@@ -341,7 +341,7 @@ class LayoutTests:
         second.assert_reads_back()
 
     def test_names_in_keys_are_those_that_some_file_systems_take_for_one(self, storage: StorageBackend) -> None:
-        """The core refuses such names before a save writes, so the layout must tell all of them."""
+        """The core refuses such names before a save writes, so `names_in_keys` must return all of them."""
         layout = self.layout()
         trial = flat_trial({name: ArraySpec((5,), "float32") for name in ("W", "w", "other")})
         written = write_trial(layout, trial, storage)
@@ -354,7 +354,7 @@ class LayoutTests:
                 assert below, f"{key} and {folds[key.lower()]} differ in case only: names_in_keys must have their names"
 
     def test_names_of_their_own_do_not_collide_with_others(self, storage: StorageBackend) -> None:
-        """Two saves in one directory share only the index, so that one takes the place of the other by renames."""
+        """Two saves in one directory share only the name of the index, so that renames can replace one by the other."""
         layout = self.layout()
         assert layout.index_name is None
         first, second = layout.with_own_names("aa"), layout.with_own_names("bb")
@@ -746,8 +746,8 @@ def _error_or_right(written: WrittenTrial, where: str) -> None:
 class _BoundedMemory:
     """Fails if the peak of allocated memory reaches `_EXAMPLE_BYTES`, far more than a correct read needs.
 
-    Does not stop the tracing: in Python 3.11 this crashes a thread of C++ that allocates meanwhile. `stops_tracing`
-    does once per test.
+    Does not stop the tracing, because in Python 3.11 this crashes a C++ thread that allocates at the same time. The
+    fixture `stops_tracing` stops it once per test.
     """
 
     def __init__(self, where: str) -> None:

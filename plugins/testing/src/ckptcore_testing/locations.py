@@ -1,4 +1,4 @@
-"""Locations of tests: new ones, and storages with faults, interruptions or a simulated disk behind them."""
+"""Locations for tests: new directories, and storages with faults, interruptions or a simulated disk."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ckptcore_testing.simulated_storage import open_simulated
 _numbers = itertools.count()
 
 SCHEME: Final = "tested"
-"""The scheme under which the tests open what they test."""
+"""The URL scheme of tested storages."""
 
 
 def new_place(scheme: str, directory: Path) -> str:
-    """Return a URL of a new directory: of a file system, or in memory."""
+    """Return the URL of a new directory, on a file system or in memory."""
     name = f"place-{next(_numbers)}"
     return f"file://{directory}/{name}/step" if scheme == "file" else f"memory://{directory.name}-{name}/step"
 
@@ -38,7 +38,7 @@ def store_at(location: str) -> StorageBackend:
 
 
 def await_later_times(directory: Path) -> None:
-    """Wait until changed files get later times than before. The clock of a file system advances in steps."""
+    """Wait until changed files get later times than before, because the clock of a file system advances in steps."""
     probe = directory / "probe"
     probe.touch()
     before = probe.stat().st_mtime_ns
@@ -73,23 +73,23 @@ def _open_with_faults(
 
 
 class _WithoutExchange(FaultyDirectories):
-    """Directories on a file system that cannot exchange two of them."""
+    """Directories on a file system that cannot exchange directories."""
 
     def exchange(self, first: str, second: str) -> None:
-        """Refuse."""
+        """Raise the error of a file system without this operation."""
         raise AtomicityError(f"cannot exchange {first} and {second} here")
 
 
 def through(location: str) -> str:
-    """The location as `faulty_context` knows it."""
+    """Return the URL of a location in a `faulty_context`."""
     return SCHEME + location[location.index("://") :]
 
 
 def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) -> ckptcore.Context:
-    """A Context of a process of its own, whose storage has faults; ``through(location)`` names the location in it."""
+    """Return a Context of a simulated process whose storage has faults. Use it with ``through(location)``."""
     scheme = location[: location.index("://")]
     opener = functools.partial(_open_with_faults, scheme, plan, exchanges)
-    # One thread, so that operations come in the same order every time.
+    # One thread, so that operations always have the same order.
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
         io=ckptcore.context.IOOptions(threads=1),
@@ -99,7 +99,7 @@ def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) ->
 
 
 def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] = "full") -> ckptcore.Context:
-    """A Context of a process of its own on a machine with a disk; locations are ``tested://...``."""
+    """Return a Context of a simulated process on a machine with a disk. Locations are ``tested://...``."""
     opener = functools.partial(open_simulated, disk)
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(_Plugin(opener),)),
@@ -110,7 +110,7 @@ def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] =
 
 
 class InterruptedPlan(FaultPlan):
-    """No faults: at one operation this process pauses, and something else happens before it continues."""
+    """A plan without faults. Before one operation, this process pauses and the function `meanwhile` runs."""
 
     def __init__(self, operation: int, meanwhile: Callable[[], None]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class InterruptedPlan(FaultPlan):
         self._meanwhile = meanwhile
         self.interrupted = False
 
-    def begin(self, name: str, keys: tuple[str, ...] | list[str], offset: int = 0, nbytes: int = 0) -> Step:  # type: ignore[override]  # a Sequence is what it is given
+    def begin(self, name: str, keys: tuple[str, ...] | list[str], offset: int = 0, nbytes: int = 0) -> Step:  # type: ignore[override]  # callers pass a Sequence
         """Pause before the operation."""
         if len(self.operations) == self._operation and not self.interrupted:
             self.interrupted = True

@@ -43,8 +43,8 @@ PUBLIC_MODULES: Final = (
     "ckptcore.training",
     "ckptcore_testing",
 )
-"""The modules of this project that plugins may import. Of modules inside these packages, they may also import those of
-`ckptcore.model` and `ckptcore_testing`, but no others."""
+"""Modules of this project that plugins may import. Of submodules, plugins may import only those of `ckptcore.model` and
+`ckptcore_testing`."""
 
 _TYPE_HOOKS: Final = (
     "ckpt_leaf_handler",
@@ -60,7 +60,7 @@ def hide_distributions(
     """Make new Contexts use the built-in plugin and a few others, as if no other distribution were installed.
 
     Args:
-        patch: undoes it.
+        patch: undoes the change after the test.
         plugins: by name. More can be registered in the result.
         installed: packages of distributions that count as installed.
     """

@@ -76,7 +76,8 @@ class Refuse:
 
     Attributes:
         answer: the refusal.
-        instead_of: forward the request, and refuse it only if this is the status of the answer. None: do not forward.
+        instead_of: a status. Forward the request, and refuse it only if the answer has this status. None: do not
+            forward.
     """
 
     answer: HTTPAnswer
@@ -192,7 +193,7 @@ class RequestsFailing:
 
 
 class Refusing:
-    """A plan that refuses requests as a service would whose policies, keys or features differ.
+    """A plan that refuses requests like a service with other policies, keys or features.
 
     Attributes:
         refusal: returns the refusal of a request, or None. It can be changed between requests.

@@ -85,7 +85,7 @@ class StorageBackendTests(DirectoryTests):
     Attributes:
         examples: number of sequences of operations that Hypothesis tries.
         conditional: True if `put` supports conditions. Otherwise it must raise `AtomicityError` and change nothing.
-        refused_keys: those of `UNUSUAL_KEYS` that the service would change, so that the storage refuses them.
+        refused_keys: keys of `UNUSUAL_KEYS` that the storage refuses, because the service would change them.
     """
 
     examples: int = 25

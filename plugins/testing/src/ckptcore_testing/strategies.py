@@ -138,11 +138,11 @@ def trees(
     containers: Sequence[Callable[[Sequence[object]], object]] = (),
     max_leaves: int = 12,
 ) -> st.SearchStrategy[Any]:
-    """Nested trees of every built-in container, also empty ones, with leaves of every kind.
+    """Nested trees of all built-in containers, including empty ones, with leaves of every kind.
 
     Args:
         leaves: the leaves. None: NumPy arrays and values.
-        containers: functions that create further containers from any number of children.
+        containers: functions that create other containers from any number of children.
         max_leaves: approximate maximum number of leaves.
     """
 

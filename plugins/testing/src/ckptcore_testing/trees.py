@@ -60,7 +60,7 @@ def same_value(found: Any, expected: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """Return a form of a tree that equals that of another one only if their types, keys and bits are equal.
+    """Return a form of a tree for comparisons. Two forms are equal only if types, keys and bits are equal.
 
     Leaves can be arrays of NumPy, PyTorch and JAX, dataclasses, and values.
     """

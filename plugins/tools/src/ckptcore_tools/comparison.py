@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, of their trees and of their files, in bounded memory."""
+"""Comparison of the trees and files of two checkpoints, in bounded memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def diff(
     progress: bool | ProgressCallback = False,
     context: Context | None = None,
 ) -> Differences:
-    """Compare two checkpoints: structure, dtypes, shapes and elements, several checkpointables name by name.
+    """Compare two checkpoints: structure, dtypes, shapes and elements. Checkpointables are compared by name.
 
     The checkpoints may have different layouts, and arrays of different frameworks. About 64 MiB of each are in memory
     at a time.
@@ -131,7 +131,7 @@ def diff(
         absolute, relative: elements are equal if they differ by at most ``absolute + relative * |b|``. If both are 0,
             the bits are compared.
         values: False to compare only structure, dtypes and shapes. No array is read.
-        progress: True for a bar on stderr, or a function of the compared bytes of `a` and their total.
+        progress: True for a bar on stderr, or a function that is called with the compared and the total bytes of `a`.
         context: options.
 
     Raises:
@@ -169,7 +169,7 @@ class Side:
     """
 
     def __init__(self, state: OpenState) -> None:
-        """Compare an open checkpoint. Reads no array."""
+        """Describe the tree of an open checkpoint. Reads no array."""
         self.reader = BoxReader(state)
         self.tree = state.checkpoint.tree
 
@@ -239,14 +239,14 @@ class TreeComparison:
 
     @cached_property
     def pairs(self) -> Sequence[ArrayPair]:
-        """The arrays that exist in both trees with one shape. Tied arrays are there once."""
+        """The arrays that exist in both trees with equal shapes. Tied arrays are included once."""
         return list(self._paired_arrays())
 
     def structure_differences(self, *, with_dtypes: bool) -> Iterator[Difference]:
         """Yield the differences that can be found without reading arrays.
 
         Args:
-            with_dtypes: include different dtypes of arrays of one shape, which `content_differences` also reports.
+            with_dtypes: include different dtypes of arrays with equal shapes, which `content_differences` also reports.
         """
         a, b = self._a, self._b
         for path in a:
@@ -363,12 +363,12 @@ def _difference(path: TreePath, kind: DifferenceKind, a: JSON, b: JSON) -> Diffe
 
 
 def _parent_exists(path: TreePath, side: Side) -> bool:
-    """Return True if a side has the parent container of a path. If not, only that container is reported."""
+    """Return True if a side has the parent container of a path. If not, only the missing container is reported."""
     return not path or path[:-1] in side.containers
 
 
 def _containers(skeleton: Skeleton) -> Iterator[tuple[TreePath, str]]:
-    """Yield the containers in the order of their leaves. Without recursion, in which each would pass through others."""
+    """Yield the containers in the order of their leaves. Not recursive: nested generators would pass on each item."""
     left: list[tuple[TreePath, Skeleton]] = [((), skeleton)]
     while left:
         path, node = left.pop()

@@ -65,7 +65,7 @@ class Differences(ShownInNotebooks, Sequence[Difference]):
     def __getitem__(self, index: slice) -> Sequence[Difference]: ...
 
     def __getitem__(self, index: int | slice) -> Difference | Sequence[Difference]:
-        """Return a difference, or several."""
+        """Return a difference, or a tuple of differences for a slice."""
         return self.found[index]
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Elements of arrays: boxes of an open checkpoint, read as numbers, and comparison of two arrays."""
+"""Elements of arrays: reading boxes of an open checkpoint, and comparing two arrays."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BoxReader:
         self._state = state
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
-        """Read one box of each of these arrays. Keys are leaf numbers."""
+        """Read one box each of several arrays. Keys are leaf numbers."""
         return self._state.guard(lambda checkpoint: _read(checkpoint, boxes))
 
 
@@ -120,7 +120,7 @@ class Distance:
         return Distance(self.differing + other.differing, largest, self.squares + other.squares, worst)
 
     def within(self, box: Box) -> Distance:
-        """Return the same difference for arrays in which the compared arrays are a box. Shifts the positions."""
+        """Return the same difference with positions in larger arrays, in which the compared arrays are `box`."""
         shifted = [
             worst._replace(position=tuple([start + at for start, at in zip(box.start, worst.position, strict=True)]))
             for worst in self.worst
@@ -141,8 +141,8 @@ class Tolerance:
 
     Attributes:
         absolute, relative: elements are equal if they differ by at most ``absolute + relative * |b|``. Two NaNs are
-            equal. If both tolerances are 0 and both arrays have the same dtype, the bits are compared instead. Then
-            0.0 and -0.0 count as different, with a difference of 0, and so do NaNs with different bits.
+            equal. If both tolerances are 0 and both arrays have the same dtype, the bits are compared instead. In
+            this case 0.0 and -0.0 differ, with a difference of 0. NaNs with different bits also differ.
     """
 
     absolute: float = 0.0
@@ -150,7 +150,7 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """True if the bits of elements are compared where the dtypes are equal."""
+        """True if arrays of equal dtypes are compared bit by bit."""
         return self.absolute == 0 and self.relative == 0
 
 
@@ -160,7 +160,7 @@ def distance(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
     if a.dtype == b.dtype and np.array_equal(_bits(flat_a), _bits(flat_b)):
         return SAME
     total = SAME
-    # In slices, to bound memory: each element is converted to 8 or 16 bytes.
+    # Compare slices to bound memory: each element is converted to 8 or 16 bytes.
     for start in range(0, flat_a.size, _SLICE_ELEMENTS):
         stop = start + _SLICE_ELEMENTS
         indices = np.arange(start, min(stop, flat_a.size))
@@ -242,7 +242,7 @@ def _absolute_differences(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]
 
 
 def are_numbers(dtype: np.dtype[Any]) -> bool:
-    """Return True if elements of a dtype are numbers: not text, bytes or times."""
+    """Return True if the elements of a dtype are numbers, not text, bytes or times."""
     return dtype.kind not in "SUmM"
 
 

@@ -65,8 +65,8 @@ class Export:
         layout: the name of a layout, or a layout object with options.
         subtree: the part of the state, such as ``"model"`` or ``("model", "layers", 0)``. Paths in the export are
             relative to it. With several checkpointables it starts with the name of one. Empty: everything. None, the
-            default: everything, but safetensors with the state of an optimizer are an error, because they are files of
-            weights for other software.
+            default: everything, but an optimizer state in safetensors is an error, because other software expects only
+            weights in such files.
     """
 
     location: AnyLocation
@@ -140,7 +140,7 @@ class WithExports:
             TreeMismatchError: if a subtree does not exist.
             UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: if a layout cannot store a part of the state.
             InvalidLocationError: if two checkpoints would have the same location.
-            CheckpointExistsError: if a location exists and `overwrite` does not allow to replace it.
+            CheckpointExistsError: if a location exists and `overwrite` does not allow replacing it.
             StorageError: if an export cannot be written to its location.
         """
         if not self.exports:
@@ -213,7 +213,7 @@ class StepExport:
     Attributes:
         directory: a directory. Each export is written to a subdirectory with the name of its step.
         layout, subtree: see `Export`.
-        every: saved steps whose number is a multiple of this are exported.
+        every: export the saved steps whose number is a multiple of this.
     """
 
     directory: LocationLike
@@ -301,14 +301,14 @@ class _PlannedExport:
         yield from self.layout.names_in_keys(WritePlan(self.subtree.tree, (), 0, 1, ""))
 
     def prepare(self, save: Save, save_id: str, agreement: Agreement) -> Save:
-        """Return the save of the export. This process writes the same boxes as for the save.
+        """Return the save of the export. In it, this process writes the same boxes as in the save.
 
         Args:
             save: the save.
             save_id: the save id of the export.
             agreement: the agreement of the processes for the export.
         """
-        leaves: dict[int, int] = {}  # from a leaf of the whole tree to the first leaf of the subtree with its elements
+        leaves: dict[int, int] = {}  # leaf of the whole tree -> first leaf of the subtree with its elements
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
 
@@ -419,20 +419,20 @@ def _refuse_overlaps(locations: Sequence[Location]) -> None:
 
 
 def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget, save_id: str) -> None:
-    """Refuse names that the file system of an export takes for one, before the first checkpoint is committed.
+    """Refuse names that the file system of an export cannot distinguish, before the first checkpoint is committed.
 
     Raises:
         NameCollisionError, InvalidLocationError: see `Transaction.expect_distinct`.
     """
     locations = [target.location, *(export.location for export in exports)]
     for export in exports:
-        # The directory of the save does not exist yet.
+        # The directory of the save does not exist yet, so an export inside it is tested next to it.
         location = target.location if export.location.is_within(target.location) else export.location
         if location.commit_method.claims_by_root:
             continue  # object stores compare the bytes of keys
         parent = location.identity.rpartition("/")[0]
         names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
-        # A name of its own: another save to the location may be running.
+        # Use a separate name, because another save to the location may be running.
         place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
         trial = place.commit_method.begin(place, Claim(save_id, save_created()), overwrite=False)
         try:

@@ -28,14 +28,14 @@ def format_size(nbytes: int) -> str:
 
 
 def format_leaf_type(record: LeafRecord) -> str:
-    """Return the type of a leaf: ``float32[64, 48]``, ``int``. A kind of array other than the usual one precedes it."""
+    """Return the type of a leaf: ``float32[64, 48]``, ``int``. An unusual kind of array precedes the dtype."""
     if not isinstance(record, ArrayRecord):
         return record.kind
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
 
 
 def format_layout(layout: str, tree: TreeMetadata, foreign: str | None) -> str:
-    """Return the layout of a tree; for values of other software without arrays, as in a file of JSON, their writer.
+    """Return the layout of a tree. For a tree of other software without arrays, such as a JSON file, return its writer.
 
     Args:
         layout: the layout that reads the tree.

@@ -1,4 +1,4 @@
-"""Locations that a user gave, and descriptions of the checkpoints at them."""
+"""Locations given by a user, and descriptions of their checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def describe_and_check(location: AnyLocation, context: Context) -> tuple[Checkpo
 def first_directories(location: AnyLocation, context: Context) -> Mapping[str, str]:
     """Return the directory of each checkpointable, within a checkpoint of several. Reads no tree.
 
-    If every process saved its own state, it is the first that exists, which `describe_and_check` describes.
+    If every process saved its own state, a checkpointable has a directory for each process. The result is the first
+    one that exists, which `describe_and_check` describes.
 
     Raises:
         CheckpointError: see `ckptcore.metadata`.
@@ -80,7 +81,7 @@ def first_directories(location: AnyLocation, context: Context) -> Mapping[str, s
         if isinstance(checkpoint, Checkpoint):
             return {}
         return {
-            # The last is not checked: no other is left to show.
+            # The last directory is not checked, because there is no alternative to it.
             name: next((path for path in directories[:-1] if not is_deleted(checkpoint, path)), directories[-1])
             for name, directories in present_members(checkpoint).items()
         }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenTelemetryObserver"]
 
 _MAX_OPERATIONS: Final = 64
-"""Maximum number of open operations, and of finished ones that are kept for phases that end later. Drops the oldest."""
+"""Maximum number of open operations, and of finished ones kept for late phases. The oldest are dropped."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class OpenTelemetryObserver:
             self._bytes.add(event.nbytes, series)
         with self._lock:
             spans = self._spans(event)
-        # Outside the lock, because some processors export a span while it ends.
+        # End spans without the lock, because some processors export a span when it ends.
         for span, ended in spans:
             _end(span, ended, self._failed)
 

@@ -23,10 +23,10 @@ _MAX_FOLDS: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The rows of a tree, depth first, in columns: a checkpoint can have 100,000 arrays. The first row is the root.
+    """The rows of a tree, depth first. The first row is the root. Stored as columns, for trees of 100,000 arrays.
 
     Attributes:
-        names: the key of each row, or the part of it that the rows above do not have.
+        names: the key of each row, without the parts that its parent rows show.
         depths: number of rows that contain this row.
         stops: position of the first later row that this row does not contain.
         leaves: number of the leaf; -1 for a container, and for a group of keys with a common prefix.
@@ -56,7 +56,7 @@ class Outline:
             child = self.stops[child]
 
     def rows(self, depth: int | None = None) -> Iterator[int]:
-        """Yield the rows that at most `depth` others contain. None: all rows."""
+        """Yield the rows with at most `depth` rows above them. None: all rows."""
         row = 0
         while row < len(self):
             yield row
@@ -101,7 +101,7 @@ def outline_of(tree: TreeMetadata) -> Outline:
 
 
 def _count_leaves(node: Skeleton, counts: dict[int, int]) -> int:
-    """Return the number of leaves, and add that of each container by its identity: once, not once for each level."""
+    """Return the number of leaves. Add the count of each container to `counts` by `id`: shared nodes count once."""
     if not isinstance(node, Node):
         return 1
     leaves = node.children.count(LEAF)
@@ -141,7 +141,7 @@ def leaf_filter(pattern: str) -> Callable[[TreeMetadata], Sequence[int]]:
 
 
 def _totals(amounts: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
-    """Return, for each row, the sum of the amounts of the rows in it."""
+    """Return the sum of the amounts of each row and the rows that it contains."""
     before = [0, *itertools.accumulate(amounts)]
     return [before[stop] - before[row] for row, stop in enumerate(stops)]
 
@@ -159,7 +159,7 @@ _Content: TypeAlias = int | tuple[Node, int] | _Group
 
 
 class _Rows:
-    """Rows under construction. Without recursion: names with dots add rows, which can be deeper than Python's stack.
+    """Rows under construction. Not recursive: names with dots add levels, which could exceed Python's stack.
 
     Attributes:
         open: rows that have more children: the position of each, and an iterator of the children.
@@ -232,7 +232,7 @@ def _add_group(groups: dict[str, _Group], prefix: str) -> _Group:
 
 
 def _split(key: Key) -> tuple[str, str]:
-    """Divide a key into the names of its groups, joined by dots, and its own name."""
+    """Split a key into its groups, joined by dots, and its last part."""
     if isinstance(key, Attribute):
         return "", f".{key.name}"
     if isinstance(key, int | tuple):

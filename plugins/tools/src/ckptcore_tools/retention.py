@@ -49,10 +49,10 @@ class DeletionPlan:
 
     Attributes:
         decisions: one per step, ascending.
-        leftovers: leftovers of saves and deletions. The list can include leftovers of running saves. The
-            deletion recognises and keeps these.
+        leftovers: leftovers of saves and deletions. The list can include temporary files of running saves,
+            which the deletion recognises and keeps.
         broken: steps that cannot be loaded, such as those with a missing file, and steps of other software. Policies do
-            not count them, so that they are not kept instead of steps that load.
+            not count them. Otherwise a policy could keep them and delete steps that can be loaded.
     """
 
     decisions: Sequence[StepDecision]
@@ -68,7 +68,7 @@ class DeletionPlan:
 def plan_deletions(
     steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context, *, other_files: bool = False
 ) -> DeletionPlan:
-    """Decide about every step, by the roots and the sizes of files. Changes nothing.
+    """Decide about every step from its root and the sizes of its files. Changes nothing.
 
     Args:
         steps: the directory, just listed.
@@ -91,7 +91,7 @@ def plan_deletions(
     leftovers = list(steps.leftovers)
     for step, status in statuses.items():
         if step not in infos:
-            # Only object stores have a claim as root. File systems commit by rename.
+            # Only object stores write a claim in place of the root. File systems commit by rename.
             if status.state == "uncommitted" and steps.commit_method().claims_by_root:
                 leftovers.append(status.name)
             else:

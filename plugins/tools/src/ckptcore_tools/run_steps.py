@@ -37,7 +37,7 @@ from ckptcore_tools.locations import child_location, describe_and_check, names_i
 StepState: TypeAlias = Literal["committed", "foreign", "incomplete", "uncommitted", "corrupt", "unreadable", "other"]
 
 _THREADS: Final = 8
-"""Concurrent requests. Each step takes a small request, which a remote storage answers in tens of milliseconds."""
+"""Concurrent requests. Each step needs one small request, which takes tens of milliseconds on remote storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class StepStatus:
         error: why the step is incomplete, corrupt or unreadable.
         save_id: the id of the save; None if unknown.
         seconds: time from the start of the save to its commit, from the stored timeline; None if unknown.
-        blocked_seconds: the part of it during which the caller could not train; None if unknown.
+        blocked_seconds: the part of `seconds` during which the save blocked its caller; None if unknown.
         problems: the files that are missing or have another size.
-        order: the number of the owner of the run that saved the step, and whether the step was saved again.
+        order: the `SaveOrder` of the save, which decides between two copies of a step.
     """
 
     step: int
@@ -75,7 +75,7 @@ class StepStatus:
     order: SaveOrder = field(default_factory=SaveOrder)
 
     def with_problems(self, problems: Sequence[Problem]) -> StepStatus:
-        """Return the status of a step with these files missing or of another size. Without any, the same status."""
+        """Return the status of the step with these problems of its files. Without problems, return the same status."""
         if not problems:
             return self
         return replace(self, state="incomplete", problems=tuple(problems), error=format_problems(problems))
@@ -85,9 +85,9 @@ class RunOwner(NamedTuple):
     """The job that owns a directory of steps.
 
     Attributes:
-        alive: None if it is not known at once whether the job is running, as on storage without locks.
-        host, pid, since: its process, and when it became the owner, ISO 8601 in UTC; None if unknown.
-        description: these facts as text, or why they are unknown.
+        alive: True if the job is running. None if only waiting would show it, as on storage without locks.
+        host, pid, since: the process, and the time when it became the owner, ISO 8601 in UTC; None if unknown.
+        description: these facts as text, or the reason why they are unknown.
     """
 
     alive: bool | None
@@ -147,10 +147,10 @@ def find_runs(directory: str, context: Context) -> Mapping[str, FoundRun]:
 
 
 def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None:
-    """Refuse a folder that has no steps, but runs.
+    """Refuse a folder that contains runs instead of steps.
 
     Raises:
-        CheckpointNotFoundError: it names some of the runs.
+        CheckpointNotFoundError: the message names some of the runs.
     """
     if steps.candidates() or steps.leftovers:
         return
@@ -163,7 +163,7 @@ def expect_steps(steps: StepDirectory, directory: str, context: Context) -> None
 
 
 def find_pinned(steps: StepDirectory) -> frozenset[str] | None:
-    """Return the names of the steps that readers have pinned. None if the storage does not allow to read them."""
+    """Return the names of the steps that readers have pinned. None if the storage does not allow reading the pins."""
     try:
         return steps.commit_method().locks(steps.display).pinned()
     except StorageError:
@@ -203,7 +203,7 @@ def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: i
         status = _read_step_once(steps, context, check, step, version)
         if version is None and status.save_id is not None:
             continue  # a save has committed since the root was read
-        # The root of one tree was read at once, and is of one save. Everything else may be of two.
+        # A root of one tree was read with one request, so it is of one save. Other metadata may mix two saves.
         is_one_tree = isinstance(version, bytes) and b'"members"' not in version
         if (is_one_tree and status.state == "committed") or root_version(store) == version:
             break
@@ -240,7 +240,7 @@ def _read_step_once(
 
 def _read_foreign_step(steps: StepDirectory, context: Context, step: int) -> StepStatus:
     checkpoint, files = describe_and_check(steps.location(step), context)
-    # A save may have committed since the root was looked for.
+    # A save may have committed after the first search for the root.
     state: StepState = "foreign" if checkpoint.save_id is None else "committed"
     return StepStatus(
         step,

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 _MAX_BINS: Final = 128
 _EXACT_BITS: Final = 53
-"""Bits of a float64 that is an exact integer."""
+"""A float64 represents every integer of up to this many bits exactly."""
 
 _LEAST_EXPONENT: Final = -1074
 _LEAST: Final = math.ldexp(1, _LEAST_EXPONENT)
 """The smallest positive float64."""
 
 _WIDER_BITS: Final = 7
-"""The bin of equal elements below 128 is 2**-7 to 2**-6 times as wide as they are large."""
+"""The bin of equal elements below 128 has a width of 2**-7 to 2**-6 of their value. For larger ones it is 1."""
 
 _SLICE_ELEMENTS: Final = 1 << 18
-"""Elements that are converted at a time: their 2 MiB as float64 stay in the cache."""
+"""Elements converted at a time. As float64 they take 2 MiB, which fits in the CPU cache."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -50,15 +50,15 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class ArrayStatistics:
-    """Statistics of the elements of an array. Those of complex numbers are about their absolute values.
+    """Statistics of the elements of an array. For complex numbers, statistics of their absolute values.
 
     Attributes:
         elements: number of elements.
         nan, infinite, zeros: number of elements that are NaN, infinite, or zero.
-        minimum, maximum, mean, deviation: of the finite elements; None if there are none. The deviation is that of the
-            population.
-        norm: the Euclidean norm of the finite elements. It and the deviation are infinite if a square is larger than
-            every float64.
+        minimum, maximum, mean, deviation: of the finite elements; None if there are none. The deviation is the
+            population standard deviation.
+        norm: the Euclidean norm of the finite elements. The norm and the deviation are infinite if a square
+            overflows float64.
         histogram: of the finite elements; None if there are none.
     """
 
@@ -161,16 +161,16 @@ class _Summary:
                 return
         low, high = float(numbers.min()), float(numbers.max())
         with np.errstate(over="ignore", invalid="ignore"):
-            mean = low if low == high else float(numbers.mean())  # equal elements have the deviation 0
-            if not math.isfinite(mean):  # the sum is larger than every float64
-                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding can exceed every float64
+            mean = low if low == high else float(numbers.mean())  # equal elements: deviation 0
+            if not math.isfinite(mean):  # the sum overflowed float64
+                mean = min(max(low, float((numbers / numbers.size).sum())), high)  # rounding
             deviations = float(np.square(numbers - mean).sum())
             self._squares += float(np.square(numbers).sum())
         before, self._finite = self._finite, self._finite + numbers.size
         if before:
             distance = mean - self._mean
             deviations += distance * distance * (before * numbers.size / self._finite)
-            half = (mean / 2 - self._mean / 2) * (numbers.size / self._finite)  # the distance itself can overflow
+            half = (mean / 2 - self._mean / 2) * (numbers.size / self._finite)  # the difference can overflow
             mean = self._mean + half + half
         self._mean = mean
         self._deviations += deviations
@@ -200,12 +200,12 @@ class _Summary:
 class _GrowingHistogram:
     """Counts in bins that begin at multiples of their width, a power of two.
 
-    If an element is outside, the width doubles. Then two bins become one, and no element has to be read again.
+    If an element is outside of the bins, the width doubles: pairs of bins are merged, and no element is read again.
     """
 
     def __init__(self) -> None:
         self._exponent: int | None = None  # of the width
-        self._first = 0  # the first bin begins at this multiple of the width
+        self._first = 0  # start of the first bin, in multiples of the width
         self._counts = np.zeros(0, np.int64)
 
     def add(self, numbers: _Floats, low: float, high: float, least_exponent: int | None) -> None:
@@ -235,23 +235,23 @@ class _GrowingHistogram:
         assert self._exponent is not None
         exponent, first = self._exponent, self._first
         if self._counts.size == 1:
-            # All elements are equal. The bin is as narrow as their rounding, too narrow for a chart: make it wider.
+            # All elements are equal, so the bin is as narrow as their rounding error. Widen it for charts.
             wider = math.frexp(math.ldexp(first, exponent))[1] - _WIDER_BITS
             exponent = max(exponent, min(0, wider))
             first >>= exponent - self._exponent
         with np.errstate(over="ignore"):
             edges = np.ldexp([float(first), float(first + self._counts.size)], exponent)
-        start, stop = np.nan_to_num(edges).tolist()  # the last edge can be larger than every float64
+        start, stop = np.nan_to_num(edges).tolist()  # the last edge can overflow float64
         return Histogram(start, stop, tuple(self._counts.tolist()))
 
 
 def _exponent_for(low: float, high: float) -> int:
-    """Return the exponent of the smallest width for which the bins are few, and their numbers exact."""
+    """Return the exponent of the smallest width that gives few bins with exact bin numbers."""
     largest = max(abs(low), abs(high))
     if not largest:
         return _LEAST_EXPONENT
     exponent = max(_LEAST_EXPONENT, math.frexp(largest)[1] - _EXACT_BITS)
-    span = high / 2 - low / 2  # the difference itself can overflow
+    span = high / 2 - low / 2  # halves, because the difference can overflow
     if span:
         exponent = max(exponent, math.frexp(span)[1] + 1 - _MAX_BINS.bit_length())
     while _bin_of(high, exponent) - _bin_of(low, exponent) >= _MAX_BINS:

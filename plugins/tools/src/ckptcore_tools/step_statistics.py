@@ -16,7 +16,7 @@ from ckptcore.events import Event, logger_named
 __all__ = ["StepStatisticsObserver", "log_step_statistics"]
 
 _MAX_OPEN_OPERATIONS: Final = 64
-"""Maximum number of unfinished operations. Beyond it the oldest is dropped: its last event probably never comes."""
+"""Maximum number of unfinished operations. Above it the oldest is dropped: its last event is probably lost."""
 
 _COMMIT_PHASES: Final = ("write", "exchange", "commit")
 _SAVE_PHASES: Final = ("save", "blocking", "wait_for_previous", *_COMMIT_PHASES)

@@ -1,4 +1,4 @@
-"""Subtrees of a saved tree, and the states of optimizers in it."""
+"""Subtrees of a saved tree, and optimizer states in a tree."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NAMES: Final = frozenset((
     "opt", "opt_state", "opt_states", "optim", "optim_state", "optimizer", "optimizer_state", "optimizer_state_dict",
     "optimizer_states", "optimizer_variables", "optimizers",
 ))  # fmt: skip
-"""Names of the states of optimizers in programs, in PyTorch Lightning, Flax, Keras and Megatron."""
+"""Usual names of optimizer states in programs, PyTorch Lightning, Flax, Keras and Megatron."""
 
 _AMBIGUOUS: Final = "opt"
-"""Of these, the name that models have too, for example of an optical tower: a state has one of `_ENTRIES`."""
+"""Name that models use too, for example for an optical tower. An optimizer state also has a name of `_ENTRIES`."""
 
 _ENTRIES: Final = frozenset((
     "exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "state", "param_groups", "mu", "nu", "trace",
     "learning_rate",
 ))  # fmt: skip
-"""Names in the states of PyTorch, optax and Keras."""
+"""Names inside optimizer states of PyTorch, optax and Keras."""
 
 _DEEPEST: Final = 3
-"""Number of keys in the paths that are searched: a training state has the optimizer near its root."""
+"""Maximum length of searched paths, in keys. Training states have the optimizer near the root."""
 
 _SHOWN: Final = 5
 
@@ -37,8 +37,8 @@ class OptimizerParts:
     """The optimizers in a tree.
 
     Attributes:
-        optimizers: the paths of their states, as texts for `subtree`.
-        others: the paths of the subtrees with arrays next to them.
+        optimizers: the paths of optimizer states, as text for `subtree`.
+        others: the paths of the other subtrees with arrays.
         drops: for each state, the pattern of its leaves, for the transform `Drop`.
     """
 
@@ -48,7 +48,7 @@ class OptimizerParts:
 
     @property
     def transforms(self) -> str:
-        """The transforms that leave the states out, as Python code."""
+        """The transforms that drop the optimizer states, as Python code."""
         return f"[{', '.join([f'Drop({pattern!r})' for pattern in self.drops])}]"
 
     def __str__(self) -> str:
@@ -89,7 +89,8 @@ def find_optimizers(tree: TreeMetadata) -> OptimizerParts | None:
 
 
 def _is_optimizer(node: Skeleton, path: TreePath) -> bool:
-    """Return True for the name of an optimizer, also at the start of a name with dots, and for known forms."""
+    """Return True for a node with the name or the form of an optimizer state. In names with dots, the first part
+    counts."""
     first, *rest = _name(path).lower().split(".") if path else [""]
     if first in _NAMES and (isinstance(node, Node) or rest):
         return first != _AMBIGUOUS or not _ENTRIES.isdisjoint(rest) or _has_entry(node)
@@ -125,7 +126,7 @@ def _pattern(path: TreePath) -> str:
 
 
 def _text(path: TreePath) -> str:
-    """Return a path as text; of a name with dots, the first part."""
+    """Return a path as text. Only the first part of a key with dots is used."""
     return "/".join([*map(str, path[:-1]), *[str(key).partition(".")[0] for key in path[-1:]]])
 
 
@@ -179,7 +180,7 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
 
 
 def unknown_checkpointable(subtree: SubtreePath, names: Sequence[str]) -> TreeMismatchError:
-    """Return the error for a subtree of several checkpointables that does not start with the name of one."""
+    """Return the error for a subtree that does not start with the name of a checkpointable."""
     wanted = f"subtree={subtree!r}"
     return TreeMismatchError(
         f"{wanted} does not start with the name of a checkpointable. Expected one of {', '.join(map(repr, names))}",

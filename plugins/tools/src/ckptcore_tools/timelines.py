@@ -14,7 +14,7 @@ __all__ = ["format_timeline"]
 _BAR_CHARACTERS: Final = 28
 _NAME_CHARACTERS: Final = 22
 _ROUNDING_SECONDS: Final = 2e-6
-"""Largest difference of equal times after both were rounded to microseconds."""
+"""Maximum difference between equal times after rounding to microseconds."""
 
 
 def format_timeline(events: Sequence[Event]) -> str:

@@ -5,8 +5,8 @@ open checkpoints, metadata, arrays and differences as HTML.
 
 ::
 
-    viewed     what is shown: a run, a folder of runs, a checkpoint, or one of several checkpointables
-    documents  what the page shows, as JSON
+    viewed     the subject: a run, a folder of runs, a checkpoint, or one of several checkpointables
+    documents  the content of the page, as JSON
     shardings  the boxes of an array on devices and processes
     server     serves the page and the documents on 127.0.0.1
     report     writes the page and the documents to one file

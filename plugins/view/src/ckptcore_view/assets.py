@@ -11,7 +11,7 @@ MODULES: Final = (
     "app", "array", "boxes", "charts", "checkpoint", "differences", "documents", "dom", "metrics", "norms", "run",
     "summary", "tree",
 )  # fmt: skip
-"""The modules of the page, each in a file of its own. They import each other as ``view/NAME``."""
+"""The modules of the page, each in a separate file. They import each other as ``view/NAME``."""
 
 
 def page_file(name: str) -> str:

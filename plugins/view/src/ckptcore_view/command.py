@@ -24,7 +24,7 @@ from ckptcore_view.viewed import Viewed
 T = TypeVar("T")
 
 _GARBAGE_THRESHOLD: Final = 200_000
-"""New objects before garbage is collected. A tree of 100,000 arrays has so many objects, and no garbage among them."""
+"""Number of new objects before a garbage collection. A tree of 100,000 arrays has about as many, but no garbage."""
 
 
 @checkpoint_command("view", "Show a checkpoint, run or folder of runs in the browser.")
@@ -103,7 +103,7 @@ def command(
 
 @contextmanager
 def _redirect(url: str) -> Iterator[None]:
-    """Open a URL in the browser by a file that only this user can read. Other users see arguments of programs."""
+    """Open a URL in the browser through a file of this user, because other users can see program arguments."""
     with tempfile.NamedTemporaryFile("w", prefix="ckptcore-view-", suffix=".html") as file:
         file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}"><title>ckptcore view</title>')
         file.flush()

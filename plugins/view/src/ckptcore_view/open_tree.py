@@ -21,7 +21,7 @@ from ckptcore.select import LeafTable, Selection
 
 
 class _Leaf(Selection):
-    """One leaf by its number. Names would be compared with those of all leaves, for each array of a report."""
+    """One leaf by its number. Fast, because a selection by name compares the names of all leaves for each array."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -36,7 +36,7 @@ class OpenTree:
 
     Attributes:
         location: its location.
-        state: reads its arrays, and notices if it is replaced.
+        state: reads the arrays, and detects a replacement of the checkpoint.
     """
 
     def __init__(self, location: str, context: Context) -> None:
@@ -61,7 +61,7 @@ class OpenTree:
 
     @cached_property
     def version(self) -> str:
-        """A text that differs if the checkpoint was replaced. Numbers of arrays are those of one version."""
+        """A text that changes when the checkpoint is replaced. Numbers of arrays are only valid for one version."""
         version = self.checkpoint.version
         data = version.root if isinstance(version.root, bytes) else repr(version).encode()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -97,11 +97,11 @@ class OpenTree:
         return leaf
 
     def stored(self, leaf: int) -> int:
-        """Return the number of the leaf that stores the elements of an array: another one if it is tied."""
+        """Return the number of the leaf that stores the elements of an array. For a tied array it is another leaf."""
         return self.tree.aliases.get(leaf, leaf)
 
     def array(self, leaf: int) -> StoredArray:
-        """Return an array, which is read when it is indexed."""
+        """Return an array that is read when it is indexed."""
         return StoredArray(self.state, leaf, self.path(leaf), self.record(leaf).spec)
 
     def record(self, leaf: int) -> ArrayRecord:

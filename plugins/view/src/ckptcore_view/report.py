@@ -29,13 +29,13 @@ from ckptcore_view.open_tree import OpenTree
 from ckptcore_view.viewed import OTHER, Viewed
 
 _READ_BYTES: Final = 1_000_000_000
-"""A report reads all arrays of a checkpoint if it reads at most these bytes, unless the caller chooses arrays."""
+"""If the caller does not choose arrays, a report reads all arrays only if they have at most this many bytes."""
 
 _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
 
 _MAX_ROWS: Final = 20_000
-"""Limit of the rows of trees, and of their chunks, of the older steps of a run. The newest step is always complete."""
+"""Limit of the rows of trees, and of chunks, for all older steps of a run. The newest step is always complete."""
 
 _LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows and chunks in all"
 
@@ -44,7 +44,7 @@ _POLICY: Final = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline' data:; "
     "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'\">"
 )
-"""Nothing is loaded from the network. Modules are ``data:`` URLs: scripts in one file have no other address."""
+"""Content security policy. Nothing is loaded from the network. Modules in one file need ``data:`` URLs as addresses."""
 
 
 def write_report(
@@ -59,15 +59,15 @@ def write_report(
 ) -> None:
     """Write a report of a checkpoint or run to an HTML file, atomically.
 
-    The report of a run has its newest 200 steps, the checkpoint of the newest one, the trees of the steps before up to
-    20,000 rows, and the norms of the chosen arrays over these steps. It names this host and the time.
+    The report of a run has the newest 200 steps, the checkpoint of the newest step, the trees of older steps up to a
+    total of 20,000 rows, and the norms of the chosen arrays over these steps. It names this host and the time.
 
     Args:
         path: the file.
         location: a path or URL of a checkpoint or run.
-        arrays: patterns of the paths of the arrays to read for statistics, norms and differences: each is a part of a
-            path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree, if at most
-            1 GB is read for all trees, all steps and the other checkpoint together, or else none.
+        arrays: patterns of the paths of the arrays to read for statistics, norms and differences. A pattern is a part
+            of a path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree; but no
+            arrays, if more than 1 GB would be read for all trees, all steps and the other checkpoint together.
         compare: a checkpoint to compare with.
         policy: the text of a preservation policy; the report of a run shows what it keeps.
         step_names: the names of steps; None for the usual names.
@@ -126,7 +126,7 @@ def _report_html(viewed: Viewed, filters: _Filters | None) -> str:
 
 
 def _element(name: str, text: str) -> str:
-    """Return an element with compressed text. Base64 cannot end it early, whatever the text is."""
+    """Return an element with compressed text. In base64, no text can end the element early."""
     return f'<script type="text/plain" id="{name}">{_base64(gzip.compress(text.encode(), mtime=0))}</script>\n'
 
 
@@ -146,10 +146,10 @@ class _Collector:
         self._reads_all = True
         self._rows_left = _MAX_ROWS
         self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
-        """The place and the number of each array that was read, by its place in its step and its path."""
+        """Place and number of each array that was read. The key has the place within the step, and the array's path."""
 
     def collect(self) -> Mapping[str, Document]:
-        """Return the documents by name and parameters, as the page asks for them."""
+        """Return the documents by name and parameters, as the page requests them."""
         self._documents["view"] = {**self._add("view"), "report": _origin()}
         if self._viewed.kind == "runs":
             self._add_runs()
@@ -163,7 +163,7 @@ class _Collector:
         return self._documents
 
     def _add_runs(self) -> None:
-        """Add a folder of runs, and each of them. No array is read: those of all runs may be many."""
+        """Add a folder of runs, and each run. Reads no array, because all runs together may have many."""
         self._reads_all = False
         runs = self._add("runs", **self._policy)
         self._documents[_key("runs")] = runs
@@ -192,7 +192,7 @@ class _Collector:
                 self._add_older(step)
 
     def _add_older(self, place: str) -> None:
-        """Add a step without reading its arrays: those of the newest step were read from it, for their norms."""
+        """Add an older step. Reads no more arrays: arrays for norms were read with those of the newest step."""
         checkpoint = self._add("checkpoint", at=place)
         for item in checkpoint.get("checkpointables", ()):
             for directory in item["places"][:1]:
@@ -212,7 +212,7 @@ class _Collector:
                 self._documents[_key("statistics", at=place, leaf=leaf)] = {"same": read}
 
     def _add(self, name: str, **parameters: str | int) -> Mapping[str, Any]:
-        """Add a document. An error is a document, too: the page shows it."""
+        """Add a document. An error is added as a document, which the page shows."""
         document: Document
         texts = {key: str(value) for key, value in parameters.items()}
         if "leaf" in parameters and (version := self._versions.get(texts.get("of", texts["at"]))):
@@ -239,7 +239,7 @@ class _Collector:
                 self._add_checkpoint(f"{place}/{directory}" if place else directory, steps)
 
     def _times(self, steps: Sequence[str]) -> int:
-        """Return how many checkpoints are read."""
+        """Return the number of checkpoints to read."""
         return max(1, len(steps)) + bool(self._viewed.other)
 
     def _add_tree(self, place: str, steps: Sequence[str]) -> None:
@@ -270,7 +270,7 @@ class _Collector:
                 self._add("difference", at=place, other=other, leaf=leaf)
 
     def _choose(self, open_tree: OpenTree, times: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the arrays that are described, and those that are also read, from so many checkpoints."""
+        """Return the arrays to describe, and the arrays to read. `times`: number of checkpoints that are read."""
         tree = open_tree.tree
         arrays = [leaf for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)]
         if self._filters is None:
@@ -285,7 +285,7 @@ class _Collector:
 
 
 def _inside(place: str, viewed: Viewed) -> str:
-    """Return the part of a place inside of its step, with the slash before it; the place itself without a run."""
+    """Return the part of a place within its step, with a slash before it. Without a run, return the whole place."""
     names = place.split("/") if place else []
     above = {"run": 1, "runs": 2}.get(viewed.kind, 0)
     if viewed.kind == "runs" and names and viewed.children.get(names[0]) == "checkpoint":
@@ -294,7 +294,7 @@ def _inside(place: str, viewed: Viewed) -> str:
 
 
 def _origin() -> Document:
-    """Return where and when a report is made."""
+    """Return the host and the time of the report."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"host": platform.node(), "time": now, "version": version_of("ckptcore"), "limit": _LIMIT}
 

@@ -1,7 +1,7 @@
 """The server of the page: an ASGI application on 127.0.0.1, with a secret token in its URL.
 
-Only programs that know the URL can read the checkpoint. Requests must name this machine as their host, so that no web
-site can reach the server under a name of its own, and the page loads nothing from other hosts.
+Only programs that know the URL can read the checkpoint. Requests must name this machine as their host, so
+that no web site can reach the server under its own host name. The page loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _logger = logger_named("ckptcore.view")
 
 _HOST: Final = "127.0.0.1"
 _SHUTDOWN_SECONDS: Final = 5
-"""Seconds that the end of the server waits for reads. They stop between two boxes of an array."""
+"""Seconds to wait for running reads at the end of the server. Reads stop between two boxes of an array."""
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -43,11 +43,11 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of every response. The referrer would tell the token to other sites."""
+"""Headers of every response. No referrer, because it would show the token to other sites."""
 
 
 def _content_policy(nonce: str) -> str:
-    """Return the content security policy: everything comes from this server."""
+    """Return the content security policy, which allows only content of this server."""
     return (
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self'; "
         "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,7 +60,7 @@ def application(viewed: Viewed, token: str, is_closing: Callable[[], bool] = lam
     Args:
         viewed: the subject of the page.
         token: the secret part of the URL.
-        is_closing: returns True if the server is about to end; then reads stop.
+        is_closing: returns True if the server is closing, to stop reads.
     """
 
     def authorized(serve: Callable[[HttpRequest], Awaitable[Response]]) -> Callable[[HttpRequest], Awaitable[Response]]:
@@ -130,14 +130,14 @@ def _document(viewed: Viewed, name: str, request: Request) -> tuple[bytes, int]:
 
 
 def _json(document: Document) -> bytes:
-    """Return JSON in ASCII: names may have characters that UTF-8 cannot encode."""
+    """Return JSON in ASCII, because names may have characters that UTF-8 cannot encode."""
     return json.dumps(document, allow_nan=False).encode("ascii")
 
 
 async def _while_connected(
     request: HttpRequest, work: Callable[[Callable[[], bool]], tuple[bytes, int]]
 ) -> tuple[bytes, int]:
-    """Call a function on a thread. Its argument tells whether the client has closed the connection."""
+    """Call a function on a thread. Its argument is a function that returns True once the client has disconnected."""
     left = threading.Event()
 
     async def watch() -> None:
@@ -153,7 +153,7 @@ async def _while_connected(
 
 
 class ViewServer:
-    """A server, which answers during `run` or in a ``with`` statement. A server is used once.
+    """A server that answers during `run`, or in a ``with`` statement. Use it only once.
 
     Attributes:
         url: the address of the page, with the token.

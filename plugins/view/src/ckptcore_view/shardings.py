@@ -1,4 +1,4 @@
-"""Shards: the boxes of an array on devices and processes, from what a checkpoint records about its sharding."""
+"""Shards: the boxes of an array on devices and processes, computed from the sharding recorded in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 from ckptcore.model import ArrayRecord, Box
 
 _MAX_AXES: Final = 64
-"""Limit of the axes of a mesh. Arrays of NumPy have at most as many."""
+"""Limit of the axes of a mesh, equal to that of NumPy arrays."""
 
 _MAX_OWNERS: Final = 4096
-"""Shardings over more devices are shown without their shards: the notes of a hostile checkpoint may have any mesh."""
+"""Limit of owners. Larger shardings are shown without shards: a hostile checkpoint may have any mesh in its notes."""
 
 
 _MAX_CHARACTERS: Final = 400
@@ -27,7 +27,7 @@ class Sharding:
     """The shards of an array.
 
     Attributes:
-        owner: what owns a shard: "device", "mesh position" or "" if only the boundaries between shards are known.
+        owner: the kind of owners: "device", "mesh position", or "" if only the boundaries between shards are known.
         shards: the owners of each box, in the order of the first owner.
     """
 
@@ -46,7 +46,7 @@ def sharding_of(record: ArrayRecord) -> Sharding | None:
         try:
             sharding = describe(record.notes, shape)
         except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-            continue  # notes of a handler that is not known here
+            continue  # notes of an unknown handler
         if sharding is not None:
             return sharding
     return _between_cuts(record)
@@ -98,7 +98,7 @@ def _named_sharding(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Shardin
     axes_of += [()] * (len(shape) - len(axes_of))
     count = _mesh_size(list(mesh.values()))
     named = [axis for axes in axes_of for axis in axes]
-    if len(axes_of) != len(shape) or count is None or len(named) != len(set(named)):  # JAX refuses an axis twice
+    if len(axes_of) != len(shape) or count is None or len(named) != len(set(named)):  # JAX refuses repeated axes
         return None
     parts_of = [math.prod([mesh[axis] for axis in axes]) for axes in axes_of]
     devices = noted.get("devices", range(count))
@@ -127,7 +127,7 @@ def _single_device(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding
 
 
 def _dtensor(notes: Mapping[str, Any], shape: tuple[int, ...]) -> Sharding | None:
-    """Apply the placements one after the other: each divides what the ones before it left, as `torch.chunk` does."""
+    """Apply the placements one after another. Each divides the remaining range like `torch.chunk`."""
     noted = notes["dtensor"]
     mesh: Sequence[int] = noted["mesh"]
     placements: Sequence[Mapping[str, Any]] = noted["placements"]

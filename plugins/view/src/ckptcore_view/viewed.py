@@ -1,4 +1,4 @@
-"""Viewed locations: the runs, the checkpoints and the trees that the page can show, each opened at first use."""
+"""Viewed locations: the runs, checkpoints and trees that the page can show. Each is opened at its first use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_view.open_tree import OpenTree
 
 OTHER: Final = "//other"
-"""The place of the checkpoint that the viewed one is compared with. No name in a storage begins with slashes."""
+"""Place of the checkpoint that the viewed one is compared with. No name in a storage begins with slashes."""
 
 ViewedKind: TypeAlias = Literal["run", "runs", "tree", "checkpointables"]
 
@@ -41,7 +41,7 @@ _MAX_OPEN: Final = 8
 """Limit of open checkpoints. Each keeps files open, and its tree in memory."""
 
 _MAX_CHILDREN: Final = 100
-"""Limit of the directories of a folder that may be runs: each costs a few requests."""
+"""Limit of the directories of a folder that are checked for runs. Each check costs a few requests."""
 
 _REMEMBERED_SECONDS: Final = 60.0
 
@@ -51,16 +51,16 @@ T = TypeVar("T")
 class Viewed:
     """The subject of the page: a run, a folder of runs, or a checkpoint of one tree or several. Thread-safe.
 
-    Each thing in it has a *place*: a path relative to the viewed location, with ``/`` between its parts. The place of
-    the location itself is empty. A step of a run has the place ``200``, a checkpointable in it ``200/model``. In a
-    folder of runs, the name of the run comes first.
+    Runs, steps and checkpointables have a *place*: a path relative to the viewed location, with ``/`` between its
+    parts. The place of the location itself is empty. A step of a run has the place ``200``, a checkpointable in it
+    ``200/model``. In a folder of runs, the name of the run comes first.
 
     Attributes:
         location: the viewed location, as the user wrote it.
-        other: the location that it is compared with; empty if there is none.
-        other_has_parts: True if that is a checkpoint of several checkpointables.
-        policy: the text of the preservation policy of which the page of a run shows what it keeps; empty for none.
-        kind: what it is.
+        other: the location of the checkpoint to compare with; empty if there is none.
+        other_has_parts: True if `other` is a checkpoint of several checkpointables.
+        policy: the text of a preservation policy. The page of a run shows the steps that it keeps. Empty for none.
+        kind: the kind of the subject.
         children: the runs and the checkpoints in a folder of runs, by name.
     """
 
@@ -73,7 +73,7 @@ class Viewed:
         policy: str = "",
         step_names: StepNames | None = None,
     ) -> None:
-        """Find out what a location is.
+        """Determine the kind of a location.
 
         Args:
             location: a path or URL of a run or checkpoint.
@@ -110,19 +110,20 @@ class Viewed:
         return find_steps(self.locate(place), self._step_names, self.context)
 
     def recall(self, key: Hashable) -> Any:
-        """Return what was remembered less than a minute ago, or None. A step may be deleted and saved again."""
+        """Return a cached value that is less than a minute old, or None. Older ones may be wrong."""
         since, value = self._remembered.get(key, (-math.inf, None))
         return value if time.monotonic() - since < _REMEMBERED_SECONDS else None
 
     def remember(self, key: Hashable, value: object) -> None:
-        """Remember a value for a minute. The page asks every few seconds, and object stores are slow."""
+        """Cache a value for a minute, because the page polls every few seconds and object stores are slow."""
         self._remembered[key] = time.monotonic(), value
 
     def locate(self, place: str) -> str:
         """Return the location of a place.
 
         Raises:
-            CheckpointNotFoundError: there is nothing. Places come from a URL, so only names that are listed are used.
+            CheckpointNotFoundError: the place does not exist. Places come from a URL, so only listed names are
+                accepted.
         """
         location, path = self.location, place
         if place == OTHER or place.startswith(f"{OTHER}/"):
@@ -152,7 +153,7 @@ class Viewed:
         return members if isinstance(members, CompositeCheckpoint) else None
 
     def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
-        """Call a function with the open tree at a place. Open it again if it was replaced meanwhile.
+        """Call a function with the open tree at a place. If the tree was replaced meanwhile, open it and call again.
 
         Raises:
             CheckpointError: there is no checkpoint, or it cannot be read.
@@ -168,7 +169,7 @@ class Viewed:
         return read(self._open_tree(place))
 
     def read_current(self, place: str, read: Callable[[OpenTree], T]) -> T:
-        """Call a function with the open tree at a place, as it is now. See `read`."""
+        """Call a function with the current tree at a place. See `read`."""
         opened = self._opened(place)
         if opened is not None and opened.is_current():
             return self.read(place, read)
@@ -207,7 +208,7 @@ class Viewed:
             ) from error
 
     def find_children(self) -> Mapping[str, Literal["run", "checkpoint"]]:
-        """Return the runs and the checkpoints among the first directories of a folder, and keep them as `children`."""
+        """Return the runs and checkpoints among the first directories of a folder. Sets `children`."""
         try:
             names = [name[:-1] for name in names_in(self.location, self.context) if name.endswith("/")]
         except (CheckpointNotFoundError, InvalidLocationError):
@@ -230,7 +231,7 @@ class Viewed:
         return children
 
     def _is_run(self) -> bool:
-        """Return True for a directory that has steps, or is empty: its first step may be saved later."""
+        """Return True for a directory with steps, or an empty one, whose first step may be saved later."""
         try:
             steps = self.steps()
         except (CheckpointNotFoundError, InvalidLocationError):

@@ -1,6 +1,6 @@
 """The installed Orbax: its public module, and the internal names that the replacement needs.
 
-No other module imports Orbax's internals. They are those of version 0.12.8.
+No other module imports Orbax's internals. The names are from version 0.12.8.
 """
 
 # mypy: disable-error-code="import-untyped"

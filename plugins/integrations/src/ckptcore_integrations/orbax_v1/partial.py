@@ -1,6 +1,6 @@
-"""Partial saves: each is a session of ckptcore, and `finalize` commits all of them.
+"""Partial saves. Each part is a session of ckptcore, and `finalize` commits all parts.
 
-Orbax continues and finalizes the partial saves that it began.
+Partial saves that Orbax began are continued and finalized by Orbax.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save_async(path: Any, state: Any, *, custom_metadata: Any = None) -> v1.Asyn
     except TreeMismatchError as error:
         raise _replacement(str(error)) from error
 
-    handle.wait_for_claim()  # Orbax creates the directory of a partial save before it returns, with any options
+    handle.wait_for_claim()  # Orbax, too, creates the directory of a partial save before it returns
 
     def finish() -> None:
         handle.result()
@@ -109,7 +109,7 @@ def _replacement(reason: str) -> PartialSaveReplacementError:
 
 
 class _Record:
-    """Facts that ckptcore does not store with sessions, in a file next to the checkpoint, at the path of Orbax's parts.
+    """A file with facts that sessions of ckptcore do not store. It is at the path of Orbax's parts.
 
     Attributes:
         leaves: key paths of the leaves of all parts.
@@ -117,7 +117,7 @@ class _Record:
     """
 
     def __init__(self, final: Any) -> None:
-        """Read the file. Without parts, it is left from an earlier checkpoint, and ignored."""
+        """Read the file. If there are no parts, the file is from an earlier checkpoint, and is ignored."""
         self._file = add_partial_save_suffix(final)
         self.leaves: list[str] = []
         self.custom_metadata: dict[str, Any] = {}

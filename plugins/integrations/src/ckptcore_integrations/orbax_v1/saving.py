@@ -1,4 +1,4 @@
-"""Saves: one commit of ckptcore for the trees and for the files of Orbax's handlers, and its `AsyncResponse`."""
+"""Saves: one commit of ckptcore contains the trees and the files of Orbax's handlers. With its `AsyncResponse`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Response(Generic[T]):
-    """An `AsyncResponse` of work in a thread of its own."""
+    """An `AsyncResponse` of work in a separate thread."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         """Start the work."""
@@ -54,7 +54,7 @@ class Response(Generic[T]):
         return self._future.result(timeout)
 
     def on_complete(self, callback: Callable[[T], None]) -> None:
-        """Call a function with the result once the work is done; not if it fails."""
+        """Call a function with the result once the work is done. Not called if the work fails."""
         self._future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
 
 
@@ -65,7 +65,7 @@ class SaveResponse:
     """
 
     def __init__(self, handle: SaveHandle, timeout_seconds: float) -> None:
-        """Count the timeout of the Context from now."""
+        """Start the timeout of the Context."""
         self._handle = handle
         self._deadline = time.monotonic() + timeout_seconds
 
@@ -73,14 +73,14 @@ class SaveResponse:
         """Wait until the checkpoint is committed.
 
         Raises:
-            TimeoutError: it is not, after `timeout` seconds or the timeout of the Context.
+            TimeoutError: it is not committed after `timeout` seconds, or after the timeout of the Context.
             CheckpointError: the save failed.
         """
         remaining = max(0.0, self._deadline - time.monotonic())
         self._handle.result(remaining if timeout is None else min(timeout, remaining))
 
     def on_complete(self, callback: Callable[[None], None]) -> None:
-        """Call a function once the checkpoint is committed; not if the save fails."""
+        """Call a function once the checkpoint is committed. Not called if the save fails."""
 
         def wait() -> None:
             if self._handle.exception() is None:
@@ -90,7 +90,7 @@ class SaveResponse:
 
 
 class Item:
-    """A checkpointable with its handler, as an object that saves itself into a directory."""
+    """A checkpointable with its handler. Saves itself into a directory."""
 
     def __init__(self, handler: Any, value: Any) -> None:
         self._handler = handler
@@ -102,7 +102,7 @@ class Item:
         return rest
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Raise: Orbax's handler loads the files."""
+        """Raise an error, because Orbax's handler loads the files."""
         raise NotImplementedError("load items with ckptcore_integrations.orbax_v1.load_checkpointables")
 
 
@@ -114,7 +114,7 @@ def save(
     overwrite: bool = False,
     custom_metadata: Any = None,
 ) -> None:
-    """Save a tree, and return once it is committed. Arguments and errors are those of `orbax.checkpoint.v1.save`."""
+    """Save a tree, and return once it is committed. See `orbax.checkpoint.v1.save`."""
     with remedy_of_equinox(state):
         validate_state(state)
     save_checkpointables(path, {checkpointable_name: state}, overwrite=overwrite, custom_metadata=custom_metadata)
@@ -128,7 +128,7 @@ def save_async(
     overwrite: bool = False,
     custom_metadata: Any = None,
 ) -> v1.AsyncResponse[None]:
-    """Begin to save a tree, and return once it may change. See `orbax.checkpoint.v1.save_async`."""
+    """Begin to save a tree. Return once the caller may change the tree. See `orbax.checkpoint.v1.save_async`."""
     with remedy_of_equinox(state):
         validate_state(state)
     return save_checkpointables_async(
@@ -162,13 +162,13 @@ def save_checkpointables_async(
 
 @deprecated("Use `save` instead.")
 def save_pytree(*args: Any, **kwargs: Any) -> None:
-    """Call `save`, its present name."""
+    """Call `save`, the present name of this function."""
     return save(*args, **kwargs)
 
 
 @deprecated("Use `save_async` instead.")
 def save_pytree_async(*args: Any, **kwargs: Any) -> v1.AsyncResponse[None]:
-    """Call `save_async`, its present name."""
+    """Call `save_async`, the present name of this function."""
     return save_async(*args, **kwargs)
 
 

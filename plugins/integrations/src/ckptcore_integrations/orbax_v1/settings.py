@@ -52,7 +52,7 @@ def layout_of(
 
 
 def context_of(context: v1.Context) -> ckptcore.Context:
-    """Return the Context for saves and loads with a Context of Orbax. Equal options share one Context.
+    """Return the Context of ckptcore for a Context of Orbax. Equal options share one Context.
 
     Raises:
         NotImplementedError: an option cannot be honoured.
@@ -144,7 +144,7 @@ def _refuse(refused: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def _of_all(context: v1.Context) -> dict[str, tuple[bool, str]]:
-    """Return the options that saves and loads refuse: whether each is set, and the reason."""
+    """Return the options that saves and loads refuse. The values are True if the option is set, and the reason."""
     job, memory = context.multiprocessing, context.memory
     processes = set(range(jax.process_count()))
     return {
@@ -176,7 +176,7 @@ def _of_all(context: v1.Context) -> dict[str, tuple[bool, str]]:
 
 
 def _of_saves(context: v1.Context) -> dict[str, tuple[bool, str]]:
-    """Return the options that saves refuse: whether each is set, and the reason."""
+    """Return the options that saves refuse. The values are True if the option is set, and the reason."""
     saving = context.array.saving
     layout = context.checkpoint_layout
     return {

@@ -1,4 +1,4 @@
-"""`training`: steps of a run, which Orbax's `Checkpointer` manages, and ckptcore saves, loads and deletes."""
+"""`training`: steps of a run. Orbax's `Checkpointer` manages them; ckptcore saves, loads and deletes them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ save_decision_policies = v1.training.save_decision_policies
 class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has no types
     """Orbax's `Checkpointer`, whose steps ckptcore saves, loads and deletes.
 
-    Policies, names of steps, metrics and the list of checkpoints are Orbax's. Arguments and errors are those of
-    `orbax.checkpoint.v1.training.Checkpointer`.
+    Policies, names of steps, metrics and the list of checkpoints are Orbax's. The arguments and errors are the same as
+    in `orbax.checkpoint.v1.training.Checkpointer`.
     """
 
     def __init__(self, directory: Any, **options: Any) -> None:
         """Open the directory of a run, and create it if it does not exist.
 
-        ``cleanup_tmp_directories=True`` also removes what killed saves and deletions of ckptcore left.
+        ``cleanup_tmp_directories=True`` also removes temporary files of killed saves and deletions of ckptcore.
         """
         super().__init__(expanded_location(directory), **options)
         if options.get("cleanup_tmp_directories") and v1.multihost.is_primary_host(0):
-            # Orbax does not know the hidden directories of our saves and deletions that were killed.
-            # A job that was killed where no lock tells it. One that renews a lease keeps the directory.
+            # Orbax does not know the hidden directories of our killed saves and deletions. The previous owner may have
+            # been killed on a storage without locks, so take over. A running job that renews a lease keeps ownership.
             with ckptcore.Checkpointer(str(self.directory), if_in_use="take over", context=_alone()) as ours:
                 ours.wait()
         self._saver = _Saver()
@@ -64,7 +64,7 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         """Begin to save a step, if the policy wants it. An existing step is replaced atomically.
 
         Returns:
-            The response, which is True; None if the policy does not want the step.
+            A response with the result True; None if the policy does not want the step.
 
         Raises:
             StepAlreadyExistsError: the step exists, and `overwrite` is False.
@@ -134,12 +134,12 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
 
 
 def _alone() -> ckptcore.Context:
-    """Return a Context for what the first process does without the others."""
+    """Return a Context for operations of the first process alone."""
     return ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
 
 
 class _Saver(V0AsyncCheckpointer):  # type: ignore[misc]  # Orbax has no types
-    """The checkpointer with which Orbax's `CheckpointManager` saves.
+    """The checkpointer that Orbax's `CheckpointManager` uses to save.
 
     Attributes:
         values: the checkpointables of the next save.
@@ -156,7 +156,7 @@ class _Saver(V0AsyncCheckpointer):  # type: ignore[misc]  # Orbax has no types
         values, self.values = self.values, {}
         arguments = prepare(directory, values, True, custom_metadata)
         self._handle = ckptcore.save_checkpointables_async(**arguments)
-        # Orbax creates the temporary directory while it copies the arrays, and its own tests expect that it exists.
+        # Orbax creates the temporary directory while it copies the arrays, and its own tests rely on this.
         self._handle.wait_for_claim()
 
     def wait_until_finished(self) -> None:
@@ -169,7 +169,7 @@ class _Saver(V0AsyncCheckpointer):  # type: ignore[misc]  # Orbax has no types
             callback()
 
     def check_for_errors(self) -> None:
-        """Do nothing: `wait_until_finished` raises errors."""
+        """Do nothing, because `wait_until_finished` raises the errors."""
 
     def cancel(self) -> None:
         """Wait until the step is committed."""

@@ -1,4 +1,4 @@
-"""Loads and metadata. Orbax finds the checkpoint and its layout; `TreeHandler` replaces its `PyTreeHandler`."""
+"""Loads and metadata. Orbax finds the checkpoint and its layout; `TreeHandler` replaces Orbax's `PyTreeHandler`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TREE_HANDLER = typestr(v1.handlers.PyTreeHandler)
 """The class name of Orbax's handler of trees, as checkpoints store it."""
 
 _MISMATCH: Final = "User-provided restore item and on-disk value metadata tree structures do not match"
-"""The text of Orbax's error, which programs search for."""
+"""Text of Orbax's error. Programs search for this text."""
 
 _NUMBERS: Final = (int, float, np.number)
 
@@ -41,7 +41,7 @@ _SUPPORTED: Final = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, *_NUMBERS, byt
 
 
 class TreeHandler:
-    """A `CheckpointableHandler` for trees. It accepts what Orbax's handler accepts, and refuses what that refuses."""
+    """A `CheckpointableHandler` for trees. It accepts the same trees as Orbax's handler."""
 
     def __init__(self) -> None:
         """Take the options from the current Context."""
@@ -49,7 +49,7 @@ class TreeHandler:
         self._orbax = v1.handlers.PyTreeHandler(context=self._context)
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Raise: `saving` writes trees."""
+        """Raise an error, because `saving` writes trees."""
         raise NotImplementedError("trees are saved by ckptcore_integrations.orbax_v1.save")
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
@@ -128,11 +128,11 @@ def with_tree_handler(context: v1.Context) -> v1.Context:
 
 
 def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
-    """Load a tree as Orbax does: with the types of the abstract leaves, or as the leaves were saved.
+    """Load a tree as Orbax does: with the types of the abstract leaves, or with the saved types.
 
     Args:
         location: directory of the tree.
-        abstract: the abstract tree; None: dicts and lists with the leaves as they were saved.
+        abstract: the abstract tree; None: dicts and lists, and leaves with their saved types.
         context: the Context of Orbax.
 
     Raises:
@@ -160,7 +160,7 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
 
 
 def _opening(location: str, error: CheckpointError) -> str:
-    """Return the message of an error, with the text that Orbax has for missing or damaged files: programs search it."""
+    """Return the message of an error with Orbax's text for missing or damaged files, because programs search for it."""
     return f"Error opening {location} with ckptcore in place of a TensorStore driver: {error}"
 
 
@@ -171,7 +171,7 @@ def _lacks_sharding(abstract: Any) -> bool:
 
 
 class _Request:
-    """The leaves that ckptcore loads for the abstract leaves of Orbax.
+    """Conversion of abstract leaves of Orbax to leaves that ckptcore loads.
 
     Attributes:
         numbers: the type of each leaf that is requested as a Python number, by its key path.
@@ -190,7 +190,7 @@ class _Request:
             leaf: the abstract leaf: a value, a type, or an object with a shape and a dtype.
 
         Raises:
-            TreeMismatchError: a placeholder is not in the place of a stored leaf.
+            TreeMismatchError: there is no stored leaf for a placeholder.
         """
         stored = self._stored.get(tuple(map(text_of, path)))
         if leaf is v1.PLACEHOLDER:
@@ -298,17 +298,17 @@ is_orbax_checkpoint = _with_ckptcore(v1.is_orbax_checkpoint)
 
 @deprecated("Use `load` instead.")
 def load_pytree(*args: Any, **kwargs: Any) -> Any:
-    """Call `load`, its present name."""
+    """Call `load`, the present name of this function."""
     return load(*args, **kwargs)
 
 
 @deprecated("Use `load_async` instead.")
 def load_pytree_async(*args: Any, **kwargs: Any) -> v1.AsyncResponse[Any]:
-    """Call `load_async`, its present name."""
+    """Call `load_async`, the present name of this function."""
     return load_async(*args, **kwargs)
 
 
 @deprecated("Use `metadata` instead.")
 def pytree_metadata(*args: Any, **kwargs: Any) -> v1.CheckpointMetadata[Any]:
-    """Call `metadata`, its present name."""
+    """Call `metadata`, the present name of this function."""
     return metadata(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Opening of safetensors files, and the functions of the top level of the library."""
+"""Opening of safetensors files, and the library's top-level functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DEVICE: Final = re.compile(r"(?a)cpu|mps(:0)?|(cuda|musa|npu|xpu|xla|mlu|hpu)(:
 
 
 class SafeSlice:
-    """A tensor of an open file, which is read as it is indexed."""
+    """A tensor of an open file. Indexing it reads elements."""
 
     def __init__(self, entry: TensorEntry, reader: TensorReader) -> None:
         self._entry = entry
@@ -74,7 +74,7 @@ class safe_open:
 
         Args:
             filename: the file.
-            framework: ``"pt"``, ``"np"`` or ``"flax"``, or another name of these in the library.
+            framework: ``"pt"``, ``"np"`` or ``"flax"``, or another name that the library has for one of them.
             device: the device of PyTorch tensors.
             backend: ``"mmap"`` maps the file, ``"pread"`` reads it.
 
@@ -119,7 +119,7 @@ class safe_open:
         return self._opened().every()
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a tensor that is read as it is indexed."""
+        """Return an object that reads a tensor when it is indexed."""
         reader = self._opened()
         return SafeSlice(self._entry(name), reader)
 
@@ -144,7 +144,7 @@ class safe_open:
 
 
 class safe_open_handle(safe_open):
-    """`safe_open` of a Python file object, by its name."""
+    """`safe_open` of a Python file object. Opens the file again by its name."""
 
     def __init__(self, f: Any, framework: str, device: str | int | None = "cpu", *, backend: Backend = "mmap") -> None:
         _ = f.fileno

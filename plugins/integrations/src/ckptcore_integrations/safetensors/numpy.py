@@ -34,7 +34,7 @@ def save_file(
         tensor_dict: the arrays by name. They must not change during the call.
         filename: the file, which is replaced.
         metadata: text for the header.
-        context: with ``Context(durability="none")``, the file may be lost in a loss of power, as with the library.
+        context: with ``Context(durability="none")``, a power failure can lose the file, as with the library.
 
     Raises:
         SafetensorError: the format has no such dtype, or the file cannot be written.

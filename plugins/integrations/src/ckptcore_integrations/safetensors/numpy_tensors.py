@@ -48,7 +48,7 @@ def _dtype_of(entry: TensorEntry) -> np.dtype[Any]:
 
 
 class NumpyReader:
-    """Reads arrays. They are copies."""
+    """Reads arrays as copies."""
 
     def __init__(self, file: OpenFile, backend: Backend) -> None:
         """Read from an open file."""
@@ -56,7 +56,7 @@ class NumpyReader:
         self._mapping = file.map() if backend == "mmap" else None
 
     def whole(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
-        """Return an array. Read with a system call, which is faster than copying from mapped memory."""
+        """Return an array. Reads with a system call, which is faster than copying from mapped memory."""
         dtype = _dtype_of(entry)
         data = np.empty(entry.stop - entry.start, np.uint8)
         self._file.read_into(entry.start, data.data)
@@ -74,7 +74,7 @@ class NumpyReader:
         }
 
     def view(self, entry: TensorEntry) -> np.ndarray[Any, Any]:
-        """Return an array for one further copy: a view of mapped memory if there is any."""
+        """Return an array that the caller copies: a view of the mapped file, if it is mapped."""
         return self.whole(entry) if self._mapping is None else array_of(entry, self._mapping, entry.start)
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], np.ndarray[Any, Any]]:
@@ -93,7 +93,7 @@ class FlaxReader:
 
     def __init__(self, file: OpenFile, backend: Backend) -> None:
         """Read from an open file."""
-        import jax.numpy as jnp  # only programs that use JAX have it
+        import jax.numpy as jnp  # imported here, because not every program has JAX
 
         self._tensors = file.header.tensors
         self._arrays = NumpyReader(file, backend)

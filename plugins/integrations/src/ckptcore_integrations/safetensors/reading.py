@@ -1,4 +1,4 @@
-"""Reading and writing of safetensors files: an open file with a checked header, and checked indexes of slices."""
+"""Reading and writing of safetensors files, with checks of the header and of slice indices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorReader(Protocol):
         ...
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], Any]:
-        """Return a function from an index to that slice of a tensor."""
+        """Return a function that returns the slice of a tensor for an index."""
         ...
 
 
@@ -63,7 +63,7 @@ def _with_known_dtypes(read: Callable[[int, int], bytes], file_bytes: int, name:
 
 
 class OpenFile:
-    """A file that is open for reading, with its header. It is closed with the last reference. Thread-safe.
+    """A file that is open for reading, with its header. Closed when it is garbage-collected. Thread-safe.
 
     Attributes:
         name: the file name, for errors.
@@ -84,7 +84,7 @@ class OpenFile:
         if not isinstance(self.name, str):
             raise TypeError(f"expected a path as str or os.PathLike[str]; found {self.name!r}")
         try:
-            # Without O_NONBLOCK, opening a named pipe waits for a writer.
+            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
             self.descriptor = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise FileNotFoundError(f"{error.strerror}: {self.name}") from error  # as the library does
@@ -140,7 +140,7 @@ class OpenFile:
 
 
 def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """Return an index as the library accepts it: integers, slices with bounds inside the shape, and one ellipsis.
+    """Check an index, and return its items. Like the library, accepts integers, slices within the shape, one ellipsis.
 
     Raises:
         SafetensorError: the index has anything else, or is out of bounds.
@@ -173,7 +173,7 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
 
 
 def _fits(item: Any, extent: int) -> bool:
-    """Return True for a non-negative integer, or a slice without step, in the bounds. Covers the common cases."""
+    """Return True for a non-negative integer or a slice without step, within the bounds. Covers common cases."""
     if type(item) is int:
         return 0 <= item < extent
     if type(item) is not slice or item.step is not None:

@@ -43,11 +43,11 @@ def save_file(
         tensors: contiguous tensors by name, which share no memory. They must not change during the call.
         filename: the file, which is replaced.
         metadata: text for the header.
-        context: with ``Context(durability="none")``, the file may be lost in a loss of power, as with the library.
+        context: with ``Context(durability="none")``, a power failure can lose the file, as with the library.
 
     Raises:
         SafetensorError: the format has no such dtype, or the file cannot be written.
-        ValueError: `tensors` is no dict of contiguous, dense tensors.
+        ValueError: `tensors` is not a dict of contiguous, dense tensors.
         RuntimeError: tensors share memory; use `save_model`.
     """
     _evaluate_tensors_for_save(tensors)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from ckptcore.plain_safetensors import DTYPES, TensorEntry
 from ckptcore_integrations.safetensors.reading import Backend, OpenFile, TensorBytes, checked_index
 
-_PAIRS: Final = torch.float4_e2m1fn_x2  # two elements of F4 in a byte
+_PAIRS: Final = torch.float4_e2m1fn_x2  # one byte has two elements of F4
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F4": _PAIRS,
     **{stored: getattr(torch, name) for name, stored in DTYPES.items()},
@@ -96,7 +96,7 @@ class TorchReader:
         return {name: self.whole(entry) for name, entry in self._file.header.tensors.items()}
 
     def slicer(self, entry: TensorEntry) -> Callable[[Any], torch.Tensor]:
-        """Return a function from an index to that slice. Mapped tensors accept every index of PyTorch."""
+        """Return a function that returns the slice for an index. Mapped tensors accept every index of PyTorch."""
         if self._mapping is not None:
             mapped = self._on_host(entry)
             return lambda index: self._on_device(mapped[index])
@@ -114,14 +114,14 @@ class TorchReader:
         if self._device == "cpu":
             return tensor
         if isinstance(self._device, str) and self._device.startswith("cuda"):
-            tensor = tensor.pin_memory()  # a copy from pageable memory takes longer
+            tensor = tensor.pin_memory()  # copies to a device are faster from pinned memory
         return tensor.to(self._device)
 
 
 def _map(file: OpenFile) -> Any:
     """Map a file, private and writable, as a buffer.
 
-    PyTorch maps it, because a mapping by `mmap` keeps a descriptor open as long as any tensor exists.
+    Uses PyTorch, because a mapping of the module `mmap` keeps a descriptor open as long as any tensor exists.
     """
     storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{file.descriptor}", False, file.nbytes)
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()

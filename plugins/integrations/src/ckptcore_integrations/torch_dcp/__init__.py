@@ -48,7 +48,7 @@ def save(
     """Save a state dict, as `torch.distributed.checkpoint.save` does.
 
     Without a `storage_writer`, a `Writer` writes the checkpoint. With ``use_collectives=False`` the original writer
-    does, because ranks that do not communicate cannot commit together.
+    is used, because ranks cannot commit together without communication.
 
     Raises:
         CheckpointException: a rank failed. Raised on every rank; nothing was committed.
@@ -80,7 +80,7 @@ def async_save(
 ) -> Future[Metadata] | AsyncSaveResponse:
     """Copy a state dict, and save it in the background, as `torch.distributed.checkpoint.async_save` does.
 
-    See `save`. The future has the errors of the save.
+    See `save`. The future raises the errors of the save.
     """
     started: Future[Metadata] | AsyncSaveResponse = state_dict_saver.async_save(
         state_dict,
@@ -131,7 +131,7 @@ def load(
 
 
 def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
-    """Return a location without ``~``, which the original writer takes for a name."""
+    """Return a location with ``~`` expanded, because the original writer does not expand it."""
     if not checkpoint_id:
         return checkpoint_id
     expanded = expanded_location(checkpoint_id)
@@ -141,9 +141,10 @@ def _expanded(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike
 def _writing(
     given: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None, use_collectives: bool
 ) -> dict[str, Any]:
-    """Return the argument for the given writer, or else for ours.
+    """Return the keyword argument with the given writer, or else with ours.
 
-    Without either there is none: a writer may also be the second positional argument of `save`.
+    Without a writer and a location the result is empty, because a writer may be the second positional argument of
+    `save`.
     """
     if given is None and checkpoint_id and use_collectives:
         given = Writer(checkpoint_id)

@@ -1,4 +1,4 @@
-"""Named entries of torch.distributed.checkpoint as a tree and the reverse, and tensors as NumPy arrays."""
+"""Conversions between named entries of torch.distributed.checkpoint and trees, and of tensors to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def host_array(tensor: torch.Tensor) -> HostArray:
-    """Return the elements of a tensor as a NumPy array: its memory if it is on the CPU, else a copy.
+    """Return the elements of a tensor as a NumPy array. It shares the memory of a tensor on the CPU; others are copied.
 
     Raises:
         UnsupportedLeafError: NumPy and ml_dtypes have no such dtype.
@@ -67,10 +67,10 @@ Steps: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An array or a value of a tree, under the name that torch.distributed.checkpoint gives it.
+    """An array or a value of a tree, with its name in torch.distributed.checkpoint.
 
     Attributes:
-        steps: the keys that lead to it. Its name is these, joined by dots.
+        steps: the keys that lead to the entry. Joined by dots, they are its name.
         path: the same keys as they are in the tree.
         leaves: the numbers of its leaves.
         node: its containers; a leaf for an array or a single value.
@@ -92,9 +92,10 @@ class _Branch(dict[str | int, Any]):
 
 
 def tree_of(entries: Mapping[str, Any], paths: Mapping[str, Steps]) -> dict[str, Any]:
-    """Return a tree with the entries at their paths. It has them under their names if the paths are not usable.
+    """Return a tree with the entries at their paths. If the paths are not usable, the keys are the names.
 
-    The paths are usable if each is the name of its entry, split, and if no entry is inside another one.
+    The paths are usable if the keys of each path, joined by dots, are the name of its entry, and if no entry is inside
+    another one.
     """
     root = _Branch()
     for name, value in entries.items():
@@ -106,7 +107,7 @@ def tree_of(entries: Mapping[str, Any], paths: Mapping[str, Steps]) -> dict[str,
 
 
 def _put(branch: _Branch, steps: Steps, value: Any) -> bool:
-    """Add a value. Return False if a value is in the way, or if a container would be a list and a mapping."""
+    """Add a value. Return False if it conflicts with another value, or if a container would be list and mapping."""
     for position, step in enumerate(steps):
         if branch and type(next(iter(branch))) is not type(step):
             return False

@@ -56,20 +56,20 @@ _MAKERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "builtins.frozenset": frozenset,
     "collections.Counter": collections.Counter,
 }
-"""Types of the standard library that torch pickles as objects, and how to build them from their elements."""
+"""Functions that build values of standard library types from their elements. torch pickles these types as objects."""
 
 
 class Reader(StorageReader):
     """Reads checkpoints with ckptcore, for ``torch.distributed.checkpoint.load(state, storage_reader=Reader(path))``.
 
     Reads checkpoints of torch.distributed.checkpoint, and of every other layout that ckptcore reads. Each rank reads
-    only the boxes that its planner asks for, verifies their checksums, and reads into the memory of the target where
-    possible. A load runs no code of the checkpoint. Objects of classes that PyTorch does not trust are refused: see
-    `torch.serialization.add_safe_globals`.
+    only the boxes that its planner requests, and verifies their checksums. If possible, it reads directly into the
+    memory of the target. A load runs no code of the checkpoint. Objects of classes that PyTorch does not trust are
+    refused: see `torch.serialization.add_safe_globals`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, context: ckptcore.Context | None = None) -> None:
-        """Read nothing yet.
+        """Prepare to read. Reads nothing yet.
 
         Args:
             path: a path or URL of a checkpoint.
@@ -80,7 +80,7 @@ class Reader(StorageReader):
         self._context = _reading_entries(context) if context is not None else _default_context()
         self._opened: _Entries | None = None
         self.failure: Exception | None = None
-        """The error of the last `read_metadata`, of which PyTorch before 2.12 does not tell."""
+        """The error of the last `read_metadata`. PyTorch before 2.12 does not report it."""
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -89,7 +89,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: a load refuses a location that no storage supports."""
+        """Return True. Unsupported locations raise an error later, in the load."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -135,7 +135,7 @@ class Reader(StorageReader):
         Raises:
             CorruptCheckpointError: bytes differ from those written.
             TreeMismatchError: the checkpoint was replaced by a different one since `read_metadata`.
-            UnsupportedLeafError: a value is an object that only its own code can build.
+            UnsupportedLeafError: a value is an object that cannot be built without running its own code.
         """
         entries = self._opened
         assert entries is not None  # the protocol calls `read_metadata` first
@@ -169,7 +169,7 @@ class Reader(StorageReader):
 
 
 def _requests(items: Sequence[ReadItem], planner: LoadPlanner, entries: _Entries) -> list[_Request]:
-    """Resolve the tensors to fill with the planner. Each memory is read into once: tied tensors are copied."""
+    """Ask the planner for the tensors to fill. Tied tensors are read into once, then copied."""
     requests, known = [], set()
     for item in items:
         target = planner.resolve_tensor(item).detach()
@@ -186,8 +186,8 @@ class _Request:
     Attributes:
         item: the item of the plan.
         target: the tensor to fill.
-        memory: what is read into: the target itself, or a tensor of the stored dtype.
-        shard: the box, over the same memory.
+        memory: the tensor to read into: the target itself, or a temporary tensor of the stored dtype.
+        shard: the box as a shard that shares this memory.
     """
 
     item: ReadItem
@@ -210,7 +210,7 @@ class _Request:
         return cls(item, target, memory, ckptcore.ArrayShard(Box(start, stop), host_array(memory)))
 
     def finish(self) -> None:
-        """Copy to the target if something else was read into."""
+        """Copy to the target, unless it was read into directly."""
         if self.memory is self.target:
             torch.autograd.graph.increment_version(self.target)
         else:
@@ -256,7 +256,7 @@ class _Entries:
         return cls(tree, abstract, entries, paths or None, items, *ids)
 
     def storage_metadata(self, entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Describe an entry. Arrays of dtypes that PyTorch lacks are values, which load as NumPy arrays."""
+        """Describe an entry. Arrays with a dtype that PyTorch lacks are values, and load as NumPy arrays."""
         dtype = self._torch_dtype(entry)
         if dtype is None:
             return BytesStorageMetadata()
@@ -284,7 +284,7 @@ class _Entries:
         return leaf, ckptcore.ShardedArray(record.spec.shape, record.spec.numpy_dtype, parts)
 
     def value_leaves(self, entry: Entry) -> Iterator[tuple[int, Any]]:
-        """Yield the number and the request of each leaf of a value: as it is stored, but tensors instead of arrays."""
+        """Yield the number and the request of each leaf of a value. Arrays are requested as tensors."""
         for leaf in entry.leaves:
             abstract = _at(self.abstract, self.tree.paths[leaf])
             dtype = torch_dtype(abstract.dtype.name) if isinstance(abstract, ckptcore.AbstractArray) else None
@@ -294,7 +294,7 @@ class _Entries:
         """Return a value from the loaded tree.
 
         Raises:
-            UnsupportedLeafError: it is an object that only its own code can build.
+            UnsupportedLeafError: it is an object that cannot be built without running its own code.
         """
         if entry.name not in self.items:
             return _built(entry.node, entry.path, loaded)
@@ -302,7 +302,7 @@ class _Entries:
             with torch.serialization.safe_globals(_trusted()):
                 return torch.load(io.BytesIO(_at(loaded, entry.path)), weights_only=True)
         except pickle.UnpicklingError as error:
-            # Around this line, torch advises options of torch.load, which this call does not have.
+            # Keep only this line: torch's other lines recommend options of torch.load, which this call lacks.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             raise UnsupportedLeafError(
                 f"{entry.name!r} is an object of a class that PyTorch does not trust, and loading it could run any "
@@ -316,7 +316,7 @@ def _record(tree: TreeMetadata, entry: Entry) -> LeafRecord | None:
 
 
 class _EntriesPlugin:
-    """Registers the layout that reads checkpoints of torch as they are listed."""
+    """Registers the layout that returns the entries of torch's checkpoints under their flat names."""
 
     @ckptcore.hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
@@ -325,7 +325,7 @@ class _EntriesPlugin:
 
 
 def _reading_entries(context: ckptcore.Context) -> ckptcore.Context:
-    """Return a Context that reads checkpoints of torch as they are listed, without the other ranks of the job.
+    """Return a Context that reads the flat entries of torch's checkpoints, without the other ranks of the job.
 
     Ranks can load different parts, and torch gathers their errors.
     """
@@ -339,14 +339,14 @@ def _default_context() -> ckptcore.Context:
 
 
 def _trusted() -> list[Any]:
-    """Return what pickles of NumPy arrays, their elements and BytesIO name, in addition to what PyTorch trusts."""
+    """Return the globals that pickles of NumPy arrays, NumPy scalars and BytesIO need and PyTorch does not trust."""
     array = np.zeros(1)
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     return [io.BytesIO, np.ndarray, np.dtype, array.__reduce__()[0], array[0].__reduce__()[0], *dtypes]
 
 
 def _target(node: Skeleton, wanted: Mapping[int, Any], numbers: Iterator[int]) -> Any:
-    """Return a tree to load into: the wanted leaves by number, and placeholders."""
+    """Return a tree to load into: the wanted leaves, and placeholders for all others."""
     if not isinstance(node, Node):
         return wanted.get(next(numbers), ckptcore.PLACEHOLDER)
     children = [_target(child, wanted, numbers) for child in node.children]
@@ -378,7 +378,7 @@ def _built(node: Skeleton, path: TreePath, loaded: Any) -> Any:
     """Return a value from the loaded tree, with the types of the standard library that it had.
 
     Raises:
-        UnsupportedLeafError: it has an object of another type.
+        UnsupportedLeafError: the value contains an object of another type.
     """
     if not isinstance(node, Node):
         return _at(loaded, path)

@@ -33,8 +33,8 @@ from ckptcore_integrations.torch_dcp.names import Steps, dtype_name, host_array,
 CUSTOM: Final = "torch_dcp"
 """Key of the custom metadata of a checkpoint.
 
-It has the ids of the save (``checkpoint_id``, ``save_id``), and in ``items`` the names of values that are files of
-torch.save.
+The metadata has the ids of the save (``checkpoint_id``, ``save_id``). Its ``items`` are the names of values that are
+files of torch.save.
 """
 
 _VERSION: Final = "1.0.0"
@@ -47,11 +47,11 @@ T = TypeVar("T")
 class Writer(StorageWriter):
     """Writes checkpoints with ckptcore, for ``torch.distributed.checkpoint.save(state, storage_writer=Writer(path))``.
 
-    The checkpoint is committed as a whole, or not at all: all ranks write, and the first commits if none failed. The
-    planner decides which rank writes what. `torch.distributed.checkpoint.load` reads the files, and so does
-    `ckptcore.load`, with checksums and the nested structure of the state.
+    The checkpoint is committed atomically: all ranks write, and the first rank commits if none failed. The planner
+    decides what each rank writes. Both `torch.distributed.checkpoint.load` and `ckptcore.load` read the files. The
+    second one verifies checksums and returns the nested structure of the state.
 
-    The `Metadata` that a save returns has no ``storage_data``. The file ``.metadata`` has it.
+    The `Metadata` that a save returns has no ``storage_data``. Only the file ``.metadata`` has it.
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class Writer(StorageWriter):
         overwrite: bool = True,
         context: ckptcore.Context | None = None,
     ) -> None:
-        """Write nothing yet.
+        """Prepare to save. Writes nothing yet.
 
         Args:
             path: a path or URL; the checkpoint is a directory there.
             overwrite: True to replace an existing checkpoint, atomically on file systems. Other files in its directory
                 stay.
-            context: options of ckptcore. A save into a group of some of the job's processes replaces its coordinator.
+            context: options of ckptcore. For a process group with only some of the job's processes, the
+                save uses another coordinator.
         """
         self.path = path
         self.overwrite = overwrite
@@ -81,7 +82,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: a save refuses a location that no storage supports."""
+        """Return True. Unsupported locations raise an error later, in the save."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -147,7 +148,7 @@ class Writer(StorageWriter):
         layout = DcpLayout(checkpoint_id=location, save_id=self.save_id, items=frozenset(items))
         try:
             ckptcore.save(
-                f"{location.rstrip('/')}/",  # a directory, whatever its name
+                f"{location.rstrip('/')}/",  # the slash marks a directory, whatever its name
                 tree_of(leaves, {name: part.steps for name, part in merged.items()}),
                 layout=layout,
                 overwrite="keep-other-files" if self.overwrite else False,
@@ -163,7 +164,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the metadata that the save returns. `write_data` has written the file."""
+        """Complete the metadata that the save returns. The file was already written by `write_data`."""
         metadata.version = _VERSION
         metadata.storage_meta = self.storage_meta()
 
@@ -211,12 +212,12 @@ class _Part:
         return dataclasses.replace(self, shard=None)
 
     def leaf(self, shards: Iterable[ckptcore.ArrayShard]) -> Any:
-        """Return what to save: the value, or the array with the boxes of this process."""
+        """Return the leaf to save: the value, or the array with the boxes of this process."""
         return self.value if self.spec is None else ckptcore.ShardedArray(*self.spec, tuple(shards))
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if ckptcore stores a value as the same value: a number or text, or a list or tuple of these."""
+    """Return True if a value loads unchanged: a number, text, or a list or tuple of such values."""
     return type(value) in _PLAIN or (type(value) in (list, tuple) and all(map(_is_plain, value)))
 
 
@@ -230,7 +231,7 @@ class _Failure(NamedTuple):
 class _Exchange:
     """The exchange of what each rank of a save writes.
 
-    The payloads are pickles, as those of torch are: they come from processes of the same job.
+    The payloads are pickles, like those of torch. This is safe, because they come from processes of the same job.
     """
 
     def __init__(self, coordinator: Coordinator, key: str) -> None:
@@ -239,7 +240,7 @@ class _Exchange:
         self._error: BaseException | None = None
 
     def attempt(self, work: Callable[[], list[T]]) -> list[T]:
-        """Do the work of this rank. An error is raised by `union`, after the other ranks have received it."""
+        """Do the work of this rank. If it fails, `union` raises the error after the other ranks have received it."""
         try:
             return work()
         except BaseException as error:  # noqa: BLE001  # raised by `union`
@@ -315,7 +316,7 @@ class _Group:
         if everyone:
             self.coordinator = StoreCoordinator.of_job()
             return
-        # A store of their own, because the other ranks of the job may never take part in an exchange.
+        # A separate store, because the other ranks of the job may never take part in an exchange.
         name = f"torch_dcp/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
         world: Any = dist.group.WORLD
         store = dist.PrefixStore(name, world.get_group_store())  # type: ignore[attr-defined]  # exported at run time

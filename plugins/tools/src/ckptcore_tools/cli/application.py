@@ -29,7 +29,7 @@ _SYNONYMS: Final[Mapping[str, str]] = {
     "show": "inspect",
     "tree": "inspect",
 }
-"""Our commands, by the names that other programs use. The error for such a name suggests our command."""
+"""Names of other programs' commands, with our equivalent. The error for such a name suggests our command."""
 
 
 def _commands() -> Mapping[str, EntryPoint]:
@@ -41,7 +41,7 @@ def _commands() -> Mapping[str, EntryPoint]:
 
 
 def _broken_command(entry: EntryPoint, error: Exception) -> click.Command:
-    """Return a command that only reports why the command of an entry point cannot be loaded."""
+    """Return a placeholder command that reports why an entry point cannot be loaded."""
     of = f" of {entry.dist.name}" if entry.dist is not None else ""
     message = f"the command {entry.name}{of} cannot be loaded: {type(error).__name__}: {error}"
 

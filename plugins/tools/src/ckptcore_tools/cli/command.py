@@ -164,7 +164,7 @@ def begin_context(options: Sequence[str]) -> None:
         matched = _STORAGE_OPTION.fullmatch(option)
         if matched is None:
             raise click.BadParameter(
-                # Do not repeat the text: it may have a secret.
+                # Do not repeat the text, because it may contain a secret.
                 f"number {number}: expected SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000",
                 param_hint="--option",
             )
@@ -181,7 +181,7 @@ def _json_or_text(text: str) -> JSON:
 
 
 class _Command(click.Command):
-    """A command whose usage errors repeat no secret of a URL. Its arguments are locations, or names in a checkpoint."""
+    """A command whose usage errors hide secrets of URLs. Its arguments are locations, or names in a checkpoint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -250,18 +250,18 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, option
     except ValueError as error:
         if not options:
             return _report_bug(error, as_json=as_json)
-        # A storage refuses unknown options with a ValueError when it is opened.
+        # Storages raise ValueError for unknown options when they are opened.
         return _report_failure(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
     except Exception as error:  # noqa: BLE001  # otherwise Python would exit with 1, the code for differences
         return _report_bug(error, as_json=as_json)
 
 
 _OF_OUTPUT: Final = frozenset({errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC})
-"""Error numbers of writes."""
+"""Error numbers of failed writes."""
 
 
 def system_text(error: OSError) -> str:
-    """Return the message of an error of the system. Storages raise a StorageError, so a full disk is that of stdout."""
+    """Return the text of a system error. A full disk is the disk of stdout, because storages raise StorageError."""
     is_output = not error.filename and error.errno in _OF_OUTPUT
     return f"cannot write the output to stdout: {error.strerror or error}" if is_output else str(error)
 

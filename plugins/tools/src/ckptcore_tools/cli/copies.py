@@ -305,7 +305,7 @@ def _transforms(
     rope_type: Literal["default", "llama3.1"] | None,
     dequantize: str | None,
 ) -> list[Transform]:
-    """Return the transforms that the options of `convert_command` name."""
+    """Return the transforms for the options of `convert_command`."""
     import ckptcore
 
     transforms: list[Transform] = []
@@ -458,7 +458,7 @@ def _everything(source: str, destination: str, context: Context) -> str:
     """Return the empty subtree.
 
     Raises:
-        TreeMismatchError: there is an optimizer, whose state Hugging Face tools would take for weights.
+        TreeMismatchError: if there is an optimizer. Hugging Face tools would load its state as weights.
     """
     checkpoint = describe_checkpoint(source, context)
     parts = None if checkpoint.is_composite else find_optimizers(checkpoint.tree)

@@ -149,7 +149,7 @@ def _parts(checkpoint: CheckpointMetadata) -> Mapping[str, CheckpointMetadata]:
 def _read_statistics(
     locations: Mapping[str, str], trees: Mapping[str, TreeMetadata], leaves: Mapping[str, Iterable[int]]
 ) -> Mapping[str, Mapping[int, ArrayStatistics | None]]:
-    """Read the statistics of the arrays of numbers among some leaves of each checkpointable, by leaf."""
+    """Read the statistics of numeric arrays. `leaves`: the leaves of each checkpointable. Others are skipped."""
     arrays = {
         name: [leaf for leaf in leaves[name] if leaf >= 0 and _has_numbers(tree.leaves[leaf])]
         for name, tree in trees.items()
@@ -292,7 +292,7 @@ def _leaf_document(
 
 
 def _finite(value: object) -> object:
-    """Return the values of a column as JSON has them: it has no infinity and no NaN."""
+    """Return the values of a column for JSON, which cannot represent infinity and NaN."""
     if isinstance(value, dict):
         return {str(key): _finite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -304,7 +304,7 @@ def _print_summary(location: str, checkpoint: CheckpointMetadata) -> None:
     layout, deleted, bases = None, None, None
     if not checkpoint.is_composite:
         layout, content = _layout_text(checkpoint), _content_text(checkpoint)
-        layout = None if layout == checkpoint.writer else layout  # the next line has it
+        layout = None if layout == checkpoint.writer else layout  # shown on the next line
         bases = ", ".join(checkpoint.bases)
     else:
         content = (
@@ -346,7 +346,7 @@ def _layout_text(checkpoint: CheckpointMetadata) -> str:
 
 
 def _checkpointable_text(checkpoint: CheckpointMetadata, name: str, directory: str) -> str:
-    """Return the summary of one of several checkpointables, of which the tree or files in a directory are shown."""
+    """Return the summary of one of several checkpointables. `directory` contains the shown tree or files."""
     metadata = checkpoint.checkpointables[name]
     text = (
         _content_text(metadata)

@@ -93,7 +93,7 @@ def _read_entries(directory: str) -> Sequence[Entry]:
         names = names_in(directory, context)
     except FileGivenError:
         if (entry := _read_entry(directory, directory, context)) is None:
-            describe_and_check(directory, context)  # its error says what the file is
+            describe_and_check(directory, context)  # its error describes the file
         return [] if entry is None else [entry]
     if ROOT_KEY in names:
         # The directory is a checkpoint itself: list only it, as `ls` does for a file.
@@ -106,14 +106,14 @@ def _read_entries(directory: str) -> Sequence[Entry]:
         return _read_entry(child_location(directory, name), name, context)
 
     ordered = [name.rstrip("/") for name in sorted(names, key=_sort_key)]
-    # Each entry takes a few small requests, which a remote storage answers in tens of milliseconds.
+    # Each entry needs a few small requests, each of which takes tens of milliseconds on remote storage.
     with ThreadPoolExecutor(_THREADS) as threads:
         entries = list(threads.map(read_named, [name for name in ordered if name != INTERNAL_DIRECTORY]))
     return [entry for entry in entries if entry is not None]
 
 
 def _sort_key(entry: str) -> tuple[str, int, str]:
-    """Return a key that sorts steps by number: 9 before 10."""
+    """Return a sort key that orders steps by number: 9 before 10."""
     name = entry.rstrip("/")
     prefix = name.rstrip("0123456789")
     # Only 20 digits: converting a name of thousands of digits is slow or fails.
@@ -187,7 +187,7 @@ def _print(directory: str, checkpoints: Sequence[Entry]) -> None:
                 else format_count(len(members), "checkpointable")
             )
             created = printable(checkpoint.created or "")
-            layout = "" if checkpoint.layout == checkpoint.writer else checkpoint.layout  # the end of the line has it
+            layout = "" if checkpoint.layout == checkpoint.writer else checkpoint.layout  # shown at the end of the line
             details = f"{layout:<12}{format_size(checkpoint.nbytes):>9} {content:>18}  {created}"
             if checkpoint.state == "foreign" and checkpoint.writer:
                 details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"

@@ -29,7 +29,7 @@ _LINES_AT_ONCE: Final = 1000
 
 
 _SUBSTITUTES: Final = {"├": "|", "└": "`", "│": "|", "─": "-", "…": "...", "–": "-", "×": "x"}
-"""Characters of our own output, for terminals and files that cannot have them."""
+"""Replacements for characters of our output that a terminal or file cannot encode."""
 
 
 def prepare_streams() -> None:
@@ -56,7 +56,7 @@ def _substitute(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 class _Output(Console):
-    """A console that raises an error if the reader of the pipe has exited. Rich would exit the process with code 1."""
+    """A console that raises an error if the reader of the pipe has exited. Rich itself would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, "the reader of the output closed the pipe")
@@ -113,7 +113,7 @@ def to_json(value: object, **names: str) -> Any:
         names: names to use in the document, by field name. Other fields keep their names.
     """
     if isinstance(value, Attribute):
-        return {"attr": value.name}  # to distinguish it from a text key of a mapping
+        return {"attr": value.name}  # distinguishes an attribute from a text key of a mapping
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return to_json({names.get(field.name, field.name): getattr(value, field.name) for field in fields})
@@ -141,7 +141,7 @@ def print_document(kind: str, **members: object) -> None:
 
 
 def json_number(number: float) -> float | str:
-    """Return a number for a JSON document. ``nan``, ``inf`` and ``-inf`` become text, because JSON has none."""
+    """Return a number for a JSON document. ``nan``, ``inf`` and ``-inf`` become text, because JSON lacks them."""
     return number if math.isfinite(number) else str(number)
 
 
@@ -152,7 +152,7 @@ def error_line(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of a text, because text of a checkpoint could control the terminal.
+    """Escape control characters, because text from a checkpoint could control the terminal.
 
     Secrets of URLs are hidden.
     """

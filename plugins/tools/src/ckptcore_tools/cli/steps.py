@@ -36,8 +36,8 @@ class StepCheck(NamedTuple):
     """The result of verifying a step.
 
     Attributes:
-        sound: True if every byte has its checksum, False if the step is damaged. None if it is unknown, because some
-            bytes have no checksums, or because the step cannot be read here; then there is an `error`.
+        sound: True if every byte matches its checksum, False if the step is damaged. None if unknown: some bytes have
+            no checksums, or this process cannot read the step. In the second case there is an `error`.
         unverified: the objects without checksums; UNSET if the step could not be read.
         problems: the problems as JSON; UNSET if the step could not be read.
         error: the first problem; None if there is none.
@@ -50,7 +50,7 @@ class StepCheck(NamedTuple):
 
 
 def step_names(example: str | None) -> StepNames:
-    """Return the usual names of steps, or the names that follow an example.
+    """Return the usual naming of steps, or the naming of an example.
 
     Raises:
         click.BadParameter: if the example cannot be the name of a step.
@@ -155,7 +155,7 @@ def _check(directory: str, status: StepStatus, title: str) -> StepCheck:
 
 
 def _document(status: StepStatus, check: StepCheck | None) -> Mapping[str, object]:
-    # Leave the order of saves out: it only serves to compare the steps of a run, as the viewer does.
+    # Leave out the save order, which is only for comparing steps of a run, as in the viewer.
     document = {**to_json(status), "order": UNSET, "problems": problem_documents(status.problems) or UNSET}
     return document if check is None else {**document, **to_json(check), "error": status.error}
 

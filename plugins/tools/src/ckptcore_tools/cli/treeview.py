@@ -19,10 +19,10 @@ StatisticsOf = Callable[[int], ArrayStatistics | None]
 
 _MAX_NAME_WIDTH: Final = 72
 _MIN_NAME_WIDTH: Final = 40
-"""Width of names that is more important than details."""
+"""Minimum width of names. Details are shortened before names are."""
 
 _DETAIL_WIDTH: Final = 28
-"""Width that longer names leave for details. The numbers of arrays and parameters fit."""
+"""Minimum width of details next to longer names: enough for the numbers of arrays and parameters."""
 
 _MIN_TYPE_WIDTH: Final = 20
 _SIZE_WIDTH: Final = 9
@@ -41,10 +41,10 @@ class TreeLine(NamedTuple):
     Attributes:
         guide: the lines of the drawing, before the name.
         name: the key in the row above, or the part of it that this row adds.
-        type: dtype and shape of an array, kind of a value, or kind of a container.
+        type: dtype and shape of an array, or kind of a value or container.
         size: size of an array, or of all arrays in a container; empty for others.
-        detail: number of arrays and parameters; counts of special elements, sharding, or the path of an array with the
-            same bytes; or the value.
+        detail: for a container, the number of arrays and parameters. For an array, the counts of special elements, the
+            sharding, or the path of an array with the same bytes. For a value, the value.
         numbers: minimum, maximum, mean, deviation and norm of the elements; empty if unknown.
     """
 
@@ -63,8 +63,8 @@ def tree_lines(
 
     Args:
         tree: the tree.
-        outline: its outline, or one of some leaves.
-        depth: rows below more than so many others are left out. None: all rows.
+        outline: the outline of the tree, or of some of its leaves.
+        depth: maximum number of rows above a row; deeper rows are left out. None: all rows.
         statistics_of: statistics of the elements.
     """
     leaf_lines = _LeafLines(tree, statistics_of)
@@ -90,11 +90,11 @@ def _totals_text(outline: Outline, row: int, depth: int | None) -> str:
 
 
 class _Guides:
-    """The lines before the names. Rows are passed in order."""
+    """The drawn lines before the names. Call `of` for the rows in order."""
 
     def __init__(self, stops: Sequence[int]) -> None:
         self._stops = stops
-        self._open: list[tuple[int, str]] = []  # the rows around: where each one stops, and the guide of its children
+        self._open: list[tuple[int, str]] = []  # rows that contain the current row: stop, and guide of children
 
     def of(self, row: int) -> str:
         """Return the guide of a row."""
@@ -115,7 +115,7 @@ class _LeafLines:
     """Lines of leaves.
 
     Attributes:
-        one_device: True if all arrays were on the same device. The lines then do not name it.
+        one_device: True if all arrays were on the same device. If so, the lines do not name the device.
     """
 
     def __init__(self, tree: TreeMetadata, statistics_of: StatisticsOf) -> None:
@@ -172,7 +172,7 @@ def format_lines(lines: Iterable[TreeLine], width: int | None) -> Iterator[Seque
     Args:
         lines: the lines.
         width: width of the terminal in cells. Long names and types are shortened in the middle, and details at the end.
-            If statistics do not fit, they are below their array. None: lines are as long as necessary.
+            Statistics that do not fit are on a line below their array. None: lines are as long as necessary.
     """
     lines = list(lines)
     has_numbers = any(line.numbers for line in lines)

@@ -50,7 +50,7 @@ def command(as_json: bool, location: str) -> ExitCode:
 
 
 def print_unused(unused: Mapping[str, Sequence[str]]) -> None:
-    """Print the arrays that other software stored and does not load, a line for each object."""
+    """Print the arrays that other software stored but does not load, one line per object."""
     for key, names in unused.items():
         shown = ", ".join(map(printable, names[:8]))
         more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""

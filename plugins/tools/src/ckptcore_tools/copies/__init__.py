@@ -86,15 +86,15 @@ def copy(
       for Hugging Face tools.
 
     **Byte for byte.** Everything in the directory is copied, except hidden directories. The copy has the same save id
-    and root as the source, and is committed like a save. A checkpoint of other software has no root. On file systems
-    it is committed by a rename. On object stores ckptcore does not load it before it is complete, but other software
-    can see its files as they arrive. The copy of an `Update` is a new save in the same layout that contains all arrays.
-    Blocks are compared with their checksums before they are written. Only a few blocks are in memory at a time. An
-    interrupted copy resumes when it is called again: complete objects are not sent again. The copy of an `Update`
-    cannot resume. If the destination is the same save already, nothing is copied.
+    and root as the source, and is committed like a save. A checkpoint of other software has no root. Its copy is
+    committed by a rename on file systems. On object stores, ckptcore does not load the copy before it is complete, but
+    other software can see its files as they arrive. The copy of an `Update` is a new save in the same layout, with all
+    arrays. Blocks are compared with their checksums before they are written. Only a few blocks are in memory at a time.
+    To resume an interrupted copy, call it again: complete objects are not sent again. The copy of an `Update` cannot
+    resume. If the destination already has this save, nothing is copied.
 
-    **In another layout.** Only a few arrays are in memory at a time. If there are several
-    checkpointables, each one is converted, and files are copied. Only this process writes.
+    **In another layout.** Only a few arrays are in memory at a time. If the checkpoint has several
+    checkpointables, each tree is converted, and files are copied. Only this process writes.
 
     **A subtree.** Arrays are read in slices: about 192 MiB are in memory, or ``MemoryOptions.load_bytes``. In a job
     every process calls this with the same arguments. Each process writes whole files, balanced by bytes, and reads only
@@ -103,7 +103,7 @@ def copy(
     Args:
         source, destination: paths or URLs.
         layout: the layout to write, as for `save`. With `subtree`: ``"safetensors"``, or a `SafetensorsLayout` with
-            options for the size, names and metadata of files. None: as stored, or safetensors with `subtree`.
+            options for the size, names and metadata of files. None: the stored layout; with `subtree`, safetensors.
         subtree: the part of the state to write, such as ``"model"`` or ``("model", "layers", 0)``. Names are relative
             to it. With several checkpointables it starts with the name of one. ``()`` is everything.
         transforms: changes to the tree, in this order; see `ckptcore.transforms`. Requires `layout` and a checkpoint of
@@ -112,16 +112,18 @@ def copy(
             names. ``"once"`` stores it under the first name and lists the others in ``__metadata__``, like
             `safetensors.torch.save_model`. Requires `subtree`.
         files: local files of the leader to add under their names, such as ``config.json``. Requires `subtree`.
-        leave_out: names or patterns of files in the directory of a checkpoint of other software that are no part of the
-            checkpoint and need not be copied, such as ``["optimizer.pt"]`` or ``["*"]``; also of checkpointables that
-            it lists and that are missing. Requires `layout` or `subtree`: without, every file is copied.
+        leave_out: names or patterns of files not to copy, such as ``["optimizer.pt"]`` or ``["*"]``. For checkpoints of
+            other software: the directory can contain files that are not part of the checkpoint. Also names or patterns
+            of missing checkpointables that the checkpoint lists. Requires `layout` or `subtree`, because a copy byte
+            for byte includes every file.
         overwrite: see `save`.
-        verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. For
-            copies byte for byte.
-        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function of bytes done and total bytes
-            of this process: of objects, or of arrays if they are written again. It is called from any thread; calls do
-            not overlap. The last call has two equal numbers. It may raise an exception to stop the copy. If the source
-            is replaced during the copy, the total grows by the bytes that are copied again.
+        verify: ``"passing"``: verify bytes as they are copied. ``"read-back"``: also read the copy and compare it. Only
+            for copies byte for byte.
+        progress: True to show a bar on stderr with rich or tqdm, on rank 0. Or a function that is called with the
+            bytes done and the total bytes of this process. A copy byte for byte counts bytes of objects; other copies
+            count bytes of arrays. The function is called from any thread; calls do not overlap. In the last call both
+            numbers are equal. The function may raise an exception to stop the copy. If the source is replaced during
+            the copy, the total grows by the bytes that are copied again.
         context: options.
 
     Returns:
@@ -130,9 +132,9 @@ def copy(
     Raises:
         ValueError: for options that exclude each other.
         InvalidLocationError: if the destination is the source, contains it, or is one of its checkpointables; if a file
-            does not exist. Byte for byte also if the source is one file, or is one of several checkpointables and its
-            copy would be inside another checkpoint.
-        NameCollisionError: if the name of a file is taken.
+            of `files` does not exist. A copy byte for byte also fails if the source is one file, or if it would copy
+            one of several checkpointables into another checkpoint.
+        NameCollisionError: if the copy already uses the name of a file in `files`.
         CheckpointNotFoundError, UncommittedCheckpointError: if the source is not a committed checkpoint.
         CheckpointExistsError, AtomicityError: see `save`.
         CorruptCheckpointError: if the source is damaged or was replaced repeatedly during the copy, or if the copy

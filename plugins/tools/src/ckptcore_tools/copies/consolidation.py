@@ -124,7 +124,7 @@ class Consolidation:
     def run(self, progress: ProgressCallback | None) -> None:
         """Consolidate the checkpoint. Called by every process of the job."""
         runtime = runtime_of(self.context)
-        # Before anything can fail: the key contains a counter, which must be the same on every rank.
+        # Get the key before anything can fail: it contains a counter, which must be equal on every rank.
         key = runtime.exchange_key(self.destination)
         job = runtime.job()
         counted = ByteProgress(progress)
@@ -169,7 +169,7 @@ class Consolidation:
             if agreement.rank == 0:
                 refuse_to_replace(location, self.overwrite, foreign_finder(context))
                 added_files = _files_by_name(self.files)
-                if not path_keys(self.subtree):  # a part that is named does not promise the rest
+                if not path_keys(self.subtree):  # a named subtree may omit other state
                     check_left_out(opening.opened, self.source, [*self.leave_out, *added_files], context)
             if agreement.size > 1:
                 stage.payload = _digest(opening, objects, layout.file_names(tree), layout.metadata)

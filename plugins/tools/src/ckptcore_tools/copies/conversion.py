@@ -77,8 +77,8 @@ def convert_checkpoint(
 
     Args:
         source, destination, layout, overwrite, context, transforms, leave_out: see `ckptcore.copy`.
-        progress: called with the bytes of arrays done and in total, from any thread.
-        copy_id: returns the save id to write, for the save id of the source. None: a new save id.
+        progress: called with the bytes of arrays that are done and their total, from any thread.
+        copy_id: function from the save id of the source to the save id of the copy. None: a new save id.
         before_commit: called before the commit; again if the source is replaced and converted again. Its error stops
             the commit.
         expected_root: the root of the save to convert. None: any root.
@@ -128,7 +128,7 @@ class _Conversion:
         """The Context to read the source with."""
         self._snapshots: list[StreamedSnapshot] = []
         self._written: str | None = None
-        """The save id of the previous attempt, which is invalid because the source was replaced."""
+        """Save id of the previous attempt, which is invalid because the source was replaced."""
 
     def convert(self, source: AnyLocation, checkpoint: Checkpoint | CompositeCheckpoint) -> None:
         """Convert one tree, or several checkpointables."""
@@ -162,7 +162,7 @@ class _Conversion:
         self._write(save_id, [part], None, opened)
 
     def _warn_of_optimizers(self, checkpoint: Checkpoint) -> None:
-        """Log that files of weights for other software will have the state of an optimizer."""
+        """Log a warning if weights files for other software will contain an optimizer state."""
         if self._copy_id is None and self._layout.name == "safetensors" and (parts := find_optimizers(checkpoint.tree)):
             name = f"subtree={parts.others[0]!r}" if parts.others else f"transforms={parts.transforms}"
             logger.warning(
@@ -317,7 +317,7 @@ class _StoredFiles:
         for record in self._opened.objects.values():
             check_file(self._opened, record)  # a hostile root can declare any size
             store.write(record.key, [self._segment(record, start) for start in range(0, record.size, _SLICE_BYTES)])
-        return state_of_files(empty_directories(self._opened.state))  # decoded and checked: the source can be hostile
+        return state_of_files(empty_directories(self._opened.state))  # encoded again: the source can be hostile
 
     def _segment(self, record: ObjectRecord, start: int) -> ArraySegment:
         box = Box((0,), (min(_SLICE_BYTES, record.size - start),))

@@ -51,7 +51,7 @@ from ckptcore_tools.copies.transfers import Transfer
 logger = logger_named("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
-"""When a copy is verified: as bytes are copied, or also by reading the destination."""
+"""Time of the verification of a copy: as bytes are copied, or also afterwards, by reading the destination."""
 
 _VERIFICATIONS: Final = ("passing", "read-back")
 """The values of `CopyVerification`."""
@@ -103,7 +103,8 @@ def copy_checkpoint(
         progress: called with bytes done and total bytes, from any thread.
         is_stopped: called before each range. If it returns True, the copy raises `CancelledError`. Copied objects are
             kept for the next copy.
-        before_commit: called when everything but the root is copied. Its error stops the copy. Copied objects are kept.
+        before_commit: called when everything except the root is copied. Its error stops the copy, and copied objects
+            are kept.
         copy_referring: copies a checkpoint that has bases. Returns None if the checkpoint was replaced during the copy.
             Without this function, such checkpoints are copied byte for byte, with their references.
     """
@@ -134,8 +135,8 @@ def copy_checkpoint(
                 counted.end()
                 return copy.report()
         except (CheckpointExistsError, SaveLostError) as error:
-            # Another copy of the same save may have committed first, or have taken over this one's claim. A copy that
-            # replaces a checkpoint is refused only because of what else is there.
+            # Another copy of the same save may have committed first, or have taken over this one's claim.
+            # With `overwrite`, CheckpointExistsError is raised only for other files at the destination.
             is_refused = error is copy.refused or (bool(overwrite) and isinstance(error, CheckpointExistsError))
             if is_refused or (not copy.is_there() and not copy.is_claimed()):
                 raise
@@ -147,9 +148,9 @@ def copy_checkpoint(
 
 
 def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
-    """Return a manifest with an order above that of the checkpoint that the copy replaces. See `SaveOrder`.
+    """Return the manifest with a later `SaveOrder` than the checkpoint that the copy replaces.
 
-    In a run with two directories, the copy would otherwise be replaced by the step that it was to replace.
+    With an earlier order, a run with two directories would replace the copy by the older checkpoint again.
     """
     root = root_bytes(destination.store)
     if manifest.root is None or root is None:
@@ -166,7 +167,7 @@ def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
 
 
 def _is_same_save(found: bytes, root: bytes) -> bool:
-    """Return True for two roots of which the orders at most differ."""
+    """Return True if two roots are equal, apart from their save orders."""
     if found == root:
         return True
     try:
@@ -249,7 +250,7 @@ class _CopyAttempt:
         return self._transfer
 
     def is_there(self) -> bool:
-        """Return True if the destination is this save already."""
+        """Return True if the destination already has this save."""
         root, stored = self._manifest.root, root_version(self._destination.store)
         return root is not None and isinstance(stored, bytes) and _is_same_save(stored, root.data)
 
@@ -261,7 +262,7 @@ class _CopyAttempt:
             return False
 
     def report_of_complete(self) -> CopyReport:
-        """Return the report for a copy that was complete before.
+        """Return the report for a copy that an earlier call completed.
 
         Raises:
             CorruptCheckpointError: if verification is requested and the destination is damaged.
@@ -355,7 +356,7 @@ class _CopyAttempt:
         if self._verify == "read-back":
             self._verify_copied([record for record in checked if record.key not in kept], "Copy again")
         for member in self._manifest.members:
-            # The root of a member last, because it commits the member.
+            # Write the root of a member last, because it commits the member.
             for key, data in (*member.parts.items(), (ROOT_KEY, member.data)):
                 store.put(f"{member.directory}/{key}", data)
             self._count_root(member.nbytes)

@@ -1,4 +1,4 @@
-"""Files of checkpoints of other software that a copy must not lack, or that it leaves out. No array is read."""
+"""Files of other software that a copy needs, or that it leaves out. Reads no array."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ckptcore.opening.open_checkpoints import ConsistentRead, open_either
 _BATCH_CHUNKS: Final = 1024
 
 _OF_OTHERS: Final = (".gguf", ".onnx", ".tflite")
-"""Suffixes of models for other software, next to the weights that they were made of."""
+"""Suffixes of models that were exported from the weights, for other software."""
 
 
 def expect_files(opened: Checkpoint, directory: str) -> None:
-    """Refuse a tree of other software that lists what is missing: a file, a chunk, or boxes of an array.
+    """Refuse a tree of other software with missing parts: a file, a chunk, or boxes of an array.
 
     Args:
         opened: the tree.
         directory: its directory within the checkpoint; empty for all of it.
 
     Raises:
-        CorruptCheckpointError: what is missing.
+        CorruptCheckpointError: names the missing part.
     """
     try:
         _expect_values(opened)
@@ -64,7 +64,7 @@ def _expect_arrays(opened: Checkpoint) -> None:
     arrays = {leaf: record.spec for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
     sizes = dict(_listed(opened))
     for leaf, spec in arrays.items():
-        with suppress(UnsupportedLeafError):  # an array that cannot be read here
+        with suppress(UnsupportedLeafError):  # this process cannot read the array
             index.check([leaf])
             if leaf not in tree.aliases and not any(True for _ in index.extents(leaf)):
                 _expect_chunks(opened, leaf, Box.whole(index.stored_specs.get(leaf, spec).shape), sizes)
@@ -104,9 +104,10 @@ def _expect_chunks(opened: Checkpoint, leaf: int, box: Box, sizes: dict[str, int
 def _other_weights_of(
     checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context, left_out: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the files next to a checkpoint of other software that have its weights in another format, by their names.
+    """Return files of other software whose names say that they have the same weights in another format.
 
-    Copies leave them out without an error. Each can be loaded by its own location. `left_out` is `left_out_of` it.
+    Copies leave these files out without an error. Each can be loaded by its own location. `left_out` is the result of
+    `left_out_of` for the checkpoint.
     """
     if checkpoint.root is not None or checkpoint.version.is_object:
         return ()
@@ -116,7 +117,7 @@ def _other_weights_of(
 
 
 def in_directory_of(source: AnyLocation, context: Context) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Open a checkpoint and return `left_out_of` and `_other_weights_of` it."""
+    """Open a checkpoint. Return the results of `left_out_of` and `_other_weights_of`."""
 
     def find(checkpoint: Checkpoint | CompositeCheckpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
         left_out = left_out_of(checkpoint, source, context)
@@ -140,10 +141,10 @@ def check_left_out(
         source: its location.
         leave_out: names or patterns of files that may be left out.
         context: opens checkpointables.
-        tensors: False to allow that tensors are lost that an index omits.
+        tensors: False to allow the loss of tensors that an index omits.
 
     Raises:
-        TreeMismatchError: names the files and tensors that it would lose.
+        TreeMismatchError: names the files and tensors that the copy would lose.
     """
     lost = [
         name
@@ -161,5 +162,5 @@ def check_left_out(
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return True if a name is one of these names, or matches one of these patterns."""
+    """Return True if a name equals or matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -62,7 +62,7 @@ def refuse_destination(source: Location, destination: Location) -> None:
 
 
 def refuse_further(checkpoint: Checkpoint, destination: Location) -> None:
-    """Refuse a destination that is, or contains, another checkpoint that is read: a base, or a source of a transform.
+    """Refuse a destination that is or contains another checkpoint to read: a base, or a source of a transform.
 
     Raises:
         InvalidLocationError: before anything is written.
@@ -94,7 +94,7 @@ class StoredRoot:
     Attributes:
         directory: its directory within the checkpoint; empty for the root of the checkpoint itself.
         data: its bytes.
-        parts: the bytes of its further parts, by key within the directory.
+        parts: the bytes of its other parts, by key within the directory.
     """
 
     directory: str
@@ -117,7 +117,7 @@ class Manifest:
         root: the root. None if other software wrote the checkpoint.
         members: the roots of the checkpointables.
         objects: all other objects except `markers`, the largest first.
-        markers: objects by which readers of any software may recognise a checkpoint. Write them after
+        markers: objects that readers of any software may use to recognise a checkpoint. Write them after
             `objects`.
     """
 
@@ -171,8 +171,8 @@ class Manifest:
     def copy_id(self) -> str:
         """Save id of all copies of this save: 16 hexadecimal digits, computed from its root.
 
-        Without a root it is computed from keys and sizes of the objects. Another save with the same ones has the same
-        id.
+        Without a root, it is computed from the keys and sizes of the objects. Two saves with equal keys and sizes then
+        have the same id.
         """
         digest = xxhash.xxh3_64(b"copy of ")
         if self.root is not None:
@@ -184,15 +184,15 @@ class Manifest:
 
 
 def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_out: Collection[str] = ()) -> None:
-    """Refuse a checkpoint of several checkpointables that lacks some of them, unless ckptcore deleted these.
+    """Refuse a checkpoint that lacks some of its checkpointables, unless ckptcore deleted them.
 
     Args:
         composite: the checkpoint.
-        absent: the names of those without any file.
-        leave_out: names or patterns of those that a copy of a checkpoint of other software may lack.
+        absent: the names of the checkpointables without any file.
+        leave_out: names or patterns of checkpointables that a copy of a checkpoint of other software may lack.
 
     Raises:
-        CorruptCheckpointError: names them.
+        CorruptCheckpointError: names the missing checkpointables.
     """
     told = leave_out if composite.root is None else ()
     lost = [name for name in absent if not matches_any(name, told)]
@@ -204,10 +204,10 @@ def refuse_lost(composite: CompositeCheckpoint, absent: Collection[str], leave_o
 
 
 def read_manifest(source: AnyLocation, context: Context, *, without: Location | None = None) -> Manifest:
-    """List the objects of a checkpoint. Reads roots, sizes of all objects, and metadata of other software. No array.
+    """List the objects of a checkpoint. Reads roots, sizes and foreign metadata, but no array.
 
-    The manifest includes objects that no root names, such as metadata files of formats and files that users added. It
-    does not include hidden directories, nor objects with ckptcore's own names that no root names.
+    The manifest includes objects that no root names, such as metadata files of formats and files that users added.
+    Exceptions are hidden directories, and objects with ckptcore's reserved names that no root names.
 
     Args:
         source: the location of the checkpoint.
@@ -303,7 +303,7 @@ class _ManifestReader:
         Args:
             location: the location of the checkpoint.
             named: keys that roots name.
-            own: directories with a root. In these, ckptcore's own names are left out.
+            own: directories with a root. There, objects with ckptcore's reserved names are left out.
             deleted: directories of deleted checkpointables.
         """
         excluded = [f"{directory}/" for directory in deleted]
@@ -364,7 +364,7 @@ class _ManifestReader:
 
 
 def _marks_of_deletions(composite: CompositeCheckpoint) -> list[ObjectRecord]:
-    """Return the objects that say which checkpointables were deleted, so that the copy does not seem to lack them."""
+    """Return the objects that record deleted checkpointables, so that the copy does not seem to lack them."""
     root = composite.root
     assert root is not None  # other software leaves no marks
     absent = root.members.keys() - present_members(composite).keys()

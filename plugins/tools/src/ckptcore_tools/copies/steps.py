@@ -28,7 +28,7 @@ from ckptcore.training.steps import StepDirectory
 from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
 _SHOWN: Final = 5
-"""Number of steps or names in an error."""
+"""Maximum number of steps or names in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def copy_steps(
 ) -> StepsCopyReport:
     """Copy the committed steps of a run to another directory, under the same names, with the metadata of the run.
 
-    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is the run
-    as it was at an earlier time. Calling this again resumes, and also copies steps that were saved since. Steps that
+    The steps are copied byte for byte; see `copy`. The oldest step is copied first, so an interrupted copy is an
+    earlier state of the run. Calling this again resumes, and also copies steps that were saved since. Steps that
     exist at the destination are not copied again. This process owns the destination during the copy.
 
     Args:
@@ -88,8 +88,8 @@ def copy_steps(
         step_names: the naming of the steps. None: the usual names, or one other prefix.
         overwrite, verify: see `copy`. `overwrite` also replaces the metadata of the destination.
         if_in_use: what to do if another job owns the destination; see `Checkpointer`.
-        progress: see `copy`. The total is an estimate until the last step: steps after the current one count as if they
-            were equally large.
+        progress: see `copy`. The total is an estimate until the last step: it assumes that later steps have the size of
+            the current one.
         context: options.
 
     Raises:
@@ -125,7 +125,7 @@ def _choose_steps(
 ) -> tuple[Sequence[int], Mapping[int, StorageError]]:
     """Return the steps to copy, and the errors of those that this process may not read.
 
-    The steps are ascending: an interrupted copy is then the run as it was at an earlier time.
+    The steps are ascending, so that an interrupted copy is an earlier state of the run.
 
     Raises:
         CheckpointNotFoundError: if a requested step does not exist, or there are none.
@@ -162,7 +162,7 @@ def _no_steps(source: StepDirectory) -> str:
 
 
 def _other_files(source: StepDirectory) -> tuple[str, ...]:
-    """Return the files in a directory of steps that are no steps. Its metadata is in a hidden directory."""
+    """Return the files in a directory of steps. Its metadata is not included, because it is in a hidden directory."""
     steps = set(source.list_names().values())
     names = [name for name in source.store.list_names() if not name.startswith(".") and name not in steps]
     return tuple(sorted([name for name in names if not name.endswith("/")]))
@@ -184,13 +184,13 @@ class _StepsProgress:
         self._before = self._done = 0
 
     def report(self, done: int, total: int) -> None:
-        """Report the progress of the current step. The steps after it count as if they were equally large."""
+        """Report the progress of the current step. Later steps are assumed to have its size."""
         self._done = self._before + done
         if self._report is not None:
             self._report(self._done, self._before + total * self._left)
 
     def end_step(self) -> None:
-        """End the current step, also one that was not copied."""
+        """End the current step, whether it was copied or not."""
         self._left -= 1
         self._before = self._done
 
@@ -268,7 +268,7 @@ class _RunCopy:
         """Return the report.
 
         Raises:
-            StorageError: if no step was copied and there is an error: the permission may be missing for the directory.
+            StorageError: if no step was copied and at least one failed: a permission for the directory may be missing.
         """
         failed = dict(sorted(self._failed.items()))
         if not (self._copied or self._skipped or self._deleted or self._damaged):

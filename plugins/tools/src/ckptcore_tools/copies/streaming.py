@@ -30,8 +30,8 @@ _MAX_SLICES_LOG2: Final = 16
 _MAX_RANGES: Final = 1 << 16
 """Approximate limit of the flat ranges of one array. A hostile checkpoint may state any size."""
 _LEAST_PARTS: Final = 3
-"""Minimum number of parts that a band is cut into. A reader with one checksum for a band verifies it if at least half
-of the band is requested, so two halves would each read the whole band."""
+"""Minimum number of parts that a band is cut into. To verify a band with one checksum, a reader reads all of it if at
+least half of it is requested. So each of two halves would read the whole band."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class StreamSizes:
         item: arrays up to this size are not divided if they are stored with a header or checksum, because the checksum
             can be verified only if the whole array is read.
         buffered: bytes that are read and not yet written. Exceeded if the writer waits for another array.
-        tied: bytes that are kept after they are written under one name, because other names of the array follow. What
-            exceeds this is read once for each name. None: those of the largest array.
+        tied: bytes of tied arrays that are kept after the first write, because the array is written again under other
+            names. Tied arrays beyond this limit are read once for each name. None: the size of the largest array.
     """
 
     slice: int = _SLICE_BYTES
     item: int = _ITEM_BYTES
-    buffered: int = 3 * _SLICE_BYTES  # one is read, one waits, one is written
-    tied: int | None = dataclasses.field(default=None, compare=False)  # follows from the others and the limit
+    buffered: int = 3 * _SLICE_BYTES  # one slice is read, one waits, one is written
+    tied: int | None = dataclasses.field(default=None, compare=False)  # derived from the other sizes
 
     @classmethod
     def of(cls, context: Context) -> StreamSizes:
@@ -79,7 +79,7 @@ def items_by_object(
     Arrays are divided if the layout supports it. Otherwise there is one group with whole arrays.
 
     Args:
-        layout: the layout that writes.
+        layout: the layout of the copy.
         tree: the tree to write.
         checkpoint: the checkpoint to read. Its sizes must have been checked.
         sources: by leaf of the tree, the leaf of `checkpoint` that has its elements.
@@ -99,7 +99,7 @@ def items_by_object(
             ) from error
     objects = _items_by_object(layout, tree, checkpoint, sources, sizes)
     largest = max([item for items in objects for item in items], key=lambda item: item.nbytes, default=None)
-    if largest is not None:  # refused before the layout plans and writes terabytes; no page is touched
+    if largest is not None:  # fail before the layout plans and writes terabytes; no memory page is touched
         allocate_for(checkpoint, sources[largest.leaf], ArraySpec((largest.nbytes,), "uint8"))
     return objects
 
@@ -190,11 +190,11 @@ def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int,
         spec: the array.
         bands: preferred boundaries along the first axis, in elements and in any order. A band is the elements
             between two boundaries. Boundaries outside of the array are ignored.
-        most_bytes: limit of the size of a box. A single element, or an uncut band, may exceed it.
+        most_bytes: maximum size of a box. A single element, or a band that is not cut, may exceed it.
         band_bytes: bands up to this size are not cut.
 
     Returns:
-        A single box for an array of up to `most_bytes`, also for an empty one.
+        A single box for an array of at most `most_bytes`, including an empty array.
     """
     if not spec.shape or spec.nbytes <= most_bytes:
         return [Box.whole(spec.shape)]
@@ -241,9 +241,9 @@ def _cut(
 class StreamedSnapshot:
     """A `ckptcore.protocols.Snapshot` of stored arrays that are read ahead of the writer. Thread-safe.
 
-    The caller must close it. A separate thread reads the items in the order of the plan. Items that the writer waits
-    for are read first. Small arrays are read in batches. The thread starts with the first call of `take`. The elements
-    of a tied array that is written under several names are read once, as far as they can be kept.
+    The caller must close it. A separate thread reads the items in the order of the plan. Items that block the writer
+    are read first. Small arrays are read in batches. The thread starts with the first call of `take`. The elements
+    of a tied array that is written under several names are read once, if they can be kept in memory.
     """
 
     def __init__(self, plan: WritePlan, checkpoint: Checkpoint, sources: Sequence[int], sizes: StreamSizes) -> None:
@@ -393,7 +393,7 @@ class StreamedSnapshot:
 
 
 def _tied_items(plan: WritePlan, sources: Sequence[int], sizes: StreamSizes) -> Mapping[int, int]:
-    """Return, for each item whose elements are those of an earlier one and can be kept, the number of that item."""
+    """Map items to an earlier item with the same elements, if the memory limit allows keeping these elements."""
     budget = sizes.tied if sizes.tied is not None else max([item.spec.nbytes for item in plan.items], default=0)
     first: dict[tuple[int, Sequence[Box]], int] = {}
     tied: dict[int, int] = {}

@@ -72,7 +72,7 @@ class Transfer:
         self._sizes = sizes
         of_source, of_destination = requests_of(source), requests_of(destination)
         self._parallelism: Final = max(of_source.concurrency, of_destination.concurrency)
-        # A multiple of the block size, so that one thread has all bytes of a checksum, and of the upload part size.
+        # A slice is a multiple of the block size, so that one thread has all bytes of a checksum, and of the part size.
         whole = math.lcm(sizes.block, of_destination.part_bytes)
         self._slice_bytes: Final = -(-max(sizes.task, of_source.request_bytes) // whole) * whole
         self._buffers: list[memoryview] = []
@@ -158,7 +158,7 @@ class Transfer:
             buffer = self._take_buffer()
             data = buffer[: stop - start]
             try:
-                # Not with an open reader, because the object may have been replaced since it was opened.
+                # Do not use an open reader, because the object may have been replaced since it was opened.
                 self._destination.get_into(key, [(start, data)])
                 if (recorded := sums[number]) is not None:
                     recorded.verify(start, data)

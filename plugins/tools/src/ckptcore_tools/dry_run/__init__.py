@@ -50,7 +50,7 @@ def plan(
             describe all processes: host arrays, DTensors, JAX arrays on devices of all processes. A `ShardedArray`
             needs the function.
         processes: number of processes of the job. None: the running job.
-        location: the location of the save. It is checked like in a save; nothing is written. None: no location is
+        location: the location of the save. It is checked as in a save, but nothing is written. None: no location is
             checked, and requests are counted for an object store.
         layout, overwrite, context: see `save`.
         exports: see `WithExports`. The locations of exports are checked only if `location` is given.

@@ -47,13 +47,13 @@ R = TypeVar("R")
 
 
 class MissingPayloadError(Exception):
-    """A simulated process needs payloads of processes that have not run yet. It is run again later."""
+    """A simulated process needs payloads of processes that have not run yet. The job runs it again later."""
 
 
 class SimulatedJob:
     """A job whose processes run one after another in this process.
 
-    Each process runs until it needs payloads of other processes. All are run again until every payload exists.
+    Each process runs until it needs missing payloads of other processes. All are rerun until every payload exists.
     """
 
     def __init__(self, size: int) -> None:
@@ -169,7 +169,7 @@ def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
 
 
 def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
-    """Decode the writes of a process. `trees`: the trees that all processes write together, by checkpoint and part."""
+    """Decode the writes of a process. `trees`: shared trees by checkpoint and part."""
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(

@@ -30,7 +30,7 @@ def running_leaves() -> WrapLeaf:
 def simulated_leaves(process: int) -> WrapLeaf:
     """Wrap handlers for a process of a job that is not running.
 
-    The handlers raise UnsupportedLeafError if only that process knows its shards.
+    The handlers raise UnsupportedLeafError if only that process knows the shards of a leaf.
     """
     return lambda handler: _DryRunLeaves(handler, process)
 
@@ -75,7 +75,7 @@ class _DryRunLeaves(LeafHandler):
         _refuse()
 
     def sample(self, leaf: Any, stored: ArrayRecord, box: Box) -> Sequence[Pending[HostArray]] | None:
-        return None  # a dry run reads no elements, so it cannot find ranks that differ
+        return None  # without elements, a dry run cannot compare ranks
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         _refuse()

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 from ckptcore_tools.formatting import format_size
 
 Certainty: TypeAlias = Literal["exact", "at most", "about"]
-"""The precision of a predicted size: exact, an upper bound, or an estimate."""
+"""Precision of a predicted size: exact, an upper bound, or an estimate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from ckptcore_tools.dry_run.plans import RequestCounts
 
 
 class NoElementsError(Exception):
-    """A layout took an array in a dry run, which has no elements."""
+    """A layout requested elements in a dry run, which has none."""
 
 
 class SizeOnlySnapshot:
@@ -105,7 +105,7 @@ class CountingObjects(StorageBackend):
         return RequestCounts(**self._counts)
 
     def forget(self) -> None:
-        """Forget all sizes and request counts. Roots can still be read."""
+        """Reset sizes and request counts. Roots can still be read."""
         self.sizes.clear()
         self._counts.clear()
 
@@ -193,7 +193,7 @@ class CountingObjects(StorageBackend):
 
 
 class _FreeLock(nullcontext[None]):
-    """A lock that no other process wants."""
+    """A lock without contention."""
 
     def is_in_place(self) -> bool:
         """See `DirectoryLock`."""
@@ -318,7 +318,7 @@ class SizeRecorder:
                     segment.open()
                 segment.close()
         if nbytes < SIZES.inline:
-            writer.write_at(0, bytes(nbytes))  # a storage that packs small objects together counts their bytes
+            writer.write_at(0, bytes(nbytes))  # a storage that packs small objects counts the bytes it receives
         writer.finish()
         self._record(key, nbytes)
 

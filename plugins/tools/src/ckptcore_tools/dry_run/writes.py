@@ -1,4 +1,4 @@
-"""Dry runs of the writes of one process and of the commit. They run the code of layouts on plans without elements."""
+"""Dry runs of the writes of one process, and of the commit. They run the code of layouts without elements."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WriteForecast(NamedTuple):
     Attributes:
         state: the result of `Layout.write`, with its largest possible size.
         at_most: keys of objects that may be smaller than forecast, or may not be written.
-        buffer_bytes: the most host memory that the write takes besides the arrays of its snapshot, in bytes.
+        buffer_bytes: peak host memory of the write in addition to the arrays of its snapshot, in bytes.
     """
 
     state: JSON
@@ -56,15 +56,15 @@ class WriteForecast(NamedTuple):
 class ForecastingLayout(Protocol):
     """A layout that encodes elements before it passes objects to the store, so that `write` cannot run without them.
 
-    A dry run calls `write` of all other layouts: segments have a length before they are opened.
+    For other layouts a dry run calls `write`: it needs only the lengths of segments, which are known before opening.
     """
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> tuple[JSON, frozenset[str], int]:
         """Call the methods of `store` as `write` does, with the largest possible sizes, but without elements.
 
         Args:
-            snapshot: has a plan. Taking elements from it fails.
-            store: takes lengths. It opens segments, which fail because there are no elements, and closes them.
+            snapshot: has only a plan. Taking elements from it fails.
+            store: records lengths. It opens and closes segments. Opening fails, because there are no elements.
 
         Returns:
             The fields of `WriteForecast`.
@@ -193,7 +193,7 @@ def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: Sto
     if save.agreement.size > 1:
         claim.show_claim()
     store = claim.store
-    if rank:  # only the leader made the requests above; other ranks look for its claim
+    if rank:  # only the leader makes the requests above; other ranks read its claim
         storage.forget()
         sees_claim(claimed, location)
         store = location.commit_method.store_of(location, claimed.save_id)
@@ -258,8 +258,8 @@ def _memory(
 ) -> MemoryPlan:
     """Estimate the memory of a process.
 
-    The snapshots record the memory for one writing thread. Several threads can use one more array, which is assumed to
-    be the largest. Each thread can have its own write buffer.
+    The snapshots record the memory for one writing thread. With several threads one more array can be in memory; this
+    estimate assumes the largest one. Each thread can have its own write buffer.
     """
     viewed = sum([nbytes.viewed for nbytes in saved])
     copied = sum([nbytes.copied for nbytes in saved])

@@ -1,20 +1,20 @@
-"""Documents: what the page shows, as JSON. Each has a name and a few parameters, as in a URL.
+"""Documents: the content of the page, as JSON. Each has a name and a few parameters, as in a URL.
 
 ::
 
-    view         the viewed location, and what it is
-    run          the steps of a run, its events, and what a Trainer logged
+    view         the viewed location and its kind
+    run          the steps of a run, its events, and the log of a Trainer
     runs         the runs of a folder
     checkpoint   a checkpoint: its origin, files and timeline, and its checkpointables
     tree         the rows of a tree
     array        an array without its elements: shards, chunks and objects
     statistics   statistics of all elements of an array
     elements     a slice of an array
-    differences  what differs between two trees, without elements of arrays
-    difference   how the elements of one array differ
+    differences  differences between two trees, without elements of arrays
+    difference   differences between the elements of one array
 
-Arrays have numbers within their tree. ``version``, a member of the document of the tree, is also a parameter of the
-documents about arrays: they are refused if the checkpoint was replaced by another one.
+Arrays have numbers within their tree. The document of the tree has a member ``version``. Pass it as a parameter to the
+documents about arrays, which are refused if the checkpoint was replaced.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from ckptcore_view.viewed import Viewed
 
 _MAX_CHUNKS: Final = 1_024
 _MAX_COUNTED: Final = 1 << 16
-"""Further chunks are not counted: a hostile checkpoint of a few bytes may have any number."""
+"""Limit of counted chunks, because a hostile checkpoint of a few bytes may state any number."""
 
 _SHOWN_NOTES: Final = frozenset({"framework", "sharding", "dtensor"})
-"""Notes that `framework_of` and `sharding_text` put into words."""
+"""Notes that the page shows as words of `framework_of` and `sharding_text`."""
 
 _MAX_SHARDS: Final = 1_024
 _MAX_OWNERS: Final = 16
@@ -78,9 +78,9 @@ def _sharding(record: ArrayRecord) -> JSON:
 
 
 def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord, request: Request) -> JSON:
-    """Return the first chunks, with their bytes as far as the metadata has them, and all objects with these chunks.
+    """Return the first chunks, with their positions if the metadata has them, and all objects with these chunks.
 
-    If there are many, ``count`` is the number of those that were counted, and ``is_all`` is False.
+    If there are too many chunks, ``count`` is the number of counted chunks, and ``is_all`` is False.
     """
     if checkpoint.derived is not None:
         return {"error": "This checkpoint takes arrays from other checkpoints: look at the base."}
@@ -104,7 +104,7 @@ def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord, request: Req
 
 
 def _located(checkpoint: Checkpoint, chunks: Sequence[Chunk], itemsize: int) -> list[dict[str, Any]]:
-    """Find the bytes of chunks. Reads indexes and tree nodes where the metadata does not have the positions."""
+    """Find the positions of chunks. Reads indexes and tree nodes if the metadata lacks the positions."""
     index = checkpoint.index
     located = None
     if chunks and not chunks[0].is_exact and not isinstance(index, NativeReader):

@@ -1,4 +1,4 @@
-"""Documents about a checkpoint: its origin, files, timeline and checkpointables; its tree, and a summary of it."""
+"""Documents about a checkpoint: origin, files, timeline and checkpointables; its tree, and a summary."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
         name: the name of the checkpointable; empty for a checkpoint of one tree.
         tree: its tree.
         place: its place in the checkpoint.
-        inside: the name of the directory, for a checkpointable that is opened alone: ``optimizer``.
+        inside: the name of the directory, such as ``optimizer``, if a checkpointable is opened alone.
     """
     counts: dict[tuple[int, bool], int] = {}
     records: dict[int, ArrayRecord] = {}  # equal arrays share a record, so most are found by identity
@@ -67,7 +67,7 @@ def summary_of(name: str, tree: TreeMetadata, place: str = "", *, inside: str = 
     above: dict[TreePath, bool] = {}
     is_inside = _is_of_optimizer((name, inside))
     aliases, paths = tree.aliases, tree.paths
-    sized_leaves: list[tuple[int, int]] = []  # bytes and -leaf: of equal sizes the first leaf wins
+    sized_leaves: list[tuple[int, int]] = []  # bytes and -leaf, so that the first of equal leaves wins
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in aliases:
             continue
@@ -192,7 +192,7 @@ def _problems(problems: Sequence[Problem]) -> dict[str, JSON]:
 def _files(checkpoint: Checkpoint) -> JSON:
     """Return the largest files, their number and their total size.
 
-    A checkpoint of other software has no records of its files. Then only object stores, which list sizes, give them.
+    A checkpoint of other software has no records of its files. For it, only object stores give sizes, with a listing.
     """
     records = sorted(checkpoint.objects.values(), key=lambda record: -record.size)
     if not records and checkpoint.root is None:
@@ -207,7 +207,7 @@ def _files(checkpoint: Checkpoint) -> JSON:
 
 
 def _foreign_sizes(checkpoint: Checkpoint) -> Mapping[str, int | None]:
-    """Return the files of a checkpoint of other software, and their sizes in bytes as far as they are known."""
+    """Return the files of a checkpoint of other software, with sizes in bytes, or None for unknown sizes."""
     location, version = checkpoint.location, checkpoint.version
     if version.is_object:
         # The checkpoint is one file. Its storage is a directory, which may have other files.

@@ -23,7 +23,7 @@ from ckptcore_view.viewed import Viewed
 _MAX_ROWS: Final = 5_000
 _MAX_ELEMENTS: Final = 1 << 16
 _WINDOW: Final = 64
-"""Rows and columns of the first slice that is shown."""
+"""Number of rows and of columns in the first shown slice."""
 
 _MAX_INDEX_CHARACTERS: Final = 4_096
 _NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
@@ -240,6 +240,6 @@ def _part_text(part: int | slice | EllipsisType) -> str:
 
 
 def _first_window(shape: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the first rows and columns of the last two axes, or more elements of an array with one axis."""
+    """Return the first rows and columns of the last two axes. For an array with one axis, return more elements."""
     window = _WINDOW if len(shape) > 1 else _WINDOW * 8
     return tuple([0 if axis < len(shape) - 2 else slice(0, min(extent, window)) for axis, extent in enumerate(shape)])

@@ -29,11 +29,11 @@ from ckptcore_view.viewed import Viewed
 _FILE: Final = "trainer_state.json"
 _MAX_BYTES: Final = 1 << 26
 _MAX_POINTS: Final = 20_000
-"""Limit of the points of one metric. Of more, every second one is left out, until they are few enough."""
+"""Limit of the points of one metric. If there are more, every second one is dropped until the rest is few enough."""
 
 _MAX_METRICS: Final = 64
 _NEWEST: Final = 3
-"""Steps that are asked for a log. The newest one may be damaged, or still be copied."""
+"""Number of newest steps that are searched for a log. The newest one may be damaged or incomplete."""
 
 _COUNTS: Final = frozenset({"step", "epoch", "total_flos", "train_runtime"})
 """Numbers of a row that are not metrics."""
@@ -47,7 +47,7 @@ class TrainerLog:
         values: the value at each step, by the name of the metric.
         metric: the metric by which the Trainer chooses the best step; empty if it is not known.
         best_step: the step that the Trainer chose; None without one.
-        best_value: its metric.
+        best_value: the metric of the best step.
     """
 
     values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class TrainerLog:
 
     @property
     def series(self) -> JSON:
-        """The steps and values of each metric, thinned. A summary of the whole training is one point: left out."""
+        """The steps and values of each metric, thinned. Omits summaries of the training, which have a single point."""
         return {name: _thinned(points) for name, points in self.values.items() if len(points) > 1}
 
 
@@ -102,10 +102,10 @@ def _log_of(document: Mapping[str, Any]) -> TrainerLog:
 
 
 _MAX_RESTARTS: Final = 64
-"""Limit of the restarts that are shown, the newest ones. For each, one tree is opened to find its framework."""
+"""Limit of the restarts that are shown, newest first. Each costs opening one tree to find the framework."""
 
 _MAX_LEAVES: Final = 64
-"""Leaves that are asked for their framework."""
+"""Number of leaves that are searched for a framework."""
 
 _UNFINISHED: Final = re.compile(r"\.(.+)\.[0-9a-f]{16}\.ckptcore")
 _LOW_IS_GOOD: Final = re.compile(r"loss|perplexity|\bppl\b|error|\bmse\b|\bmae\b|\bwer\b|\bcer\b", re.IGNORECASE)
@@ -115,8 +115,8 @@ _HIGH_IS_GOOD: Final = re.compile(r"acc|f1|bleu|rouge|reward|score|auc|map\b", r
 def best_of(steps: Sequence[StepStatus], policy: PreservationPolicy | None, log: TrainerLog) -> JSON:
     """Return the best step and its metric: by the policy, by the Trainer, or by the name of a metric; None if unknown.
 
-    A loss is better if it is low, and an accuracy if it is high. Of equal steps the later one is the best, as `BestN`
-    decides it.
+    Low values of a loss and high values of an accuracy are better. If two steps are equal, the later one is the best,
+    as in `BestN`.
     """
     parts = policy.policies if isinstance(policy, AnyPreservation) else (policy,)
     chosen = next((part for part in parts if isinstance(part, BestN)), None)
@@ -160,9 +160,9 @@ def events_of(
 ) -> JSON:
     """Return the events of a run, ascending.
 
-    Each owner of a run has a higher number than the ones before, and its steps have it: so a restart is a step with a
-    higher number than the step before. The record of the owner says whether the ones before ended, or were killed. The
-    framework is that of the arrays of the first step of each owner.
+    Each owner of a run has a higher number than earlier owners, and stores this number in its steps. So a step with a
+    higher number than the step before shows a restart. The record of the owner states if the earlier owners ended or
+    were killed. The framework is that of the arrays in the first step of each owner.
     """
     saved = [status for status in statuses if status.save_id is not None]
     last = _last_owner(steps)
@@ -192,7 +192,7 @@ def events_of(
 
 
 def _last_owner(steps: StepDirectory) -> Holder | None:
-    """Return the record of the last owner of a run; None without one, and if it cannot be read."""
+    """Return the record of the last owner of a run; None if there is none, or if it cannot be read."""
     with suppress(StorageError):
         if (locked := read_owner(steps.store)) is not None:
             return locked
@@ -208,7 +208,7 @@ def _unfinished_step(steps: StepDirectory, leftover: str) -> int | None:
 
 
 def _framework(viewed: Viewed, place: str, status: StepStatus) -> str | None:
-    """Return the framework of the arrays of a step; None if it is not known. It is remembered for the save."""
+    """Return the framework of the arrays of a step; None if it is unknown. The result is cached by save."""
     key = ("framework", status.save_id)
     framework: str | None = viewed.recall(key)
     if framework is None:

@@ -1,4 +1,4 @@
-"""Requests: the checked parameters of a document, and whether its client has left."""
+"""Requests: the checked parameters of a document, and detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Request:
     """The parameters of a document.
 
     Attributes:
-        parameters: their texts, by name.
+        parameters: the values of the parameters as text, by name.
         is_cancelled: returns True if the client has left.
     """
 
@@ -84,7 +84,7 @@ class Request:
     def each(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items until the client has left; then raise CancelledError.
 
-        Use it for every loop whose length a file or a request states.
+        Use it for every loop whose length depends on a file or a request.
         """
         for item in items:
             self.check_wanted()

@@ -21,13 +21,13 @@ from ckptcore_view.documents.request import BadRequestError, Request, number_to_
 from ckptcore_view.viewed import Viewed
 
 _STEPS: Final = 200
-"""Steps that are read if the request does not say how many: each costs a read of its root."""
+"""Default number of steps to read. Each costs a read of its root."""
 
 _STEPS_OF_MANY: Final = 50
-"""The same for each run of a folder."""
+"""Number of steps to read for each run of a folder."""
 
 _AT_ONCE: Final = 64
-"""Steps that are read between two looks for the client."""
+"""Number of steps to read between two checks if the client has disconnected."""
 
 
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
@@ -83,7 +83,7 @@ def runs_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
 
 
 def _read(viewed: Viewed, steps: StepDirectory, chosen: Sequence[int], request: Request) -> Sequence[StepStatus]:
-    """Read the steps. Committed steps in object stores are remembered for a while."""
+    """Read the steps. Committed steps in object stores are cached for a while."""
     known = [viewed.recall((steps.display, steps.name(step))) for step in chosen] if _is_remote(steps) else []
     statuses: dict[int, StepStatus] = {status.step: status for status in known if status is not None}
     missing = [step for step in chosen if step not in statuses]
@@ -144,7 +144,7 @@ def _parts(policy: PreservationPolicy) -> Sequence[PreservationPolicy]:
 def _decisions(
     viewed: Viewed, steps: StepDirectory, text: str, policy: PreservationPolicy
 ) -> Mapping[int, tuple[bool, Sequence[str]]]:
-    """Return for each step whether a policy keeps it, and why."""
+    """Return for each step True if a policy keeps it, and the reasons."""
     candidates, key = steps.candidates(), ("policy", steps.display, text)
     remembered = viewed.recall(key) if _is_remote(steps) else None
     if remembered is None or remembered[0] != candidates:
