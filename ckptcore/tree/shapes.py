@@ -1,5 +1,6 @@
-"""Shapes of flattened values: their containers and objects. A load uses them to build a similar value or to restore the
-value in place.
+"""Shapes of flattened values: their containers and objects.
+
+A load uses them to build a similar value or to restore the value in place.
 """
 
 from __future__ import annotations
