@@ -84,7 +84,7 @@ def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matchin
 
 
 def _remedy(requested: tuple[int, ...], stored: tuple[int, ...]) -> Remedy | None:
-    """Return the option that allows the change of a shape and keeps elements; None if no option does."""
+    """Return the option of `Matching` that would allow the change of a shape; None if no option would."""
     if (0 in requested) != (0 in stored):
         return None
     for allowed in _PROPOSED_SHAPES:
@@ -153,7 +153,7 @@ def adjusted(opened: Checkpoint, changes: Mapping[int, LeafChange], context: Con
         context: limits memory.
     """
     tree = opened.tree
-    # Arrays of transforms are adjusted in the same step, so that both are computed in the same pieces.
+    # Arrays of transforms are adjusted in the same step, so that transform and adjustment read the same pieces.
     below = opened.derived if opened.derived is not None and not opened.derived.is_builtin else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, DerivedArray] = {}

@@ -13,7 +13,7 @@ _SHOWN: Final = 30
 """Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
 
 _PARTS: Final = 3
-"""Limit of parts in the text of an error that would keep their present values."""
+"""Maximum number of parts of a tree that the text of an error names."""
 
 _NAMES: Final = 5
 """Limit of transforms, and of names in a selection, in the text of an error."""

@@ -77,7 +77,7 @@ class Move:
     def can_be_named(self) -> bool:
         """True if a transform can express the move.
 
-        False for moves between two fields of one object, and between two optimizers.
+        False for moves between two fields of one object, and between optimizers of two classes.
         """
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):

@@ -23,7 +23,7 @@ X = jnp.linspace(0, 1, 12).reshape(4, 3)
 
 
 class Tied(nnx.Module):
-    """An output layer with the transposed table of the embedding."""
+    """Two layers that share one kernel."""
 
     def __init__(self, rngs: Any) -> None:
         self.inner = nnx.Linear(3, 3, use_bias=False, rngs=rngs)

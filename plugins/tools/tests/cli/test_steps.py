@@ -26,7 +26,7 @@ from plugins.tools.tests.cli.runs import checkpointables, save_run
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A run with one step of each state."""
+    """A run with steps in several states."""
     directory = tmp_path / "run"
     save_run(directory, {9: 0.5, 10: float("nan"), 11: 0.25})
     flip(directory / "10" / "checkpoint.json", 60)
