@@ -42,8 +42,9 @@ class LeasedLocks(Locks):
     def _is_locked(self, key: str) -> bool:
         if key.endswith(".json"):
             return super()._is_locked(key)
-        # A directory that a process on a host with kernel locks has locked. Its record is never renewed, so an old record does not prove that the process has ended. A
-        # deletion is short, so its lock expires here. A reader may need its step for long, so its pin does not.
+        # A process on a host with kernel locks has locked this directory. Its record is never renewed, so an old record
+        # does not prove that the process has ended. A deletion is short, so its lock expires here. A reader may need its
+        # step for long, so its pin does not expire.
         is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
         return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
 
@@ -187,7 +188,8 @@ class LeasedLocks(Locks):
                 "cannot see",
                 ". If that process has failed, pass if_in_use='take over', or open the directory on that host",
             )
-        # Its record is never renewed, so the owner may still run. If it does, it notices the takeover before its next commit.
+        # Its record is never renewed, so the owner may still run. If it does, it notices the takeover before its next
+        # commit.
         logger.warning("%s is taken over from %s, which may be alive", self._display, holder.describe())
         self._store.put(OWNER_RECORD, replace(holder, released=True).encode())
         self._clock.sleep(self._lease_seconds / 2)  # it may complete an operation that follows its last check
