@@ -43,8 +43,8 @@ class LeasedLocks(Locks):
         if key.endswith(".json"):
             return super()._is_locked(key)
         # A process on a host with kernel locks has locked this directory. Its record is never renewed, so an old record
-        # does not prove that the process has ended. A deletion is short, so its lock expires here. A reader may need its
-        # step for long, so its pin does not expire.
+        # does not prove that the process has ended. A deletion is short, so its lock expires here. A reader may need
+        # its step for long, so its pin does not expire.
         is_pin = key.startswith(f"{INTERNAL_DIRECTORY}/pins/")
         return is_pin or not self._seen.is_expired(SeenLease(key, "", None))
 
