@@ -11,7 +11,7 @@ from ckptcore.builtin.containers import collection_handler, container_handler
 from ckptcore.builtin.host_leaves import abstract_leaves, form_handler, leaf_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.stateful import files_handler, random_state_handler, state_handler
+from ckptcore.builtin.stateful import random_state_handler, state_handler
 from ckptcore.errors import PluginError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import (
@@ -92,6 +92,8 @@ class BuiltinPlugin:
     @hookimpl
     def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
         """Objects that save themselves to a directory."""
+        from ckptcore.builtin.files import files_handler  # trees do not need it
+
         return files_handler(value_type)
 
     @hookimpl

@@ -45,16 +45,14 @@ from ckptcore.builtin.local_directories import (
     FileLock,
     LocalDirectories,
     can_lock,
-    can_move,
-    limits_of,
     list_files,
     list_names,
     lock_object,
-    probe_directory,
     sync_names,
     try_to_lock,
 )
 from ckptcore.builtin.local_files import LocalFile, LocalFiles, StampedFile
+from ckptcore.builtin.local_mounts import can_move, limits_of, probe_directory
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,

@@ -30,7 +30,7 @@ from ckptcore.builtin.local_calls import (
     open_without_links,
     retry_stale,
 )
-from ckptcore.builtin.local_directories import is_local_file_system
+from ckptcore.builtin.local_mounts import is_local_file_system
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model.arrays import HostArray
 

@@ -6,13 +6,13 @@ Choose one if an object has the methods of several handlers. Custom handlers can
 
 from __future__ import annotations
 
+from ckptcore.builtin.files import SavesToDirectoryHandler
 from ckptcore.builtin.host_leaves import ValueForm, ValueFormHandler
 from ckptcore.builtin.stateful import (
     GetStateHandler,
     NumpyGeneratorHandler,
     NumpyRandomStateHandler,
     PythonRandomHandler,
-    SavesToDirectoryHandler,
     StateDictHandler,
     StateTreeHandler,
     state_to_load,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from ckptcore.builtin.stateful import empty_directories
+from ckptcore.builtin.files import empty_directories
 from ckptcore.commit.location import AnyLocation
 from ckptcore.commit.root import ROOT_KEY, Root, stored_leaves
 from ckptcore.context import Context

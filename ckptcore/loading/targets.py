@@ -247,7 +247,7 @@ def _copy_out(checkpoint: Checkpoint, directory: Path) -> None:
         CorruptCheckpointError: a file is damaged, or two files have conflicting paths.
         StorageError: a file cannot be written to the local disk, or the storage failed.
     """
-    from ckptcore.builtin.stateful import empty_directories  # only files of objects need it
+    from ckptcore.builtin.files import empty_directories  # only files of objects need it
 
     empty = dict.fromkeys(empty_directories(checkpoint.state))
     for key, record in [*checkpoint.objects.items(), *empty.items()]:

@@ -163,7 +163,7 @@ class _FilesCaptured:
 
     def write(self, part: object, store: WriteStore) -> JSON:
         """Run the continuation, and store every file. The returned state lists the empty directories."""
-        from ckptcore.builtin.stateful import state_of_files  # needed only by objects that write files
+        from ckptcore.builtin.files import state_of_files  # needed only by objects that write files
 
         if self._continuation is not None:
             with naming(self._name):

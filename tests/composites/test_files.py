@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.builtin.stateful import empty_directories, state_of_files
+from ckptcore.builtin.files import empty_directories, state_of_files
 from ckptcore.commit.root import NO_LEAVES
 from ckptcore.commit.root_json import encode_root
 from ckptcore.context import default_context

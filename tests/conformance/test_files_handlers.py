@@ -11,7 +11,7 @@ import pytest
 from ckptcore_orbax import SavesToDirectoryAsyncHandler
 from ckptcore_testing import FilesExample, FilesHandlerTests
 
-from ckptcore.builtin.stateful import SavesToDirectoryHandler
+from ckptcore.builtin.files import SavesToDirectoryHandler
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Continuation
 from tests.conformance.test_broken_plugins import suite_of

@@ -11,7 +11,7 @@ from tools.trace import NOTE, SPINE, Trace, listing, spine_table, trace_plain_lo
 
 
 @pytest.mark.parametrize(
-    ("traced", "most_files", "most_functions"), [(trace_plain_save, 47, 341), (trace_plain_load, 37, 217)]
+    ("traced", "most_files", "most_functions"), [(trace_plain_save, 48, 341), (trace_plain_load, 38, 217)]
 )
 def test_a_plain_save_and_load_stay_small(
     traced: Callable[[Path], Trace], most_files: int, most_functions: int, tmp_path: Path

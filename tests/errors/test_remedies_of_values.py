@@ -146,8 +146,8 @@ def test_an_object_that_writes_files(tmp_path: Path) -> None:
 def test_empty_directories_of_an_object(
     directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptcore.builtin.stateful._MAX_PARTS", 8)
-    monkeypatch.setattr("ckptcore.builtin.stateful._MAX_DEPTH", 4)
+    monkeypatch.setattr("ckptcore.builtin.files._MAX_PARTS", 8)
+    monkeypatch.setattr("ckptcore.builtin.files._MAX_DEPTH", 4)
 
     def save(value: Directory) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True)

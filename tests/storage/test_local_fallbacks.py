@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 
 import ckptcore
-from ckptcore.builtin import local, local_calls, local_directories, local_files
+from ckptcore.builtin import local, local_calls, local_files, local_mounts
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_calls import open_inside
 from ckptcore.builtin.local_files import ColdReader
@@ -143,8 +143,8 @@ def test_a_system_without_numbers_of_mounts(tmp_path: Path, monkeypatch: pytest.
     def without_number(path: str, *arguments: Any, **options: Any) -> Any:
         return io.BytesIO(b"flags:\t0100000\n") if "fdinfo" in path else open(path, *arguments, **options)
 
-    monkeypatch.setattr(local_directories, "c_function", lambda *_: None)
-    monkeypatch.setattr(local_directories, "open", without_number, raising=False)
+    monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
+    monkeypatch.setattr(local_mounts, "open", without_number, raising=False)
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, overwrite=True)
     assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0] * 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptcore.builtin.local import LocalStorage, open_local
-from ckptcore.builtin.local_directories import locks_reach_all_hosts
+from ckptcore.builtin.local_mounts import locks_reach_all_hosts
 from ckptcore.protocols import StorageOptions
 
 pytestmark = pytest.mark.system

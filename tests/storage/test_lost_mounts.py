@@ -10,8 +10,8 @@ import pytest
 from ckptcore_tiers import NearTier, TieredDirectory
 
 import ckptcore
-from ckptcore.builtin import local_directories
-from ckptcore.builtin.local_directories import limits_of
+from ckptcore.builtin import local_mounts
+from ckptcore.builtin.local_mounts import limits_of
 from ckptcore.errors import AtomicityError, StorageError
 from ckptcore.events import Event
 from ckptcore.policies import LatestN
@@ -190,7 +190,7 @@ def test_mounts_are_told_apart_without_statx(mounts: Mounts, monkeypatch: pytest
         found = [limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")]
         assert [limits.is_mount_point for limits in found] == [True, False, False]
         assert found[0].mount != found[1].mount == found[2].mount
-        monkeypatch.setattr(local_directories, "c_function", lambda *_: None)
+        monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
 
 
 def test_uploads_go_on_when_the_far_tier_is_back(mounts: Mounts, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.builtin import SingleProcess
-from ckptcore.builtin.stateful import empty_directories, state_of_files
+from ckptcore.builtin.files import empty_directories, state_of_files
 from ckptcore.commit.location import AnyLocation, Location, resolve_location
 from ckptcore.commit.root import Member, SaveOrder, check_name, new_save_id
 from ckptcore.commit.stored_root import Overwrite, next_order, read_root, refuse_to_replace
