@@ -57,7 +57,7 @@ class Move:
 
     @property
     def shown(self) -> tuple[str, str]:
-        """The requested and the stored path for messages. ``*`` stands for the rest of a name with dots."""
+        """The requested and the stored path for messages. A name that continues below the path ends with ``*``."""
         requested, stored = (format_path(_undivided(path)) for path in (self.requested, self.stored))
         return requested, stored
 

@@ -93,7 +93,7 @@ class Refusal(NamedTuple):
 
 
 Refusals: TypeAlias = Mapping[str, Refusal]
-"""The refusals of a service by code. A code such as ``KMS.*`` stands for all other codes that begin with ``KMS.``."""
+"""The refusals of a service, by code. ``KMS.*`` is for all codes that begin with ``KMS.`` and have no entry."""
 
 
 _K: Final = FailureKind

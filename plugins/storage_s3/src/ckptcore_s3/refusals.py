@@ -95,4 +95,4 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "InvalidStorageClass": Refusal(400, _K.OTHER),
     "RequestHeaderSectionTooLarge": Refusal(400, _K.OTHER),
 }
-"""Refusals by code. ``KMS.*`` stands for all other codes that begin with ``KMS.``."""
+"""The refusals of S3, by code. See `ckptcore_obstore.failures.Refusals`."""

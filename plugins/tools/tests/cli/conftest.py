@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,21 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0xFF
     path.write_bytes(data)
+
+
+def read_terminal(master: int, *, question: bytes = b"", answer: bytes = b"") -> str:
+    """Read what a program writes to a terminal until the program ends, and answer one question. Closes `master`."""
+    seen = b""
+    while True:
+        try:
+            piece = os.read(master, 1 << 16)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not piece:
+            break
+        seen += piece
+        if answer and question in seen:
+            os.write(master, answer)
+            answer = b""
+    os.close(master)
+    return seen.decode()

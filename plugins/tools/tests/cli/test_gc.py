@@ -20,7 +20,7 @@ from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import Claim
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.runtime import runtime_of
-from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip, read_terminal
 from plugins.tools.tests.cli.expected_documents import ErrorDocument, GcDocument
 from plugins.tools.tests.cli.runs import save_run
 
@@ -215,21 +215,8 @@ def asked(directory: Path, answer: bytes, *arguments: str) -> tuple[int, str]:
         stderr=slave,
     )
     os.close(slave)
-    seen = b""
-    answered = False
-    while True:
-        try:
-            piece = os.read(master, 1 << 16)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not piece:
-            break
-        seen += piece
-        if b"Delete?" in seen and not answered:
-            answered = True
-            os.write(master, answer)
-    os.close(master)
-    return process.wait(), seen.decode()
+    seen = read_terminal(master, question=b"Delete?", answer=answer)
+    return process.wait(), seen
 
 
 @pytest.mark.system

@@ -17,7 +17,7 @@ from ckptcore_tools.cli.command import EXIT_CODE_HELP, ExitCode, exit_code_of
 
 import ckptcore
 from ckptcore.errors import CheckpointError
-from plugins.tools.tests.cli.conftest import Run, flip
+from plugins.tools.tests.cli.conftest import Run, flip, read_terminal
 from plugins.tools.tests.cli.runs import save_run
 
 pytestmark = pytest.mark.system
@@ -263,18 +263,9 @@ def on_terminal(*arguments: object) -> tuple[int, str, str]:
     master, slave = pty.openpty()
     process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)
-    seen = b""
-    while True:
-        try:
-            piece = os.read(master, 1 << 16)
-        except OSError:  # Linux: the other end is closed
-            break
-        if not piece:
-            break
-        seen += piece
-    os.close(master)
+    seen = read_terminal(master)
     output, _ = process.communicate()
-    return process.returncode, output, seen.decode()
+    return process.returncode, output, seen
 
 
 @pytest.mark.parametrize("command", ["verify", "diff", "convert"])
