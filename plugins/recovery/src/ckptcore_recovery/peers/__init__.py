@@ -1,0 +1,10 @@
+"""Steps in the memory of a job's hosts, with copies on other hosts.
+
+peer_memory     `PeerMemory`: saves steps to memory, in front of a directory
+storage         the memory of a job as a storage; its readers and writers
+joining         how a job takes over the memory that its previous incarnation left
+session         the servers and the view as one process uses them; connections have the requests
+views           the members of a job's memory, and which of them hold copies
+server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
+messages        frames on an authenticated connection
+"""

@@ -1,0 +1,149 @@
+"""Connections of this process to memory servers, which are kept for later requests."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+from ckptcore.errors import StorageError
+from ckptcore.io.threads import reset_in_children
+from ckptcore_recovery.peers.messages import Connection, Header, MessageError, raise_error
+
+_CONNECT_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 60.0
+"""A server answers a request within this time, or counts as lost."""
+
+
+class ServerLostError(StorageError):
+    """A memory server does not answer."""
+
+
+class Pace:
+    """Limits the rate at which this process sends and receives pieces. Thread-safe."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        """Set the limit; None for no limit."""
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until `nbytes` may be sent."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free_at)
+            self._free_at = begin + nbytes / self._rate
+        if begin > now:
+            time.sleep(begin - now)
+
+
+class ServerConnections:
+    """Connections to one memory server. Thread-safe.
+
+    Attributes:
+        place: the server, for errors.
+    """
+
+    def __init__(self, host: str, port: int, token: bytes) -> None:
+        """Connect at the first request.
+
+        Args:
+            host: the host name or address of the server.
+            port: its port.
+            token: the secret of the job.
+        """
+        self.place = f"{host}:{port}"
+        self._address = (host, port)
+        self._token = token
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        weakref.finalize(self, _close_all, self._idle).atexit = False
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget the connections in a forked child, because the parent uses them."""
+        self._lock = threading.Lock()
+        self._idle.clear()  # closes only the descriptors of the child
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def call(
+        self,
+        header: Header,
+        payload: memoryview | bytes = b"",
+        place: Callable[[Header, int], memoryview] | None = None,
+    ) -> tuple[dict[str, Any], memoryview]:
+        """Send a request, and return the answer. A request must have the same effect if it is sent twice.
+
+        Args:
+            header: the request.
+            payload: its bytes.
+            place: see `Connection.receive`.
+
+        Raises:
+            ServerLostError: the server does not answer.
+            MessageError: it refuses this process, or broke the protocol.
+            Other errors of `raise_error`.
+        """
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            try:
+                return self._exchange(connection, header, payload, place)
+            except ServerLostError:
+                self.close()  # the server may have been started again: the other idle connections have ended, too
+        return self._exchange(self._connect(), header, payload, place)
+
+    def _connect(self) -> Connection:
+        try:
+            connected = socket.create_connection(self._address, timeout=_CONNECT_SECONDS)
+            try:
+                return Connection(connected, self._token, is_server=False)
+            except BaseException:
+                connected.close()
+                raise
+        except MessageError:
+            raise
+        except OSError as error:
+            raise ServerLostError(f"cannot connect to the memory server {self.place}: {error}") from error
+
+    def _exchange(
+        self,
+        connection: Connection,
+        header: Header,
+        payload: memoryview | bytes,
+        place: Callable[[Header, int], memoryview] | None,
+    ) -> tuple[dict[str, Any], memoryview]:
+        try:
+            connection.set_timeout(_ANSWER_SECONDS)
+            connection.send(header, payload)
+            answer, data = connection.receive(place)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise ServerLostError(f"the memory server {self.place} does not answer: {error}") from error
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        raise_error(answer, self.place)
+        return dict(answer), data
+
+    def close(self) -> None:
+        """Close the idle connections. Later requests connect again."""
+        with self._lock:
+            _close_all(self._idle)
+
+
+def _close_all(idle: list[Connection]) -> None:
+    while idle:
+        idle.pop().close()

@@ -1,0 +1,522 @@
+"""HostMemory: the blobs and entries that the memory server of one host holds, as files in a memory file system.
+
+A blob is a sequence of bytes with a random name; it never changes once it is complete. An entry belongs to the key of
+an object. It has the data of a small object, or names the blob of a large one and the hosts that hold it. Files survive
+the server, so that a server that is started again on the same host goes on with them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import xxhash
+
+from ckptcore.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+)
+from ckptcore.model.tree import JSON
+from ckptcore_recovery.peers.messages import PIECE_BYTES
+
+_BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
+_PENDING_SECONDS: Final = 10.0
+"""How long a version that a client reserved keeps other clients from changing the key."""
+
+_FILE_BYTES: Final = 4096
+"""What a small file takes in a memory file system: a page."""
+
+
+class Entry(NamedTuple):
+    """What is stored for a key.
+
+    Attributes:
+        version: increases with each change of the key.
+        size: the bytes of the object.
+        data: the object if it is small, else None.
+        blob: the name of the blob with the object; empty if `data` has it.
+        holders: the ids of the members that hold the blob.
+        is_deleted: True if the object was deleted by this version.
+    """
+
+    version: int
+    size: int = 0
+    data: bytes | None = None
+    blob: str = ""
+    holders: tuple[str, ...] = ()
+    is_deleted: bool = False
+
+    def encode(self) -> list[JSON]:
+        """Return the entry as JSON."""
+        data = None if self.data is None else base64.b64encode(self.data).decode("ascii")
+        return [self.version, self.size, data, self.blob, list(self.holders), self.is_deleted]
+
+    @classmethod
+    def decode(cls, encoded: Any) -> Self:
+        """Read an entry from JSON.
+
+        Raises:
+            StorageError: it is not valid.
+        """
+        try:
+            version, size, data, blob, holders, is_deleted = encoded
+            if blob:
+                check_blob_name(blob)
+            content = None if data is None else base64.b64decode(data)
+            return cls(int(version), int(size), content, str(blob), tuple(map(str, holders)), bool(is_deleted))
+        except (TypeError, ValueError) as error:
+            raise StorageError(f"invalid entry of a memory server: {error}") from error
+
+
+def check_blob_name(name: object) -> str:
+    """Return the name of a blob if it is valid.
+
+    Raises:
+        StorageError: it is not 32 hexadecimal digits, so it may be a path.
+    """
+    if not isinstance(name, str) or _BLOB_NAME.fullmatch(name) is None:
+        raise StorageError(f"invalid name of a blob: {str(name)[:80]!r}")
+    return name
+
+
+class Blob:
+    """A blob in the memory of this host, mapped. Reads are verified; each piece once. Thread-safe."""
+
+    def __init__(self, memory: memoryview, checksums: Sequence[int]) -> None:
+        """Take mapped memory, and the checksum of each piece of `PIECE_BYTES`."""
+        self.memory = memory
+        self._checksums = checksums
+        self._verified = bytearray(len(checksums))
+
+    @classmethod
+    def open(cls, directory: Path, name: str) -> Self | None:
+        """Map a complete blob. Return None if this host does not have it.
+
+        Raises:
+            OSError: the files cannot be read.
+        """
+        path = directory / "blobs" / check_blob_name(name)
+        try:
+            stated = json.loads(path.with_suffix(".json").read_bytes())
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != stated["size"]:
+                    return None  # a damaged file is as good as none
+                memory = memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+        except FileNotFoundError:
+            return None
+        return cls(memory, stated["checksums"])
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the blob; fewer if it ends earlier.
+
+        Raises:
+            CorruptCheckpointError: a piece does not have the checksum that it had when it was written.
+        """
+        stop = min(offset + nbytes, len(self.memory))
+        for number in range(offset // PIECE_BYTES, -(-stop // PIECE_BYTES)):
+            if self._verified[number]:
+                continue
+            piece = self.memory[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+            if xxhash.xxh3_64_intdigest(piece) != self._checksums[number]:
+                raise CorruptCheckpointError(
+                    f"bytes {number * PIECE_BYTES} to {number * PIECE_BYTES + len(piece)} changed in memory",
+                    start=number * PIECE_BYTES,
+                    stop=number * PIECE_BYTES + len(piece),
+                )
+            self._verified[number] = 1
+        return self.memory[offset : max(offset, stop)]
+
+
+@dataclass
+class _UnfinishedBlob:
+    """A blob that is being written.
+
+    Attributes:
+        size: its bytes.
+        memory: its memory, writable.
+        checksums: the checksum of each piece; None for one that is missing.
+        owner: identifies the connection that writes it.
+    """
+
+    size: int
+    memory: memoryview
+    checksums: list[int | None]
+    owner: int
+
+
+@dataclass
+class _Pending:
+    """A version of a key that a client reserved.
+
+    Attributes:
+        version: the version.
+        since: when it was reserved, by the monotonic clock.
+    """
+
+    version: int
+    since: float = field(default_factory=time.monotonic)
+
+
+class HostMemory:
+    """The blobs and entries of one host. Thread-safe.
+
+    Attributes:
+        directory: the directory with the files.
+        limit: the maximum bytes of all files together.
+        epoch: the number of the job's incarnation that may write.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        """Read the files that an earlier server of this host left. Removes blobs that are not complete."""
+        self.directory = directory
+        self.limit = limit
+        self.epoch = 0
+        self._changed = threading.Condition()
+        self._entries: dict[str, Entry] = {}
+        self._blobs: dict[str, Blob] = {}
+        self._unfinished: dict[str, _UnfinishedBlob] = {}
+        self._pending: dict[str, _Pending] = {}
+        self._counter = 0
+        self._used = 0
+        for name in ("blobs", "entries"):
+            (directory / name).mkdir(exist_ok=True, mode=0o700)
+        self._read_files()
+
+    def _read_files(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            self.epoch = int((self.directory / "epoch").read_text())
+        for path in list((self.directory / "blobs").iterdir()):
+            if path.suffix:
+                if path.suffix != ".json" or not path.with_suffix("").exists():
+                    _unlink(path)
+                continue
+            blob = Blob.open(self.directory, path.name)
+            if blob is None:
+                _unlink(path, path.with_suffix(".json"))
+                continue
+            self._blobs[path.name] = blob
+            self._used += len(blob.memory) + _FILE_BYTES
+        for path in list((self.directory / "entries").iterdir()):
+            if path.suffix:
+                _unlink(path)  # a temporary file of a killed server
+                continue
+            key, encoded = json.loads(path.read_bytes())
+            entry = Entry.decode(encoded)
+            self._entries[key] = entry
+            self._used += _entry_bytes(entry)
+
+    @property
+    def used(self) -> int:
+        """The bytes of all files."""
+        return self._used
+
+    # --- incarnations of the job --------------------------------------------------------------------------------------
+
+    def fence(self, epoch: int) -> None:
+        """Refuse later writes of earlier incarnations of the job.
+
+        Raises:
+            ConditionFailedError: a later incarnation has fenced this host already.
+        """
+        with self._changed:
+            if epoch <= self.epoch:
+                raise ConditionFailedError(f"incarnation {epoch} of the job is not newer than {self.epoch}")
+            self.epoch = epoch
+            _write_file(self.directory / "epoch", str(epoch).encode())
+            self._pending.clear()
+            for name in list(self._unfinished):
+                self._discard(name)
+            self._changed.notify_all()
+
+    # --- blobs --------------------------------------------------------------------------------------------------------
+
+    def begin_blob(self, name: str, size: int, owner: int) -> Path:
+        """Reserve memory for a blob. Return its file.
+
+        Raises:
+            StorageFullError: it does not fit.
+        """
+        path = self.directory / "blobs" / check_blob_name(name)
+        with self._changed:
+            if name in self._blobs:
+                raise ConditionFailedError(f"blob {name} exists already")
+            if name in self._unfinished:
+                self._discard(name)
+            if size < 0 or self._used + size + _FILE_BYTES > self.limit:
+                raise StorageFullError(
+                    f"{size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit of the "
+                    "memory servers, or keep fewer steps in memory"
+                )
+            with open(path, "w+b", opener=_open_private) as file:
+                try:
+                    if size:
+                        os.posix_fallocate(file.fileno(), 0, size)
+                except OSError as error:
+                    _unlink(path)
+                    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                        raise StorageFullError(
+                            f"{size} bytes do not fit into {self.directory}: {error.strerror}; {self._used} bytes are "
+                            "used by memory servers"
+                        ) from error
+                    raise
+                memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
+            self._unfinished[name] = _UnfinishedBlob(size, memory, [None] * _pieces(size), owner)
+            self._used += size + _FILE_BYTES
+        return path
+
+    def place_piece(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Return the memory of a piece that is about to arrive.
+
+        Raises:
+            StorageError: the blob is not being written, or has no such piece.
+        """
+        with self._changed:
+            blob = self._unfinished.get(name)
+        if blob is None:
+            raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
+        if offset < 0 or offset % PIECE_BYTES or nbytes != min(PIECE_BYTES, blob.size - offset):
+            raise StorageError(f"bytes {offset} to {offset + nbytes} are no piece of a blob of {blob.size} bytes")
+        return blob.memory[offset : offset + nbytes]
+
+    def set_checksum(self, name: str, offset: int, checksum: int) -> None:
+        """Record the checksum of a piece that has arrived."""
+        with self._changed:
+            if (blob := self._unfinished.get(name)) is not None:
+                blob.checksums[offset // PIECE_BYTES] = checksum
+
+    def finish_blob(self, name: str, checksums: Sequence[int] | None) -> None:
+        """Make a blob visible.
+
+        Args:
+            name: the blob.
+            checksums: the checksum of each piece, if a process of this host has written the file; None if the pieces
+                were sent.
+
+        Raises:
+            StorageError: pieces are missing.
+        """
+        with self._changed:
+            if name in self._blobs:
+                return  # a repeated request
+            blob = self._unfinished.get(name)
+            if blob is None:
+                raise StorageError(f"blob {name[:80]} is not being written; the save that began it was given up")
+            stated = blob.checksums if checksums is None else checksums
+            known = [checksum for checksum in stated if checksum is not None]
+            if len(known) != _pieces(blob.size):
+                raise StorageError(f"blob {name} lacks {_pieces(blob.size) - len(known)} of its pieces")
+            path = self.directory / "blobs" / name
+            _write_file(path.with_suffix(".json"), json.dumps({"size": blob.size, "checksums": known}).encode())
+            self._blobs[name] = Blob(blob.memory.toreadonly(), known)
+            del self._unfinished[name]
+
+    def abort_blobs(self, owner: int) -> None:
+        """Remove the unfinished blobs of a connection that has ended."""
+        with self._changed:
+            for name in [name for name, blob in self._unfinished.items() if blob.owner == owner]:
+                self._discard(name)
+
+    def abort_blob(self, name: str) -> None:
+        """Remove an unfinished blob. Does nothing if it does not exist."""
+        with self._changed:
+            if name in self._unfinished:
+                self._discard(name)
+
+    def _discard(self, name: str) -> None:
+        blob = self._unfinished.pop(name)
+        self._used -= blob.size + _FILE_BYTES
+        _unlink(self.directory / "blobs" / name)
+
+    def blob(self, name: str) -> Blob:
+        """Return a complete blob.
+
+        Raises:
+            ObjectNotFoundError: this host does not have it.
+        """
+        with self._changed:
+            blob = self._blobs.get(name)
+        if blob is None:
+            raise ObjectNotFoundError(f"this host has no blob {name[:80]}")
+        return blob
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Free blobs. Missing ones are no error. Running reads of them can end."""
+        with self._changed:
+            for name in names:
+                blob = self._blobs.pop(check_blob_name(name), None)
+                if blob is not None:
+                    self._used -= len(blob.memory) + _FILE_BYTES
+                    path = self.directory / "blobs" / name
+                    _unlink(path.with_suffix(".json"), path)
+
+    def keep_only(self, names: Iterable[str]) -> int:
+        """Free all complete blobs that are not among `names`. Return their number."""
+        kept = set(names)
+        others = [name for name in list(self._blobs) if name not in kept]
+        self.drop(others)
+        return len(others)
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Entry:
+        """Return the entry of an object.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.is_deleted:
+            raise ObjectNotFoundError(f"there is no object {key[:200]!r} in the memory of the job")
+        return entry
+
+    def keys(self, below: str) -> list[str]:
+        """Return the keys of the objects that begin with `below`, sorted."""
+        with self._changed:
+            return sorted(
+                [key for key, entry in self._entries.items() if key.startswith(below) and not entry.is_deleted]
+            )
+
+    def reserve(self, key: str, condition: str | None) -> tuple[int, Entry | None]:
+        """Reserve the next version of a key, on the server that decides about conditions.
+
+        Waits while another client has reserved a version of it.
+
+        Args:
+            key: the key.
+            condition: the tag that the object must have; empty if it must not exist; None for any.
+
+        Returns:
+            The version, and the present entry.
+
+        Raises:
+            ConditionFailedError: the object does not match.
+        """
+        with self._changed:
+            while (pending := self._pending.get(key)) is not None:
+                left = pending.since + _PENDING_SECONDS - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            entry = self._entries.get(key)
+            present = None if entry is None or entry.is_deleted else entry
+            if condition == "" and present is not None:
+                raise ConditionFailedError(f"cannot create the object {key!r}: it exists already")
+            if condition and (present is None or str(present.version) != condition):
+                tag = "no object" if present is None else f"tag {present.version}"
+                raise ConditionFailedError(f"cannot replace {key!r}: expected tag {condition}, found {tag}")
+            self._counter = max(self._counter + 1, self.epoch << 40)
+            version = max(self._counter, 1 if entry is None else entry.version + 1)
+            self._counter = version
+            self._pending[key] = _Pending(version)
+            return version, present
+
+    def cancel(self, key: str, version: int) -> None:
+        """Release a reserved version that is not used."""
+        with self._changed:
+            pending = self._pending.get(key)
+            if pending is not None and pending.version == version:
+                del self._pending[key]
+                self._changed.notify_all()
+
+    def apply(self, key: str, entry: Entry) -> None:
+        """Store a version of a key. A later version stays.
+
+        Raises:
+            ConditionFailedError: a later version is stored already.
+            StorageFullError: it does not fit.
+        """
+        with self._changed:
+            present = self._entries.get(key)
+            if present is not None and present.version > entry.version:
+                raise ConditionFailedError(f"a later version of the object {key!r} is stored already")
+            more = _entry_bytes(entry) - (_entry_bytes(present) if present is not None else 0)
+            if more > 0 and self._used + more > self.limit and not entry.is_deleted:
+                raise StorageFullError(
+                    f"{entry.size} bytes do not fit: {self._used} of {self.limit} bytes are used. Increase the limit "
+                    "of the memory servers, or keep fewer steps in memory"
+                )
+            path = self._path_of(key)
+            if entry.is_deleted:
+                _unlink(path)
+            else:
+                _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
+            self._entries[key] = entry
+            self._used += more
+            pending = self._pending.get(key)
+            if pending is not None and pending.version <= entry.version:
+                del self._pending[key]
+                self._changed.notify_all()
+
+    def dump(self) -> Iterator[tuple[str, Entry]]:
+        """Yield all entries, also of deleted objects."""
+        with self._changed:
+            entries: Mapping[str, Entry] = dict(self._entries)
+        return iter(sorted(entries.items()))
+
+    def clear_entries(self) -> None:
+        """Remove all entries."""
+        with self._changed:
+            for key, entry in self._entries.items():
+                self._used -= _entry_bytes(entry)
+                _unlink(self._path_of(key))
+            self._entries.clear()
+
+    def blobs_of(self, holder: str) -> list[str]:
+        """Return the names of the blobs that a member should hold, by the entries."""
+        with self._changed:
+            return [entry.blob for entry in self._entries.values() if entry.blob and holder in entry.holders]
+
+    def _path_of(self, key: str) -> Path:
+        return self.directory / "entries" / hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _pieces(size: int) -> int:
+    return -(-size // PIECE_BYTES)
+
+
+def _entry_bytes(entry: Entry) -> int:
+    return 0 if entry.is_deleted else _FILE_BYTES + len(entry.data or b"")
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
+
+
+def _unlink(*paths: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """Replace a file by one rename.
+
+    Raises:
+        StorageFullError: the memory file system is full.
+    """
+    temporary = path.with_suffix(f".{os.urandom(4).hex()}.new")
+    try:
+        with open(temporary, "wb", opener=_open_private) as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        _unlink(temporary)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise StorageFullError(f"{path.parent} is full: {error.strerror}") from error
+        raise

@@ -1,0 +1,124 @@
+"""PeerMemory: a run whose steps are saved to the memory of the job's hosts, in front of a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.context import Context
+from ckptcore.policies import LatestN, PreservationPolicy, SavePolicy
+from ckptcore.redaction import redacted
+from ckptcore.step_names import StepNames
+from ckptcore.training.run_directory import Ownership, RunSteps
+from ckptcore.training.steps import StepDirectory
+from ckptcore_recovery.peers.joining import MemoryOptions, join_job
+from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.starting import find_server
+from ckptcore_recovery.peers.storage import SCHEME
+from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
+from ckptcore_tiers.tiered_run import TieredRun
+
+
+class PeerMemory:
+    """A `RunDirectory` that saves steps to the memory of the job's hosts, and some of them to a directory.
+
+    Each host has a memory server, which outlives the processes of the job. A step is committed once all its data has
+    all its copies. A job that starts again, on the same hosts or on others, loads the newest step from the memory that
+    is left, or from the directory.
+    """
+
+    def __init__(
+        self,
+        directory: LocationLike,
+        *,
+        memory_bytes: int,
+        copies: int = 1,
+        upload_policy: SavePolicy,
+        preservation_policy: PreservationPolicy | None = None,
+        job: str | None = None,
+        interface: str = "127.0.0.1",
+        domain: str | None = None,
+        bytes_per_second: float | None = None,
+        idle_seconds: float = 900.0,
+        close_seconds: float | None = 600.0,
+    ) -> None:
+        """Describe the memory and the directory. Does no I/O.
+
+        Args:
+            directory: the directory of the run: a path or URL, which all processes see.
+            memory_bytes: the maximum bytes in the memory of each host: of its own steps, of copies of other hosts,
+                and of the step that is being saved.
+            copies: the number of copies on other hosts. Any so many failure domains can be lost.
+            upload_policy: chooses the steps to upload to the directory.
+            preservation_policy: chooses the steps to keep in memory; None: the newest two.
+            job: the name of the job; equal in all its processes and restarts. None: derived from the directory.
+            interface: the IP address of this host on which its memory server listens. Other hosts connect to it.
+            domain: what fails together with this host, such as the name of its rack. None: the host alone.
+            bytes_per_second: the maximum rate at which each process sends and receives; None for no limit.
+            idle_seconds: a memory server ends after this time without a process of the job.
+            close_seconds: see `NearTier.close_seconds`.
+
+        Raises:
+            ValueError: an argument is invalid.
+        """
+        if copies < 0 or memory_bytes <= 0:
+            raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
+        if interface in ("", "0.0.0.0", "::"):  # noqa: S104  # refused
+            raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
+        identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
+        self.location = directory
+        self.job = job or hashlib.sha256(os.fsencode(identity)).hexdigest()[:16]
+        self._options = MemoryOptions(memory_bytes, copies, interface, domain, idle_seconds, bytes_per_second)
+        self._near = NearTier(
+            f"{SCHEME}://{self.job}/steps",
+            preservation_policy=LatestN(2) if preservation_policy is None else preservation_policy,
+            upload_policy=upload_policy,
+            close_seconds=close_seconds,
+        )
+        self._tiers = TieredDirectory(self._near, directory)
+
+    def __repr__(self) -> str:
+        return redacted(f"PeerMemory({self.location!r}, job={self.job!r})")
+
+    def open(self, names: StepNames, context: Context) -> RunSteps:
+        """See `RunDirectory`. On a host without a memory server, only the directory is read."""
+        if find_server(self.job) is None:
+            return StepDirectory(self.location, names, context)
+        return self._tiers.open(names, context)
+
+    def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
+        """See `RunDirectory`. Starts the memory server of this host if it does not run."""
+        session = join_job(self.job, ownership.agreement.part("memory"), self._options)
+        return PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
+
+    @property
+    def uploads(self) -> UploadStatus:
+        """Progress of the uploads. See `TieredDirectory.uploads`."""
+        return self._tiers.uploads
+
+    def wait_for_uploads(self, timeout: float | None = None) -> None:
+        """See `TieredDirectory.wait_for_uploads`."""
+        self._tiers.wait_for_uploads(timeout)
+
+
+class PeerRun(TieredRun):
+    """The `OwnedRun` of a `PeerMemory`, in one process."""
+
+    def __init__(self, session: Session, near: NearTier, steps: object, context: Context, ownership: Ownership) -> None:
+        """See `RunDirectory.own`."""
+        self._session = session
+        super().__init__(near, steps, context, ownership)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """See `OwnedRun`. The run has ended, so its memory servers end, too."""
+        super().close()
+        session = self._session
+        if session.local is not None:
+            member = session.view.by_id[session.local.id]
+            session.try_to_call(member, {"op": "end", "epoch": session.view.epoch})
+
+    def release(self) -> None:
+        """See `OwnedRun`."""
+        super().release()
+        self._session.close()

@@ -1,0 +1,232 @@
+"""Session: the memory of a job as one process uses it: the view, the servers, and the server of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ckptcore.errors import ObjectNotFoundError, StorageError
+from ckptcore.events import logger_named
+from ckptcore.io.threads import reset_in_children
+from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
+from ckptcore_recovery.peers.host_memory import Blob, Entry
+from ckptcore_recovery.peers.messages import PIECE_BYTES, Header
+from ckptcore_recovery.peers.starting import LocalServer, find_server
+from ckptcore_recovery.peers.views import Member, View
+
+logger = logger_named("ckptcore.recovery")
+
+INLINE_BYTES: Final = 1 << 19
+"""Objects up to this size are stored with their entry."""
+
+
+class Session:
+    """A job's memory as this process uses it. Thread-safe.
+
+    Attributes:
+        job: the name of the job.
+        local: the memory server of this host; None if there is none.
+        pace: limits the rate of pieces.
+    """
+
+    def __init__(self, job: str, local: LocalServer | None, view: View, token: bytes, pace: Pace) -> None:
+        """Use a view.
+
+        Args:
+            job: the name of the job.
+            local: the memory server of this host.
+            view: the view of the job's incarnation.
+            token: the secret of the job.
+            pace: limits the rate of pieces.
+        """
+        self.job = job
+        self.local = local
+        self.view = view
+        self.pace = pace
+        self._token = token
+        self._servers: dict[str, ServerConnections] = {}
+        self._lost: set[str] = set()
+        self.reset_after_fork()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Replace the lock in a forked child, because a thread of the parent may have held it during the fork."""
+        self._lock = threading.Lock()
+
+    def server(self, member: Member) -> ServerConnections:
+        """Return the connections to a member."""
+        with self._lock:
+            server = self._servers.get(member.id)
+            if server is None:
+                server = self._servers[member.id] = ServerConnections(member.host, member.port, self._token)
+            return server
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        with self._lock:
+            servers = list(self._servers.values())
+        for server in servers:
+            server.close()
+
+    # --- blobs --------------------------------------------------------------------------------------------------------
+
+    def holders(self) -> tuple[Member, ...]:
+        """Return the members that get the blobs of this process; that of this host is the first, if it has one."""
+        own = None if self.local is None else self.local.id
+        return tuple([self.view.by_id[name] for name in self.view.holders(own)])
+
+    def is_local(self, member: Member) -> bool:
+        """Return True for the member on this host."""
+        return self.local is not None and member.id == self.local.id
+
+    def local_blob(self, name: str) -> Blob | None:
+        """Map a blob in the memory of this host; None if it is not there. It exists as long as the result."""
+        return None if self.local is None else Blob.open(self.local.directory, name)
+
+    def send_blob(self, member: Member, name: str, memory: memoryview) -> None:
+        """Send a blob to another member.
+
+        Raises:
+            StorageFullError: it does not fit there.
+            StorageError: the member failed.
+        """
+        server, epoch = self.server(member), self.view.epoch
+        server.call({"op": "begin", "epoch": epoch, "blob": name, "size": len(memory)})
+        try:
+            for offset in range(0, len(memory), PIECE_BYTES):
+                piece = memory[offset : offset + PIECE_BYTES]
+                self.pace.wait(len(piece))
+                server.call({"op": "piece", "epoch": epoch, "blob": name, "offset": offset}, piece)
+            server.call({"op": "finish", "epoch": epoch, "blob": name})
+        except BaseException:
+            self.try_to_call(member, {"op": "abort", "blob": name})
+            raise
+
+    def drop_blob(self, entry: Entry) -> None:
+        """Free the memory of a blob that no object refers to any more. Members that do not answer keep it for now."""
+        for name in entry.holders:
+            member = self.view.by_id.get(name)
+            if member is not None and not member.is_reader:
+                self.try_to_call(member, {"op": "drop", "epoch": self.view.epoch, "blobs": [entry.blob]})
+
+    def try_to_call(self, member: Member, header: Header) -> None:
+        """Send a request that only frees memory earlier. Its error is logged at debug level."""
+        try:
+            self.server(member).call(header)
+        except StorageError as error:
+            logger.debug("%s of %s: %s", header["op"], self.server(member).place, error)
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def home(self) -> Iterator[Member]:
+        """Yield the members that hold the entries; those that did not answer before are the last."""
+        members = [self.view.by_id[name] for name in self.view.home]
+        yield from sorted(members, key=lambda member: member.id in self._lost)
+
+    def ask_home(self, header: Header) -> tuple[dict[str, Any], memoryview]:
+        """Return the answer of the first member with the entries that answers.
+
+        Raises:
+            StorageError: none answers.
+            Other errors of the request.
+        """
+        failure: ServerLostError | None = None
+        for member in self.home():
+            try:
+                answer = self.server(member).call(header)
+            except ServerLostError as error:
+                self._lost.add(member.id)
+                failure = failure or error
+                continue
+            self._lost.discard(member.id)
+            return answer
+        raise StorageError(
+            f"the memory of job {self.job} is lost: none of the {len(self.view.home)} servers that know its objects "
+            f"answers; {failure}"
+        )
+
+    def find(self, key: str) -> Entry:
+        """Return the entry of an object, with the data of a small one.
+
+        Raises:
+            ObjectNotFoundError
+            StorageError: no server answers.
+        """
+        answer, payload = self.ask_home({"op": "find", "key": key})
+        entry = Entry.decode(answer["entry"])
+        return entry if entry.blob else entry._replace(data=bytes(payload))
+
+    def keys(self, below: str) -> Iterator[str]:
+        """Yield the keys of the objects that begin with `below`, sorted."""
+        after = None
+        while True:
+            answer, payload = self.ask_home({"op": "keys", "below": below, "after": after})
+            keys = json.loads(bytes(payload))
+            yield from keys
+            if not answer["more"]:
+                return
+            after = keys[-1]
+
+    def replace(self, key: str, entry: Entry, condition: str | None) -> tuple[int, Entry | None]:
+        """Store an entry on all members with the entries. The first one decides about the condition.
+
+        The others store it before the first one shows it, so that no version that was seen can be lost.
+
+        Args:
+            key: the key.
+            entry: the entry; its version is ignored.
+            condition: see `HostMemory.reserve`.
+
+        Returns:
+            The version, and the entry that was replaced.
+
+        Raises:
+            ConditionFailedError: the object does not match.
+            SaveLostError: a later incarnation of the job has taken over.
+            StorageError: a member failed. The entry may be stored nevertheless.
+        """
+        first, *others = [self.view.by_id[name] for name in self.view.home]
+        epoch = self.view.epoch
+        reserve = {"op": "reserve", "epoch": epoch, "key": key, "condition": condition}
+        reserved, _ = self.server(first).call(reserve)
+        version = int(reserved["version"])
+        data, encoded = entry.data or b"", entry._replace(version=version, data=None).encode()
+        apply = {"op": "apply", "epoch": epoch, "key": key, "entry": encoded}
+        try:
+            for member in [*others, first]:
+                self.server(member).call(apply, data)
+        except BaseException:
+            self.try_to_call(first, {"op": "cancel", "key": key, "version": version})
+            raise
+        present = reserved["present"]
+        return version, None if present is None else Entry.decode(present)
+
+
+_sessions: dict[str, Session] = {}
+"""The sessions of this process that joined a job, by the name of the job."""
+
+
+def join(session: Session) -> None:
+    """Use a session for all later operations of this process on its job."""
+    _sessions[session.job] = session
+
+
+def session_of(job: str) -> Session:
+    """Return the session of a job: the one that this process joined, or one to read with the view of this host.
+
+    Raises:
+        ObjectNotFoundError: this host has no memory server of the job.
+        StorageError: the server of this host does not answer.
+    """
+    joined = _sessions.get(job)
+    if joined is not None:
+        return joined
+    local = find_server(job)
+    if local is None:
+        raise ObjectNotFoundError(f"host {os.uname().nodename} has no memory server of job {job}; read it on its hosts")
+    with ServerConnections(local.interface, local.port, local.token) as server:
+        answer, _ = server.call({"op": "view"})
+    return Session(job, local, View.decode(answer["view"]), local.token, Pace(None))

@@ -1,0 +1,107 @@
+"""The memory server of this host: where it keeps its files, how it is started, and how processes find it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ckptcore.errors import StorageError
+
+DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
+"""Environment variable with the directory of all memory servers of a host."""
+
+_JOB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_START_SECONDS: Final = 60.0
+
+
+class LocalServer(NamedTuple):
+    """The memory server of this host.
+
+    Attributes:
+        directory: the directory with its files.
+        id: identifies its memory.
+        interface: the address that it listens on.
+        port: its port.
+        token: the secret of the job.
+    """
+
+    directory: Path
+    id: str
+    interface: str
+    port: int
+    token: bytes
+
+
+def server_directory(job: str, base: str | None = None) -> Path:
+    """Return the directory of a job's memory on this host.
+
+    Args:
+        job: the name of the job.
+        base: the directory of all jobs; None: the default.
+
+    Raises:
+        StorageError: the name could be a path.
+    """
+    if _JOB_NAME.fullmatch(job) is None:
+        raise StorageError(
+            f"invalid name of a job: {job[:80]!r}; expected letters, digits, '_', '.' and '-', at most 100"
+        )
+    return Path(base or os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/ckptcore-{os.getuid()}") / job
+
+
+def find_server(job: str, base: str | None = None) -> LocalServer | None:
+    """Return the memory server of this host, or None if none was started. It may have ended without cleaning up.
+
+    Raises:
+        StorageError: another user owns the directory.
+    """
+    directory = server_directory(job, base)
+    try:
+        owner = os.stat(directory).st_uid
+        described = json.loads((directory / "server.json").read_bytes())
+        token = (directory / "token").read_bytes()
+    except FileNotFoundError:
+        return None
+    if owner != os.getuid():
+        raise StorageError(f"{directory} belongs to another user; remove it, or set {DIRECTORY_VARIABLE}")
+    return LocalServer(directory, described["id"], described["interface"], described["port"], token)
+
+
+def ensure_server(
+    job: str, *, limit: int, interface: str, idle_seconds: float, base: str | None = None
+) -> LocalServer:
+    """Return the memory server of this host. Start it in a session of its own if it does not run.
+
+    Args:
+        job: the name of the job.
+        limit: the maximum bytes in its memory.
+        interface: the address to listen on.
+        idle_seconds: the server ends after this time without a connection.
+        base: see `server_directory`.
+
+    Raises:
+        StorageError: it cannot be started.
+    """
+    directory = server_directory(job, base)
+    directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    command = [
+        sys.executable, "-m", "ckptcore_recovery.peers.server", str(directory), "--limit", str(limit),
+        "--interface", interface, "--idle-seconds", str(idle_seconds),
+    ]  # fmt: skip
+    errors = directory.parent / f"{job}.log"
+    with open(errors, "ab", opener=lambda path, flags: os.open(path, flags, mode=0o600)) as log:
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+        assert started.stdout is not None  # a pipe
+        with started.stdout:
+            line = started.stdout.readline().decode().strip()  # the server itself prints it; the process ends earlier
+        started.wait(_START_SECONDS)
+    server = find_server(job, base)
+    if line not in ("ready", "already running") or server is None:
+        reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise StorageError(f"the memory server in {directory} cannot be started: {reason[0]}; see {errors}")
+    return server
