@@ -7,9 +7,10 @@ import json
 import os
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ckptcore_recovery.peers.connections import ServerConnections
 from ckptcore_recovery.peers.joining import MemoryOptions, join_job
@@ -40,13 +41,19 @@ class Hosts:
         """Return the directory of a host's memory servers."""
         return str(self._directory / host)
 
-    def join(self, *hosts: str) -> Sequence[Session]:
-        """Start the job on some hosts, with one process on each. Return the session of each process."""
+    def join(self, *hosts: str, domains: Mapping[str, str] = MappingProxyType({})) -> Sequence[Session]:
+        """Start the job on some hosts, with one process on each. Return the session of each process.
+
+        Args:
+            hosts: the host of each process.
+            domains: the failure domain of each host; a host without one is a domain by itself.
+        """
         self._joined += 1
         threads = ThreadJob(len(hosts))
 
         def join(coordinator: Coordinator) -> Session:
-            options = replace(self.options, base=self.base(hosts[coordinator.rank]))
+            host = hosts[coordinator.rank]
+            options = replace(self.options, base=self.base(host), domain=domains.get(host))
             return join_job(self.job, Agreement(coordinator, f"join {self._joined}"), options)
 
         sessions = threads.run(join)

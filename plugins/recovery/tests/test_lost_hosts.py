@@ -1,0 +1,174 @@
+"""Objects in memory survive lost hosts, killed servers and damaged copies; a new incarnation of a job takes over."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from ckptcore_recovery.peers.joining import MemoryOptions
+from ckptcore_recovery.peers.session import Session
+from ckptcore_recovery.peers.storage import PeerStorage
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, StorageError, StorageFullError
+from plugins.recovery.tests.job_hosts import Hosts
+
+pytestmark = pytest.mark.system
+
+LARGE = bytes(range(256)) * (9 << 12)  # more than two pieces
+
+
+def storage(session: Session) -> PeerStorage:
+    """Return the whole memory of a job as one of its processes uses it."""
+    return PeerStorage(session.job, "", session)
+
+
+def write(session: Session, key: str, data: bytes) -> None:
+    """Write a large object in pieces."""
+    writer = storage(session).open_writer(key, len(data))
+    writer.write_at(0, data)
+    writer.finish()
+
+
+def blobs(hosts: Hosts, host: str) -> list[Path]:
+    """Return the files of the complete blobs of a host."""
+    server = hosts.server(host)
+    assert server is not None
+    return [path for path in (server.directory / "blobs").iterdir() if not path.suffix]
+
+
+def test_every_object_survives_the_loss_of_any_one_host(hosts: Hosts) -> None:
+    for lost in ("a", "b", "c"):
+        for session, name in zip(hosts.join("a", "b", "c"), "abc", strict=True):
+            write(session, f"large-{name}", LARGE + name.encode())
+            storage(session).put(f"small-{name}", name.encode())
+        hosts.lose(lost)
+        for session in hosts.join(*{"a", "b", "c"} - {lost}, "spare"):
+            for name in "abc":
+                assert storage(session).get(f"large-{name}") == LARGE + name.encode()
+                assert storage(session).get(f"small-{name}") == name.encode()
+        hosts.lose("spare")
+
+
+def test_memory_is_read_from_a_host_that_left_the_job(hosts: Hosts) -> None:
+    first, second, _ = hosts.join("a", "b", "c")
+    write(first, "of a", LARGE)
+    write(second, "of b", LARGE)
+    (alone,) = hosts.join("c")
+    assert storage(alone).get("of a") == LARGE
+    assert storage(alone).get("of b") == LARGE
+    assert len(blobs(hosts, "c")) < 2, "c holds at most one of them"
+
+
+def test_a_killed_server_is_started_again_with_its_memory(hosts: Hosts) -> None:
+    (session,) = hosts.join("a")
+    write(session, "large", LARGE)
+    storage(session).put("small", b"1")
+    hosts.kill("a")
+    (again,) = hosts.join("a")
+    assert storage(again).get("large") == LARGE
+    assert storage(again).get("small") == b"1"
+
+
+def test_a_server_is_started_once_on_a_host(hosts: Hosts) -> None:
+    hosts.join("a", "a", "a")
+    before = hosts.pids("a")
+    hosts.join("a", "a")
+    assert hosts.pids("a") == before
+
+
+def test_an_earlier_incarnation_cannot_write(hosts: Hosts) -> None:
+    old, _ = hosts.join("a", "b")
+    write(old, "data", b"old" * 10)
+    started = storage(old).open_writer("later", 3)
+    (new,) = hosts.join("b")
+    for attempt in (
+        lambda: storage(old).put("data", b"late"),
+        lambda: storage(old).delete(["data"]),
+        lambda: write(old, "data", LARGE),
+        lambda: (started.write_at(0, b"abc"), started.finish()),
+    ):
+        with pytest.raises((SaveLostError, StorageError)):
+            attempt()
+    assert storage(new).get("data") == b"old" * 10
+    assert list(storage(new).list()) == ["data"]
+
+
+def test_a_corrupt_copy_is_named_and_passed_over(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = hosts.join("a", "b", "c")
+    write(first, "step/data", LARGE)
+    (path,) = blobs(hosts, "a")
+    with path.open("r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"\xff\xfe")
+    with caplog.at_level(logging.WARNING, "ckptcore.recovery"):
+        assert storage(first).get("step/data") == LARGE
+        assert storage(second).get("step/data") == LARGE
+    assert any("step/data" in message and "corrupt" in message for message in caplog.messages)
+
+
+def test_an_object_without_a_good_copy_is_lost(hosts: Hosts) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "data", LARGE)
+    for host in "ab":
+        (path,) = blobs(hosts, host)
+        with path.open("r+b") as file:
+            file.write(b"\xff\xfe")
+    with pytest.raises(CorruptCheckpointError, match="'data' is lost"):
+        storage(first).get("data")
+
+
+def test_an_object_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, MemoryOptions(limit=12 << 20))
+    try:
+        session, _ = hosts.join("a", "b")
+        write(session, "first", LARGE)
+        with pytest.raises(StorageFullError, match="bytes do not fit"):
+            write(session, "second", LARGE)
+        assert storage(session).get("first") == LARGE
+        storage(session).delete(["first"])
+        write(session, "second", LARGE)
+        assert len(blobs(hosts, "a")) == len(blobs(hosts, "b")) == 1
+    finally:
+        hosts.close()
+
+
+def test_what_killed_saves_left_is_freed(hosts: Hosts) -> None:
+    first, _ = hosts.join("a", "b")
+    write(first, "kept", LARGE)
+    unfinished = storage(first).open_writer("lost", len(LARGE))
+    unfinished.write_at(0, LARGE)
+    # A complete blob whose entry was never written: the process was killed between the two.
+    orphan = storage(first).open_writer("lost", len(LARGE))
+    orphan.write_at(0, LARGE)
+    orphan._send()  # type: ignore[attr-defined]
+    assert len(blobs(hosts, "b")) == 2
+    session, _ = hosts.join("a", "b")
+    assert len(blobs(hosts, "a")) == len(blobs(hosts, "b")) == 1
+    assert storage(session).get("kept") == LARGE
+
+
+def test_a_deleted_object_does_not_come_back(hosts: Hosts) -> None:
+    first, _, _ = hosts.join("a", "b", "c")
+    storage(first).put("gone", b"1")
+    storage(first).put("kept", b"2")
+    storage(first).delete(["gone"])
+    for remaining in (("b", "c"), ("c", "d"), ("a", "c")):
+        for session in hosts.join(*remaining):
+            assert list(storage(session).list()) == ["kept"]
+            with pytest.raises(ObjectNotFoundError):
+                storage(session).get("gone")
+
+
+def test_copies_are_in_different_failure_domains(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, MemoryOptions(limit=1 << 28))
+    domains = {"a": "rack 1", "b": "rack 1", "c": "rack 2", "d": "rack 2"}
+    try:
+        sessions = hosts.join(*domains, domains=domains)
+        for session in sessions:
+            holders = session.holders()
+            assert len(holders) == 2
+            assert len({member.domain for member in holders}) == 2
+    finally:
+        hosts.close()
+
