@@ -18,6 +18,7 @@ from ckptcore_recovery.peers.starting import find_server
 from ckptcore_recovery.peers.storage import SCHEME
 from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
 from ckptcore_tiers.tiered_run import TieredRun
+from ckptcore_tiers.tiered_steps import TieredSteps
 
 
 class PeerMemory:
@@ -77,6 +78,7 @@ class PeerMemory:
             close_seconds=close_seconds,
         )
         self._tiers = TieredDirectory(self._near, directory)
+        self._run: PeerRun | None = None
 
     def __repr__(self) -> str:
         return redacted(f"PeerMemory({self.location!r}, job={self.job!r})")
@@ -90,25 +92,27 @@ class PeerMemory:
     def own(self, names: StepNames, context: Context, ownership: Ownership) -> TieredRun:
         """See `RunDirectory`. Starts the memory server of this host if it does not run."""
         session = join_job(self.job, ownership.agreement.part("memory"), self._options)
-        return PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
+        self._run = PeerRun(session, self._near, self._tiers.open(names, context), context, ownership)
+        return self._run
 
     @property
     def uploads(self) -> UploadStatus:
         """Progress of the uploads. See `TieredDirectory.uploads`."""
-        return self._tiers.uploads
+        return UploadStatus() if self._run is None else self._run.uploads.status
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
         """See `TieredDirectory.wait_for_uploads`."""
-        self._tiers.wait_for_uploads(timeout)
+        if self._run is not None:
+            self._run.wait_for_uploads(timeout)
 
 
 class PeerRun(TieredRun):
     """The `OwnedRun` of a `PeerMemory`, in one process."""
 
-    def __init__(self, session: Session, near: NearTier, steps: object, context: Context, ownership: Ownership) -> None:
+    def __init__(self, session: Session, near: NearTier, steps: TieredSteps, context: Context, ownership: Ownership) -> None:
         """See `RunDirectory.own`."""
         self._session = session
-        super().__init__(near, steps, context, ownership)  # type: ignore[arg-type]
+        super().__init__(near, steps, context, ownership)
 
     def close(self) -> None:
         """See `OwnedRun`. The run has ended, so its memory servers end, too."""

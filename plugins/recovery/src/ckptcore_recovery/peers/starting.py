@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ckptcore.errors import StorageError
+from ckptcore_recovery.peers.connections import ServerConnections
 
 DIRECTORY_VARIABLE: Final = "CKPTCORE_PEER_MEMORY"
 """Environment variable with the directory of all memory servers of a host."""
@@ -87,6 +88,16 @@ def ensure_server(
     Raises:
         StorageError: it cannot be started.
     """
+    running = find_server(job, base)
+    if running is not None:
+        try:
+            with ServerConnections(running.interface, running.port, running.token) as server:
+                status, _ = server.call({"op": "status"})
+        except StorageError:
+            pass  # it was killed; a server that starts goes on with its files
+        else:
+            if status["id"] == running.id:
+                return running
     directory = server_directory(job, base)
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [
