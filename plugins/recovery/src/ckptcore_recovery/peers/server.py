@@ -117,7 +117,7 @@ class MemoryServer:
             operation = _OPERATIONS.get(str(header.get("op")))
             if operation is None:
                 raise StorageError(f"unknown request {str(header.get('op'))[:80]!r}")
-            if operation in _WRITES and int(header["epoch"]) != self.memory.epoch:
+            if operation in _WRITES and _integer(header, "epoch") != self.memory.epoch:
                 raise SaveLostError(
                     f"this process belongs to incarnation {header['epoch']} of the job; incarnation "
                     f"{self.memory.epoch} has taken over"
@@ -131,8 +131,8 @@ class MemoryServer:
         """Return the memory for a payload: that of its blob, so that pieces are not copied."""
         if header.get("op") == "piece" and header.get("epoch") == self.memory.epoch:
             try:
-                return self.memory.place_piece(str(header["blob"]), int(header["offset"]), nbytes)
-            except StorageError:
+                return self.memory.place_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
+            except (StorageError, KeyError, ValueError):
                 pass  # received elsewhere, and refused
         return memoryview(bytearray(nbytes))
 
@@ -145,7 +145,7 @@ class MemoryServer:
 
     def fence(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.fence`."""
-        self.memory.fence(int(header["epoch"]))
+        self.memory.fence(_integer(header, "epoch"))
         return {}, _NO_PAYLOAD
 
     def install(self, header: Header, payload: memoryview) -> Answer:
@@ -172,12 +172,12 @@ class MemoryServer:
 
     def begin(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.begin_blob`."""
-        path = self.memory.begin_blob(header["blob"], int(header["size"]), header["connection"])
+        path = self.memory.begin_blob(header["blob"], _integer(header, "size"), header["connection"])
         return {"path": str(path)}, _NO_PAYLOAD
 
     def piece(self, header: Header, payload: memoryview) -> Answer:
         """Record a piece of a blob, which is in its place already."""
-        name, offset = str(header["blob"]), int(header["offset"])
+        name, offset = str(header["blob"]), _integer(header, "offset")
         self.memory.place_piece(name, offset, len(payload))  # raises if it was not placed
         self.memory.set_checksum(name, offset, header["checksum"])
         return {}, _NO_PAYLOAD
@@ -196,7 +196,7 @@ class MemoryServer:
         """Return bytes of a blob, verified."""
         blob = self.memory.blob(str(header["blob"]))
         try:
-            return {}, blob.read(int(header["offset"]), min(int(header["nbytes"]), PIECE_BYTES))
+            return {}, blob.read(_integer(header, "offset"), min(_integer(header, "nbytes"), PIECE_BYTES))
         except CorruptCheckpointError as error:
             return {"corrupt": str(error)}, _NO_PAYLOAD
 
@@ -236,7 +236,7 @@ class MemoryServer:
 
     def cancel(self, header: Header, payload: memoryview) -> Answer:
         """See `HostMemory.cancel`."""
-        self.memory.cancel(str(header["key"]), int(header["version"]))
+        self.memory.cancel(str(header["key"]), _integer(header, "version"))
         return {}, _NO_PAYLOAD
 
     def apply(self, header: Header, payload: memoryview) -> Answer:
@@ -294,6 +294,18 @@ _WRITES: Final = frozenset(
     }
 )  # fmt: skip
 """Operations that only the current incarnation of the job may do."""
+
+
+def _integer(header: Header, name: str) -> int:
+    """Return a number of a request.
+
+    Raises:
+        KeyError, ValueError: it is missing, or no integer.
+    """
+    value = header[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r}: expected an integer")
+    return value
 
 
 def _write_private(path: Path, data: bytes) -> None:
