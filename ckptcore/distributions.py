@@ -81,6 +81,7 @@ DISTRIBUTIONS: Final = (
     Distribution("collective", "ckptcore_collective", internals={"SharedAttempt": "shared"}),
     Distribution("incremental", "ckptcore_incremental", names={"Update": "updates", "partial": "partial_checkpoint"}),
     Distribution("integrations", "ckptcore_integrations"),
+    Distribution("recovery", "ckptcore_recovery", schemes=("peers",)),
     Distribution("testing", "ckptcore_testing"),
     Distribution("tiers", "ckptcore_tiers", names={"tiers": ""}),
     Distribution(

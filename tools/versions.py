@@ -158,6 +158,7 @@ _FRAMEWORKS: Final = Part(
         "ckptcore-jax[test]",
         "ckptcore-orbax",
         "ckptcore-ray",
+        "ckptcore-recovery",
         "ckptcore-s3[test]",
         "ckptcore-testing",
         "ckptcore-tiers",

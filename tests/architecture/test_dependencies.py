@@ -44,6 +44,7 @@ FEATURES = {
     "ckptcore_jax.worker_loads",
     "ckptcore_jax.worker_saves",
     "ckptcore_jax.worker_stages",
+    "ckptcore_recovery",
     "ckptcore_testing",
     "ckptcore_tiers",
     "ckptcore_tools",

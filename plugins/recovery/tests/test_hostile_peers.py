@@ -60,9 +60,9 @@ def still_serves(session: Session) -> bool:
 
 
 def test_a_wrong_token_is_refused(session: Session, server: LocalServer) -> None:
-    with ServerConnections(server.interface, server.port, b"x" * 32) as wrong:
-        with pytest.raises((MessageError, ServerLostError)):
-            wrong.call({"op": "status"})
+    wrong = ServerConnections(server.interface, server.port, b"x" * 32)
+    with wrong, pytest.raises((MessageError, ServerLostError)):
+        wrong.call({"op": "status"})
     assert still_serves(session)
 
 
@@ -134,19 +134,20 @@ def test_a_repeated_message_is_refused(session: Session, server: LocalServer, co
 
 def test_a_server_without_the_token_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        with ServerConnections("127.0.0.1", listening.getsockname()[1], b"t" * 32) as client:
-            def pretend() -> None:
-                accepted, _ = listening.accept()
-                with accepted:
-                    accepted.sendall(b"ckptcore peer 1\n" + b"n" * 32)
-                    accepted.recv(80)
-                    accepted.sendall(b"p" * 32)
 
-            thread = threading.Thread(target=pretend)
-            thread.start()
-            with pytest.raises(MessageError, match="token"):
-                client.call({"op": "status"})
-            thread.join()
+        def pretend() -> None:
+            accepted, _ = listening.accept()
+            with accepted:
+                accepted.sendall(b"ckptcore peer 1\n" + b"n" * 32)
+                accepted.recv(80)
+                accepted.sendall(b"p" * 32)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        client = ServerConnections("127.0.0.1", listening.getsockname()[1], b"t" * 32)
+        with client, pytest.raises(MessageError, match="token"):
+            client.call({"op": "status"})
+        thread.join()
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "", "x" * 32, "0" * 31, "0" * 33, "..", 5, None])
@@ -192,16 +193,15 @@ def test_pieces_stay_in_their_blob(session: Session, server: LocalServer, offset
 @pytest.mark.parametrize(
     "header",
     [
-        {"op": "no such"}, {}, {"op": "apply"}, {"op": "apply", "entry": [1]}, {"op": "apply", "entry": "x", "key": "k"},
+        {"op": "no such"}, {}, {"op": "apply"}, {"op": "apply", "entry": [1]}, {"op": "apply", "entry": "x"},
         {"op": "install", "view": {}}, {"op": "load", "is_first": False}, {"op": "find"}, {"op": "keys"},
         {"op": "fence", "epoch": "x"}, {"op": "fence", "epoch": 0}, {"op": "reserve", "key": "k"},
     ],
     ids=str,
 )  # fmt: skip
 def test_invalid_requests_are_errors(session: Session, server: LocalServer, header: dict[str, object]) -> None:
-    with connect(server) as connections:
-        with pytest.raises((CheckpointError, ServerLostError)):
-            connections.call({"epoch": session.view.epoch, **header}, b"[1, 2]")
+    with connect(server) as connections, pytest.raises((CheckpointError, ServerLostError)):
+        connections.call({"epoch": session.view.epoch, **header}, b"[1, 2]")
     assert still_serves(session)
 
 
@@ -231,4 +231,3 @@ def test_files_of_a_server_are_private(session: Session, server: LocalServer) ->
     writer.finish()
     for path in [server.directory, *server.directory.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
-

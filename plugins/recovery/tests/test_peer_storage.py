@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from ckptcore_recovery.peers.joining import MemoryOptions
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.storage import PeerStorage
 from ckptcore_testing import NewObjectTests, StorageBackendTests
 
-from ckptcore.errors import CorruptCheckpointError, SaveLostError, StorageFullError
 from ckptcore.protocols import StorageBackend
-
-from plugins.recovery.tests.job_hosts import Hosts
 
 pytestmark = pytest.mark.system
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from ckptcore_recovery.peers.peer_memory import PeerMemory
+from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -8,3 +8,7 @@ views           the members of a job's memory, and which of them hold copies
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it
 messages        frames on an authenticated connection
 """
+
+from ckptcore_recovery.peers.peer_memory import PeerMemory
+
+__all__ = ["PeerMemory"]

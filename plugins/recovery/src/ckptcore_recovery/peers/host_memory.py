@@ -2,7 +2,7 @@
 
 A blob is a sequence of bytes with a random name; it never changes once it is complete. An entry belongs to the key of
 an object. It has the data of a small object, or names the blob of a large one and the hosts that hold it. Files survive
-the server, so that a server that is started again on the same host goes on with them.
+the server, so that a new server on the same host continues with them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ckptcore_recovery.peers.messages import PIECE_BYTES
 
 _BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _PENDING_SECONDS: Final = 10.0
-"""How long a version that a client reserved keeps other clients from changing the key."""
+"""Time in seconds after which a version that a client reserved no longer keeps other clients from changing the key."""
 
 _FILE_BYTES: Final = 4096
-"""What a small file takes in a memory file system: a page."""
+"""Memory of a small file in a memory file system: a page."""
 
 
 class Entry(NamedTuple):
-    """What is stored for a key.
+    """The stored version of a key.
 
     Attributes:
         version: increases with each change of the key.

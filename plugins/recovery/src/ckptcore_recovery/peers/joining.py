@@ -18,7 +18,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
 from ckptcore_recovery.peers.host_memory import Entry
-from ckptcore_recovery.peers.session import Session, join
+from ckptcore_recovery.peers.session import JOINED, Session
 from ckptcore_recovery.peers.starting import LocalServer, ensure_server
 from ckptcore_recovery.peers.views import Member, View, place_copies
 
@@ -108,7 +108,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     with agreement.stage("sweep"):
         if is_first:
             _sweep(session, local)
-    join(session)
+    JOINED.join(session)
     return session
 
 
@@ -173,9 +173,7 @@ def _fence_others(before: View, found: Mapping[str, _Found], token: bytes, epoch
     return readers
 
 
-def _collect(
-    before: View, found: Mapping[str, _Found], readers: Sequence[Member], token: bytes
-) -> Mapping[str, Entry]:
+def _collect(before: View, found: Mapping[str, _Found], readers: Sequence[Member], token: bytes) -> Mapping[str, Entry]:
     """Return the newest entry of each key from the members of the previous view that held the entries.
 
     Leaves out the leases of the previous owner of a directory, which is fenced.

@@ -8,6 +8,7 @@ checksum. Nothing is encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -106,10 +107,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection. A thread that waits for a message gets an error."""
-        try:
+        with contextlib.suppress(OSError):  # the other side has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side has closed it already
         self._socket.close()
 
     def _proof(self, name: bytes, nonces: bytes) -> bytes:

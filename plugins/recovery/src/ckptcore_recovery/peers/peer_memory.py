@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
+
+from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
+from ckptcore_tiers.tiered_run import TieredRun
+from ckptcore_tiers.tiered_steps import TieredSteps
 
 from ckptcore.commit.location import LocationLike, absolute_location
 from ckptcore.context import Context
@@ -16,9 +21,6 @@ from ckptcore_recovery.peers.joining import MemoryOptions, join_job
 from ckptcore_recovery.peers.session import Session
 from ckptcore_recovery.peers.starting import find_server
 from ckptcore_recovery.peers.storage import SCHEME
-from ckptcore_tiers import NearTier, TieredDirectory, UploadStatus
-from ckptcore_tiers.tiered_run import TieredRun
-from ckptcore_tiers.tiered_steps import TieredSteps
 
 
 class PeerMemory:
@@ -65,7 +67,7 @@ class PeerMemory:
         """
         if copies < 0 or memory_bytes <= 0:
             raise ValueError(f"PeerMemory(copies={copies!r}, memory_bytes={memory_bytes!r}): expected positive numbers")
-        if interface in ("", "0.0.0.0", "::"):  # noqa: S104  # refused
+        if interface in ("", "0.0.0.0", "::"):  # refused
             raise ValueError(f"PeerMemory(interface={interface!r}): expected the address that other hosts connect to")
         identity = absolute_location(directory) if "://" not in os.fspath(directory) else os.fspath(directory)
         self.location = directory
@@ -109,16 +111,18 @@ class PeerMemory:
 class PeerRun(TieredRun):
     """The `OwnedRun` of a `PeerMemory`, in one process."""
 
-    def __init__(self, session: Session, near: NearTier, steps: TieredSteps, context: Context, ownership: Ownership) -> None:
+    def __init__(
+        self, session: Session, near: NearTier, steps: TieredSteps, context: Context, ownership: Ownership
+    ) -> None:
         """See `RunDirectory.own`."""
         self._session = session
         super().__init__(near, steps, context, ownership)
 
     def close(self) -> None:
-        """See `OwnedRun`. The run has ended, so its memory servers end, too."""
+        """See `OwnedRun`. The servers end soon, unless an error is being handled: then the job may start again."""
         super().close()
         session = self._session
-        if session.local is not None:
+        if session.local is not None and sys.exc_info()[1] is None:
             member = session.view.by_id[session.local.id]
             session.try_to_call(member, {"op": "end", "epoch": session.view.epoch})
 

@@ -1,7 +1,7 @@
 """The memory server of one host: a process of its own, which outlives the processes of the job that use it.
 
-Start it with ``python -m ckptcore_recovery.peers.server DIRECTORY``, or let `starting.ensure_server` start it. It ends if
-no process of the job has been connected for some time, or when the job ends.
+Start it with ``python -m ckptcore_recovery.peers.server DIRECTORY``, or let `starting.ensure_server` start it. It ends
+if no process of the job has been connected for some time, or when the job ends.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ logger = logging.getLogger("ckptcore.recovery")
 _MAX_CONNECTIONS: Final = 4096
 _PAGE_BYTES: Final = 1 << 21
 """Stop to add keys or entries to a page once it has this size."""
+
+_ENDING_SECONDS: Final = 60.0
+"""A server whose job has ended waits so long for another start of the job."""
 
 Answer: TypeAlias = tuple[Header, memoryview | bytes]
 """The header and the payload of an answer."""
@@ -92,7 +95,8 @@ class MemoryServer:
             if any(connection is not None for connection in self._connections.values()):
                 self._last_used = time.monotonic()
                 return False
-            return self._is_ending or time.monotonic() > self._last_used + self._idle_seconds
+            seconds = min(self._idle_seconds, _ENDING_SECONDS) if self._is_ending else self._idle_seconds
+            return time.monotonic() > self._last_used + seconds
 
     def _serve_connection(self, number: int, accepted: socket.socket) -> None:
         connection = None
@@ -132,7 +136,7 @@ class MemoryServer:
         if header.get("op") == "piece" and header.get("epoch") == self.memory.epoch:
             try:
                 return self.memory.place_piece(str(header["blob"]), _integer(header, "offset"), nbytes)
-            except (StorageError, KeyError, ValueError):
+            except (StorageError, KeyError, TypeError):
                 pass  # received elsewhere, and refused
         return memoryview(bytearray(nbytes))
 
@@ -166,7 +170,7 @@ class MemoryServer:
         return {"view": self._view}, _NO_PAYLOAD
 
     def end(self, header: Header, payload: memoryview) -> Answer:
-        """End once the last connection is closed: the job has ended."""
+        """End soon after the last connection is closed: the job has ended. If it starts again, go on."""
         self._is_ending = True
         return {}, _NO_PAYLOAD
 
@@ -300,11 +304,11 @@ def _integer(header: Header, name: str) -> int:
     """Return a number of a request.
 
     Raises:
-        KeyError, ValueError: it is missing, or no integer.
+        KeyError, TypeError: it is missing, or no integer.
     """
     value = header[name]
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r}: expected an integer")
+        raise TypeError(f"{name}={value!r}: expected an integer")
     return value
 
 

@@ -205,13 +205,23 @@ class Session:
         return version, None if present is None else Entry.decode(present)
 
 
-_sessions: dict[str, Session] = {}
-"""The sessions of this process that joined a job, by the name of the job."""
+class JoinedJobs:
+    """The sessions of this process, by the name of the job that it joined. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def join(self, session: Session) -> None:
+        """Use a session for all later operations of this process on its job."""
+        self._sessions[session.job] = session
+
+    def find(self, job: str) -> Session | None:
+        """Return the session of a job that this process joined, or None."""
+        return self._sessions.get(job)
 
 
-def join(session: Session) -> None:
-    """Use a session for all later operations of this process on its job."""
-    _sessions[session.job] = session
+JOINED: Final = JoinedJobs()
+"""The jobs of this process."""
 
 
 def session_of(job: str) -> Session:
@@ -221,7 +231,7 @@ def session_of(job: str) -> Session:
         ObjectNotFoundError: this host has no memory server of the job.
         StorageError: the server of this host does not answer.
     """
-    joined = _sessions.get(job)
+    joined = JOINED.find(job)
     if joined is not None:
         return joined
     local = find_server(job)

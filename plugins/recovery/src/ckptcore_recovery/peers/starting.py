@@ -73,9 +73,7 @@ def find_server(job: str, base: str | None = None) -> LocalServer | None:
     return LocalServer(directory, described["id"], described["interface"], described["port"], token)
 
 
-def ensure_server(
-    job: str, *, limit: int, interface: str, idle_seconds: float, base: str | None = None
-) -> LocalServer:
+def ensure_server(job: str, *, limit: int, interface: str, idle_seconds: float, base: str | None = None) -> LocalServer:
     """Return the memory server of this host. Start it in a session of its own if it does not run.
 
     Args:
@@ -94,7 +92,7 @@ def ensure_server(
             with ServerConnections(running.interface, running.port, running.token) as server:
                 status, _ = server.call({"op": "status"})
         except StorageError:
-            pass  # it was killed; a server that starts goes on with its files
+            pass  # it was killed; the next server continues with its files
         else:
             if status["id"] == running.id:
                 return running
@@ -111,8 +109,8 @@ def ensure_server(
         with started.stdout:
             line = started.stdout.readline().decode().strip()  # the server itself prints it; the process ends earlier
         started.wait(_START_SECONDS)
-    server = find_server(job, base)
-    if line not in ("ready", "already running") or server is None:
+    started_server = find_server(job, base)
+    if line not in ("ready", "already running") or started_server is None:
         reason = errors.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
         raise StorageError(f"the memory server in {directory} cannot be started: {reason[0]}; see {errors}")
-    return server
+    return started_server
