@@ -70,6 +70,15 @@ def test_a_killed_server_is_started_again_with_its_memory(hosts: Hosts) -> None:
     assert storage(again).get("small") == b"1"
 
 
+def test_a_job_goes_on_after_its_server_was_killed(hosts: Hosts) -> None:
+    first, second = hosts.join("a", "b")
+    write(first, "before", LARGE)
+    hosts.kill("a")
+    write(first, "after", LARGE)  # starts the server again
+    for session in (first, second):
+        assert storage(session).get("before") == storage(session).get("after") == LARGE
+
+
 def test_a_server_is_started_once_on_a_host(hosts: Hosts) -> None:
     hosts.join("a", "a", "a")
     before = hosts.pids("a")

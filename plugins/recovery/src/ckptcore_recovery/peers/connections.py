@@ -50,17 +50,19 @@ class ServerConnections:
         place: the server, for errors.
     """
 
-    def __init__(self, host: str, port: int, token: bytes) -> None:
+    def __init__(self, host: str, port: int, token: bytes, *, start_again: Callable[[], object] | None = None) -> None:
         """Connect at the first request.
 
         Args:
             host: the host name or address of the server.
             port: its port.
             token: the secret of the job.
+            start_again: starts the server again if it does not answer; None if this process cannot.
         """
         self.place = f"{host}:{port}"
         self._address = (host, port)
         self._token = token
+        self._start_again = start_again
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
         weakref.finalize(self, _close_all, self._idle).atexit = False
@@ -102,7 +104,14 @@ class ServerConnections:
                 return self._exchange(connection, header, payload, place)
             except ServerLostError:
                 self.close()  # the server may have been started again: the other idle connections have ended, too
-        return self._exchange(self._connect(), header, payload, place)
+        try:
+            connection = self._connect()
+        except ServerLostError:
+            if self._start_again is None:
+                raise
+            self._start_again()
+            connection = self._connect()
+        return self._exchange(connection, header, payload, place)
 
     def _connect(self) -> Connection:
         try:

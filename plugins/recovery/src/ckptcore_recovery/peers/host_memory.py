@@ -17,6 +17,7 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,9 @@ from ckptcore_recovery.peers.messages import PIECE_BYTES
 _BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _PENDING_SECONDS: Final = 10.0
 """Time in seconds after which a version that a client reserved no longer keeps other clients from changing the key."""
+
+_DELETED_SECONDS: Final = 300.0
+"""Time in seconds for which the version of a deleted object is remembered; longer than any request takes."""
 
 _FILE_BYTES: Final = 4096
 """Memory of a small file in a memory file system: a page."""
@@ -192,6 +196,8 @@ class HostMemory:
         self._blobs: dict[str, Blob] = {}
         self._unfinished: dict[str, _UnfinishedBlob] = {}
         self._pending: dict[str, _Pending] = {}
+        self._deleted: deque[tuple[float, str]] = deque()
+        """The keys of deleted objects, with the time of their deletion, oldest first."""
         self._counter = 0
         self._used = 0
         for name in ("blobs", "entries"):
@@ -454,6 +460,8 @@ class HostMemory:
             path = self._path_of(key)
             if entry.is_deleted:
                 _unlink(path)
+                self._deleted.append((time.monotonic(), key))
+                self._forget_deleted()
             else:
                 _write_file(path, json.dumps([key, entry.encode()]).encode("ascii"))
             self._entries[key] = entry
@@ -462,6 +470,14 @@ class HostMemory:
             if pending is not None and pending.version <= entry.version:
                 del self._pending[key]
                 self._changed.notify_all()
+
+    def _forget_deleted(self) -> None:
+        """Forget deleted objects once no earlier write of the same key can arrive any more."""
+        while self._deleted and self._deleted[0][0] < time.monotonic() - _DELETED_SECONDS:
+            _, key = self._deleted.popleft()
+            entry = self._entries.get(key)
+            if entry is not None and entry.is_deleted:
+                del self._entries[key]
 
     def dump(self) -> Iterator[tuple[str, Entry]]:
         """Yield all entries, also of deleted objects."""
@@ -476,6 +492,7 @@ class HostMemory:
                 self._used -= _entry_bytes(entry)
                 _unlink(self._path_of(key))
             self._entries.clear()
+            self._deleted.clear()
 
     def blobs_of(self, holder: str) -> list[str]:
         """Return the names of the blobs that a member should hold, by the entries."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from ckptcore.commit.locks import OWNER
@@ -80,14 +81,16 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         StorageError: the server of this host cannot be started.
         RankFailedError: that of another host cannot be started.
     """
+    start = partial(
+        ensure_server,
+        job,
+        limit=options.limit,
+        interface=options.interface,
+        idle_seconds=options.idle_seconds,
+        base=options.base,
+    )
     with agreement.stage("servers") as stage:
-        local = ensure_server(
-            job,
-            limit=options.limit,
-            interface=options.interface,
-            idle_seconds=options.idle_seconds,
-            base=options.base,
-        )
+        local = start()
         with ServerConnections(local.interface, local.port, local.token) as own:
             status, _ = own.call({"op": "status"})
         domain = options.domain or local.id
@@ -104,7 +107,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
         if is_first:
             own.call({"op": "install", "view": view.encode(), "token": token.hex()})
     local = local._replace(token=token)
-    session = Session(job, local, view, token, Pace(options.bytes_per_second))
+    session = Session(job, local, view, token, Pace(options.bytes_per_second), start)
     with agreement.stage("sweep"):
         if is_first:
             _sweep(session, local)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ckptcore.errors import ObjectNotFoundError, StorageError
@@ -32,7 +32,15 @@ class Session:
         pace: limits the rate of pieces.
     """
 
-    def __init__(self, job: str, local: LocalServer | None, view: View, token: bytes, pace: Pace) -> None:
+    def __init__(
+        self,
+        job: str,
+        local: LocalServer | None,
+        view: View,
+        token: bytes,
+        pace: Pace,
+        start_again: Callable[[], object] | None = None,
+    ) -> None:
         """Use a view.
 
         Args:
@@ -41,12 +49,14 @@ class Session:
             view: the view of the job's incarnation.
             token: the secret of the job.
             pace: limits the rate of pieces.
+            start_again: starts the server of this host again; None if this process only reads.
         """
         self.job = job
         self.local = local
         self.view = view
         self.pace = pace
         self._token = token
+        self._start_again = start_again
         self._servers: dict[str, ServerConnections] = {}
         self._lost: set[str] = set()
         self.reset_after_fork()
@@ -61,7 +71,12 @@ class Session:
         with self._lock:
             server = self._servers.get(member.id)
             if server is None:
-                server = self._servers[member.id] = ServerConnections(member.host, member.port, self._token)
+                server = self._servers[member.id] = ServerConnections(
+                    member.host,
+                    member.port,
+                    self._token,
+                    start_again=self._start_again if self.is_local(member) else None,
+                )
             return server
 
     def close(self) -> None:
