@@ -72,9 +72,9 @@ class KilledHosts:
                 process.start()
             self._wait(members, lambda lines: bool(lines))
             loaded = {lines[0] for lines in map(_lines, members)}
-            assert len(loaded) == 1 and (text := loaded.pop()).startswith("loaded"), [
-                _lines(member) for member in members
-            ]
+            assert len(loaded) == 1, [_lines(member) for member in members]
+            text = loaded.pop()
+            assert text.startswith("loaded"), [_lines(member) for member in members]
             step = 0 if text == "loaded None" else int(text.split()[1])
             assert step >= self.reported, f"step {self.reported} was reported as saved, and step {step} was loaded"
             self.loaded.append(step)
@@ -114,7 +114,8 @@ class KilledHosts:
     def close(self) -> None:
         """Kill all servers."""
         for directory in self._directory.iterdir():
-            self._kill_server(directory.name)
+            if directory.is_dir():
+                self._kill_server(directory.name)
 
 
 def _lines(member: Process) -> list[str]:

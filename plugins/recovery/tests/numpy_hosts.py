@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from ckptcore_recovery.peers import PeerMemory
 from ckptcore_recovery.peers.starting import DIRECTORY_VARIABLE
 from ckptcore_torch.store_coordinator import StoreCoordinator
+from torch._C._distributed_c10d import TCPStore
 
 from ckptcore import Checkpointer, Context, ShardedArray
 from ckptcore.context import JobOptions
@@ -81,7 +81,7 @@ def run(process: Process) -> None:
 
 def _train(process: Process, say: object) -> None:
     assert callable(say)
-    store = dist.TCPStore("127.0.0.1", process.port, process.size, process.rank == 0, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", process.port, process.size, process.rank == 0, wait_for_workers=False)
     coordinator = StoreCoordinator(store, process.rank, process.size, timeout_seconds=60)
     memory = PeerMemory(
         process.directory / "far",
