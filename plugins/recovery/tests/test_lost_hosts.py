@@ -104,6 +104,20 @@ def test_an_earlier_incarnation_cannot_write(hosts: Hosts) -> None:
     assert list(storage(new).list()) == ["data"]
 
 
+def test_hosts_can_be_lost_one_after_the_other(hosts: Hosts) -> None:
+    names = ["a", "b", "c"]
+    first, *_ = hosts.join(*names)
+    write(first, "large", LARGE)
+    storage(first).put("small", b"1")
+    for number in range(4):
+        hosts.lose(names.pop(0))
+        names.append(f"spare-{number}")
+        for session in hosts.join(*names):
+            assert storage(session).get("large") == LARGE
+            assert storage(session).get("small") == b"1"
+        assert sum(len(blobs(hosts, name)) for name in names) == 2
+
+
 def test_a_corrupt_copy_is_named_and_passed_over(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = hosts.join("a", "b", "c")
     write(first, "step/data", LARGE)

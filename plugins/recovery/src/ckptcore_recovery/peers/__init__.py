@@ -3,6 +3,7 @@
 peer_memory     `PeerMemory`: saves steps to memory, in front of a directory
 storage         the memory of a job as a storage; its readers and writers
 joining         how a job takes over the memory that its previous incarnation left
+copies          makes copies again whose hosts were lost
 session         the servers and the view as one process uses them; connections have the requests
 views           the members of a job's memory, and which of them hold copies
 server          the memory server of a host; `host_memory` is what it holds, and `starting` starts it

@@ -18,6 +18,7 @@ from ckptcore.events import logger_named
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.tree import JSON
 from ckptcore_recovery.peers.connections import Pace, ServerConnections, ServerLostError
+from ckptcore_recovery.peers.copies import restore_copies
 from ckptcore_recovery.peers.host_memory import Entry
 from ckptcore_recovery.peers.session import JOINED, Session
 from ckptcore_recovery.peers.starting import LocalServer, ensure_server
@@ -111,6 +112,7 @@ def join_job(job: str, agreement: Agreement, options: MemoryOptions) -> Session:
     with agreement.stage("sweep"):
         if is_first:
             _sweep(session, local)
+    restore_copies(session, agreement, is_first=is_first)
     JOINED.join(session)
     return session
 

@@ -110,7 +110,7 @@ class PeerStorage(StorageBackend):
             first = min(start, entry.size)
             data = bytearray((entry.size if stop is None else max(first, min(stop, entry.size))) - first)
             try:
-                _BlobReader(self._session, self._prefix, key, entry).get_into([(first, memoryview(data))])
+                BlobReader(self._session, self._prefix, key, entry).get_into([(first, memoryview(data))])
             except ObjectNotFoundError:
                 continue  # it was replaced; if it was deleted, `_find` raises
             return bytes(data), str(entry.version)
@@ -121,7 +121,7 @@ class PeerStorage(StorageBackend):
 
     def open_reader(self, key: str) -> RangeReader:
         """See `StorageBackend`. Reads stay on this object even if another one replaces it."""
-        return _BlobReader(self._session, self._prefix, key, self._find(key))
+        return BlobReader(self._session, self._prefix, key, self._find(key))
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""
@@ -188,6 +188,30 @@ class PeerStorage(StorageBackend):
                 self._session.drop_blob(present)
 
 
+def write_local_blob(session: Session, name: str, size: int, source: BlobReader) -> None:
+    """Copy a blob of another host into the memory of this host.
+
+    Raises:
+        StorageFullError: it does not fit.
+        CorruptCheckpointError: no host has a good copy.
+        StorageError: the server of this host failed.
+    """
+    assert session.local is not None
+    server = session.server(session.view.by_id[session.local.id])
+    epoch = session.view.epoch
+    answer, _ = server.call({"op": "begin", "epoch": epoch, "blob": name, "size": size})
+    with open(answer["path"], "r+b") as file:
+        memory = memoryview(mmap.mmap(file.fileno(), size)) if size else memoryview(b"")
+    source.get_into([(0, memory)])
+    server.call({"op": "finish", "epoch": epoch, "blob": name, "checksums": checksums_of(memory)})
+
+
+def checksums_of(memory: memoryview) -> list[int]:
+    """Return the checksum of each piece of a blob."""
+    pieces = range(0, len(memory), PIECE_BYTES)
+    return [xxhash.xxh3_64_intdigest(memory[offset : offset + PIECE_BYTES]) for offset in pieces]
+
+
 def _replace(session: Session, key: str, entry: Entry, condition: PutCondition | None) -> str:
     """Store an entry, and free the blob of the replaced one. Return its tag."""
     wanted = None if condition is None else "" if isinstance(condition, IfAbsent) else condition.tag or "no tag"
@@ -197,7 +221,7 @@ def _replace(session: Session, key: str, entry: Entry, condition: PutCondition |
     return str(version)
 
 
-class _BlobReader:
+class BlobReader:
     """An object that is open for reading. Tries the host's own copy first, then the others. Thread-safe."""
 
     def __init__(self, session: Session, prefix: str, key: str, entry: Entry) -> None:
@@ -344,8 +368,7 @@ class _BlobWriter:
 
     def _send(self) -> None:
         session, memory = self._session, self._memory
-        pieces = range(0, self._size, PIECE_BYTES)
-        checksums = [xxhash.xxh3_64_intdigest(memory[offset : offset + PIECE_BYTES]) for offset in pieces]
+        checksums = checksums_of(memory)
         for member in self._holders:
             if self._is_shared and session.is_local(member):
                 header = {"op": "finish", "epoch": session.view.epoch, "blob": self._name, "checksums": checksums}
