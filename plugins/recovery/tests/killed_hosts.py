@@ -83,11 +83,10 @@ class KilledHosts:
             if is_last:
                 return
             time.sleep(self._random.uniform(0.0, 0.5))  # the moment of the kill is random; nothing waits for it
-            lost = self._random.sample(hosts, self._random.randint(0, min(self._copies, size - 1)))
-            for host in hosts:
-                if host in lost or self._random.random() < 0.1:
-                    self._kill_server(host)
-            for host in lost:
+            failed = self._random.sample(hosts, self._random.randint(0, min(self._copies, size - 1)))
+            lost = [host for host in failed if self._random.random() < 0.7]  # the others keep their memory
+            for host in failed:
+                self._kill_server(host)
                 running[hosts.index(host)].kill()
         finally:
             for process in running:
