@@ -30,7 +30,7 @@ OpenedMember: TypeAlias = Checkpoint | CheckpointError
 """An open checkpointable, or the error of opening it."""
 
 _FEW: Final = 8
-"""Number of requests that are sent one after the other, because starting threads takes longer on a local disk."""
+"""Up to this number, requests are sent one after the other, because starting threads takes longer on a local disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Problem:
 
 
 def _wrong_size(key: str, expected: int, size: int | None, least: str = "") -> Problem:
-    """Return the problem of an object with another size in bytes than expected. `size` is None for a missing one."""
+    """Return the problem of an object with another size in bytes than expected. `size` is None if it is missing."""
     message = f"{key} is missing" if size is None else f"{key} has {size} bytes instead of {least}{expected}"
     return Problem(key, min(size or 0, expected), max(size or 0, expected), (), message)
 
@@ -67,7 +67,7 @@ def missing_members(
 
     Args:
         composite: the checkpoint.
-        existing: by name, the directories that exist; names without any may be left out.
+        existing: by name, the directories that exist. May omit names without directories.
     """
     problems = []
     for name, member in composite.members.items():
@@ -132,8 +132,7 @@ class StoredFiles(NamedTuple):
         nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
             checkpoints of other software, bytes of the arrays.
         problems: the files of the checkpoint and of its bases that are missing or have another size.
-        deleted: names of checkpointables that do not exist. They were deleted, or they were lost, which is also a
-            problem.
+        deleted: names of checkpointables that do not exist: deleted ones, and lost ones, which `problems` lists too.
     """
 
     nbytes: int
@@ -144,7 +143,7 @@ class StoredFiles(NamedTuple):
 def has_expected_sizes(location: AnyLocation, context: Context) -> bool:
     """Return True if every object of a checkpoint and of its bases exists with its recorded size.
 
-    Reads roots and no array. For several checkpointables, returns False if all directories of one are missing.
+    Reads roots and no array. Returns False if a checkpointable of a composite has no directory.
 
     Raises:
         CheckpointError: a root cannot be read.

@@ -87,7 +87,7 @@ class CheckpointMetadata(ShownInNotebooks):
     software, or a copy of it, has both if it has several objects and `ckptcore.load` loads one of them by default.
 
     Attributes:
-        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint and does not state it.
+        created: start of the save, ISO 8601 in UTC; None if other software wrote the checkpoint without a time.
         writer: the software that wrote it.
         custom: metadata of the user.
         save_id: id of the save; None for checkpoints of other software.
@@ -153,7 +153,7 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def unused(self) -> Mapping[str, Sequence[str]]:
-        """By object, the names of arrays that other software stored and does not load.
+        """By object, the names of stored arrays that the other software does not load.
 
         Its index names other copies of them, or does not name them. Raises CompositeCheckpointError for several
         objects.
@@ -162,7 +162,7 @@ class CheckpointMetadata(ShownInNotebooks):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays and files. Counts tied arrays once, and one of the states that processes saved."""
+        """Bytes of all arrays and files. Counts tied arrays once, and only one of the separate states of processes."""
         if self.contents is None or self.is_composite:
             return sum([metadata.nbytes for metadata in self.checkpointables.values()])
         if self.contents.is_files:

@@ -48,7 +48,7 @@ _BEGIN_BYTES: Final = 16
 
 
 def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context) -> tuple[str, ...]:
-    """Return the files with state that are not part of a checkpoint, and ``file: tensors`` for such tensors of a file.
+    """Return the files with state, and tensors as ``file: tensors``, that are not part of a checkpoint.
 
     Checkpoints of ckptcore list all of their files, so the result is empty for them.
     """
@@ -99,7 +99,7 @@ def files_read_by(
 
 
 def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) -> bool:
-    """Return True if a file that a load does not read has state that is not in another file that the load reads."""
+    """Return True if a file that a load does not read has state that the files that the load reads do not have."""
     directory, _, name = key.rpartition("/")
     folders: Sequence[str] = directory.split("/") if directory else ()
     if not _STATE.fullmatch(name) or name == _ARGUMENTS or any(folder.startswith(".") for folder in folders):

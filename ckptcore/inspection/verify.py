@@ -69,7 +69,7 @@ class VerifyReport:
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
         deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
-        unused: by object, the names of arrays that other software stored and does not load, because its index names
+        unused: by object, the names of stored arrays that the other software does not load, because its index names
             other copies of them, or does not name them. They are not read, and not reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
         left_out: files with state, and tensors of files, that are in the directory of a checkpoint of other software
@@ -137,7 +137,7 @@ def verify_checkpoint(location: AnyLocation, context: Context, report: ProgressC
 def _verify_composite(
     composite: CompositeCheckpoint, location: AnyLocation, context: Context, progress: ByteProgress
 ) -> VerifyReport:
-    """Verify every checkpointable that exists. Keys in the report begin with its directory."""
+    """Verify every checkpointable that exists. Keys in the report begin with the directory of the checkpointable."""
     root, existing = composite.root, members_by_name(composite)
     problems: list[Problem] = []
     opened: list[tuple[str, Checkpoint]] = []
@@ -181,7 +181,7 @@ def _verify_composite(
 
 
 _DAMAGE: Final = frozenset({errno.EIO, errno.ELOOP, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)})
-"""Errors of a file that cannot be read, of a damaged file system, and of a link in place of a file."""
+"""Error numbers of a file that cannot be read, of a damaged file system, and of a link in place of a file."""
 
 
 def _raise_unjudged(error: Exception) -> None:
@@ -424,7 +424,7 @@ def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
 
 
 def _pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> Sequence[Box]:
-    """Return boxes that together cover an array. Each has whole chunks, or few bytes.
+    """Return boxes that together cover an array. Each box has whole chunks, or few bytes.
 
     The first box has only the first element. Decoding its chunk may show that chunks do not have the size that the
     metadata states.

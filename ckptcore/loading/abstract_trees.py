@@ -1,7 +1,7 @@
-"""Abstract trees of stored trees, and requested trees that take the stored structure of plain values.
+"""Abstract trees that describe stored trees, and requests that are adapted to the stored structure of plain values.
 
-Counters, best results and histories in the state of a program change their kind while it runs: None becomes 12, 0
-becomes 0.73, a list grows. A load uses the requested form if it loses nothing, and otherwise the stored form.
+Counters, best results and histories change their form while a program runs: None becomes 12, 0 becomes 0.73, a list
+grows. A load uses the requested form if no stored data is lost, and otherwise the stored form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONTAINERS: Final = (dict, OrderedDict, list, tuple)
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
     """Return a stored tree in standard Python containers, with `AbstractArray` for arrays, and small values.
 
-    It has `PLACEHOLDER` for leaves that cannot be loaded.
+    A leaf that cannot be loaded becomes `PLACEHOLDER`.
     """
     return rebuild(tree.skeleton, abstract_leaves_of(tree, registry))
 
@@ -62,7 +62,7 @@ def stored_in(tree: TreeMetadata, chosen: Collection[int] | None, registry: Plug
     """Return a function that looks up the stored abstract tree at a path, or returns None if no path matches.
 
     It returns `PLACEHOLDER` if nothing below the path is chosen. It raises UnsupportedLeafError, or
-    CorruptCheckpointError, if a chosen part of that tree cannot be loaded.
+    CorruptCheckpointError, if a chosen leaf at or below the path cannot be loaded.
 
     Args:
         tree: the tree.
@@ -134,8 +134,9 @@ def _is_plain_value(record: LeafRecord) -> bool:
 def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_name: bool) -> Flat:
     """Request plain values in their stored structure where the requested structure differs.
 
-    A requested value or container of plain values takes the stored structure. A dict with a text key that is not stored
-    is unchanged, because a dict keeps its keys. The states of objects are unchanged, because their handlers decide.
+    A requested value or container of plain values takes the stored structure. A requested dict with a text key that is
+    not stored stays as requested, so that the key is not lost. The state of an object also stays as requested, because
+    its handler defines the structure.
 
     Args:
         flat: the abstract tree.
@@ -151,7 +152,7 @@ def with_stored_values(flat: Flat, tree: TreeMetadata, plugins: Plugins, *, by_n
 
 
 class _Walk:
-    """A pass over an abstract tree and the stored one. Collects the leaves of the result."""
+    """A pass over an abstract tree and the stored tree. Collects the leaves of the result."""
 
     def __init__(self, flat: Flat, tree: TreeMetadata, plugins: Plugins, by_name: bool) -> None:
         self._by_name = by_name
@@ -214,7 +215,7 @@ class _Walk:
         return _keeps_keys(asked, stored)
 
     def _keys_of_others(self, asked: Skeleton, stored: Skeleton, number: int) -> frozenset[str]:
-        """Return the keys of a stored dict that only other ranks saved, and this one does not request."""
+        """Return the keys of a stored dict that only other ranks saved and this rank does not request."""
         if not self._tree.held_by or not isinstance(asked, Node) or not isinstance(stored, Node):
             return frozenset()
         requested = {str(key) for key in asked.keys}
@@ -274,7 +275,7 @@ class _Walk:
 
 
 def _containers(shape: Shape) -> Iterator[int]:
-    """Yield the identity of each list and dict: once for each path of the list or dict."""
+    """Yield the id of each list and dict, once for each path at which it occurs."""
     if isinstance(shape, Container):
         if isinstance(shape.like, list | dict):
             yield id(shape.like)
@@ -334,7 +335,7 @@ def _is_plain_leaf(leaf: object, handler: LeafHandler | None) -> bool:
 
 
 def _is_array_for_value(leaf: object, record: LeafRecord) -> bool:
-    """Return True if None, text or bytes is requested and an array is stored. A requested number keeps its form."""
+    """Return True if None, text or bytes is requested and an array without axes, of text or of bytes is stored."""
     return isinstance(leaf, str | bytes | None) and isinstance(record, ArrayRecord) and _is_plain_value(record)
 
 
@@ -350,7 +351,7 @@ def _are_alike(asked: Skeleton, stored: Skeleton) -> bool:
 
 
 def _has_same_keys(asked: Skeleton, stored: Skeleton, others: Collection[str]) -> bool:
-    """Return True if two containers differ only below their children, apart from keys of other ranks."""
+    """Return True if two containers have the same keys, as text, and at least one key. Ignores keys of other ranks."""
     if not isinstance(asked, Node) or not isinstance(stored, Node) or not asked.keys:
         return False
     return {str(key) for key in asked.keys} == {str(key) for key in stored.keys}.difference(others)

@@ -84,7 +84,7 @@ class CompositeRequest:
 
     @property
     def likes(self) -> dict[str, tuple[object, bool]]:
-        """By name, the abstract tree or object, and True if it is restored in place."""
+        """The abstract tree or object for each name, with True if it is restored in place."""
         abstract = self.abstract if isinstance(self.abstract, Mapping) else dict.fromkeys(self.abstract or ())
         built = {name: (like, False) for name, like in abstract.items()}
         return built | {name: (like, True) for name, like in (self.into or {}).items()}
@@ -138,8 +138,8 @@ class CompositeLoad:
         self.attempts = ConsistentRead(location, context, open_names)
         self._wanted = wanted
         self._undo = Undo()
-        self._changed: dict[str, None] = {}  # names of objects restored in place, also by repeated attempts
-        self._refused: dict[str, TreeMismatchError] = {}  # objects whose states another number of processes saved
+        self._changed: dict[str, None] = {}  # names of objects that any attempt restored in place
+        self._refused: dict[str, TreeMismatchError] = {}  # saved by each process, in a job of another size
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.
@@ -150,8 +150,8 @@ class CompositeLoad:
             CorruptCheckpointError: the checkpoint is damaged. Also if all objects are requested with
                 ``absent="error"``, and one is missing.
             TreeMismatchError: an object does not match its request. Nothing was changed.
-            PartialLoadError: an object to restore has a separate state for each of another number of processes. All
-                other objects were loaded.
+            PartialLoadError: each process saved a separate state of an object to restore, and the job that saved had
+                another number of processes. All other objects were loaded.
             TargetUndefinedError: the load failed after an object was changed.
         """
         try:
@@ -178,7 +178,7 @@ class CompositeLoad:
         return loaded
 
     def _partial_load(self, loaded: Mapping[str, object]) -> PartialLoadError:
-        """Return the error that names only the objects that were not loaded."""
+        """Return the error for the objects that were not loaded."""
         errors = list(self._refused.values())
         others = f"{format_names(loaded)} was loaded. " if loaded else ""
         differences = [line for error in errors for line in error.differences]
@@ -298,8 +298,8 @@ def _existing_names(
     """Return the names of all objects that exist for this process. Logs a warning that lists missing objects.
 
     Raises:
-        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing; or other software lists objects, and
-            none of them exists.
+        CorruptCheckpointError: `absent` is ``"error"``, and an object is missing; or other software wrote the
+            checkpoint, and none of its objects exists.
     """
     missing: dict[str, None] = {}
     for name, member in composite.members.items():
@@ -343,7 +343,7 @@ def _unknown(composite: CompositeCheckpoint, name: str, present: Sequence[str]) 
 
 
 def _directory(composite: CompositeCheckpoint, name: str, member: Member, context: Context) -> str:
-    """Return the directory of the state of a member that this process requests.
+    """Return the directory of a member that contains the state for this process.
 
     Raises:
         TreeMismatchError: each process saved a separate state, and this job has another number of processes.

@@ -91,7 +91,7 @@ def _expect_processes(checkpoint: Checkpoint, path: TreePath, size: int) -> None
     node = checkpoint.tree.skeleton
     for key in path:
         if not isinstance(node, Node) or key not in node.keys:
-            return  # a difference that is found later
+            return  # `match_leaves` reports this difference
         node = node.children[node.keys.index(key)]
     ranks = [key for key in node.keys if isinstance(key, int)] if isinstance(node, Node) else []
     if ranks and sorted(ranks) != list(range(size)):
@@ -146,7 +146,7 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Return the leaves that one occurrence of a shared container does not load, each with its loaded counterpart."""
+    """Map each leaf that only the other occurrence of a shared container loads to the leaf of that occurrence."""
     return {
         leaf: twin
         for pair in shared

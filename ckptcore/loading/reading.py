@@ -67,12 +67,12 @@ def read_leaf(checkpoint: Checkpoint, leaf: int, context: Context) -> object:
 
 
 def plan_leaf_reads(checkpoint: Checkpoint, matched: Matched, progress: ByteProgress | None = None) -> TreeRead:
-    """Plan the boxes of arrays to read. Build the values, which the metadata contains. Reads and fills nothing.
+    """Plan the boxes of arrays to read, and build values from the metadata. Reads no array.
 
     Args:
         checkpoint: the checkpoint.
         matched: the stored leaf for each leaf.
-        progress: counts the arrays that are complete.
+        progress: counts the bytes of arrays that are built.
     """
     tree, filled = checkpoint.tree, matched.filled
     leaves: list[object] = [PLACEHOLDER] * len(matched.numbers)

@@ -1,4 +1,4 @@
-"""Differences between an abstract tree and the stored one, and the error that lists them with their remedies."""
+"""Differences between an abstract tree and the stored tree, and the error that lists them with their remedies."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class PartNames(NamedTuple):
         kept: the requested parts that are not stored; the whole tree if none of its leaves is stored.
         lost: the parts that must not keep all of their present values, because no leaf of them is stored; see
             `match_leaves`.
-        elsewhere: the parts of the same kind that are stored under another path.
-        misshapen: names, for a selection, of stored leaves whose shapes differ from those of requested objects.
+        elsewhere: the parts that would not be loaded, but are stored under another path.
+        misshapen: names of the stored leaves that a selection can leave out, because their shapes differ from those of
+            requested objects.
         quantized: a description of one quantised array, if any is stored.
     """
 

@@ -92,7 +92,7 @@ def find_paths(
 
 
 def are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one is a Python number and the other an array without axes."""
+    """Return True if one of the leaves is a Python number, and the other is an array without axes."""
     if isinstance(stored, ValueRecord):
         return isinstance(requested, ArrayRecord) and _is_number(stored) and is_scalar(requested)
     return isinstance(requested, ValueRecord) and _is_number(requested) and is_scalar(stored)
@@ -242,9 +242,9 @@ def are_plain(requested: ArrayRecord, stored: ArrayRecord) -> bool:
 
 
 def is_of_form(requested: LeafRecord, stored: LeafRecord) -> bool:
-    """Return True if one leaf is a plain value, the other has a type with a plain form, such as a path.
+    """Return True if one leaf is a plain value, and the other has a type with a plain form, such as a path.
 
-    A conversion can then be tried. An object that loads itself, or a caller, requests the plain form if it does not
+    A conversion can then be tried. A caller, or an object that loads itself, requests the plain form if it does not
     know the type.
     """
     if not isinstance(requested, ValueRecord) or not isinstance(stored, ValueRecord) or unreadable_error(stored):

@@ -40,9 +40,9 @@ def match_leaves(
     """Find the stored leaf for each leaf of an abstract tree.
 
     Equal keys match. Otherwise an attribute also matches a str key with its name, because an object that is loaded
-    without its type is a dict. Stored leaves that only some of the saving processes had need not be requested. A
-    requested None need not be stored, and a stored None need not be requested, because for JAX, None is a container
-    without leaves. With ``Matching(values="error")``, both are required, unless the additional rules below apply.
+    without its type is a dict. A request may omit stored leaves that only some of the saving processes had. A requested
+    None need not be stored, and a stored None need not be requested, because for JAX, None is a container without
+    leaves. With ``Matching(values="error")``, both are required, unless the additional rules below apply.
 
     Other software may not store exact keys and types. For its checkpoints, and with ``Matching(keys="text")``,
     additional rules apply:
@@ -70,9 +70,9 @@ def match_leaves(
             of a tied weight.
 
     Raises:
-        TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised if no
-            requested leaf is stored, no leaf of an object that is stored with other names, or no leaf of a part that
-            is stored under another path.
+        TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised in three
+            cases: no requested leaf is stored; no leaf of an object is stored, but other leaves below its path are; or
+            all leaves of a part are stored under another path only.
         CorruptCheckpointError: the data of a requested leaf are missing or damaged.
         UnsupportedLeafError: a leaf of the abstract tree cannot be described; names the leaf.
     """
@@ -139,7 +139,7 @@ def _leafless(node: Skeleton, path: TreePath, paths: set[TreePath]) -> bool:
 
 @dataclass(slots=True)
 class Comparison:
-    """An abstract tree and the stored one, after matching by path.
+    """An abstract tree and the stored tree, after matching by path.
 
     Attributes:
         flat, tree, matching, by_name, chosen: as for `match_leaves`.

@@ -272,7 +272,7 @@ class _Parts:
 
 
 def in_order(moves: Sequence[Move]) -> Sequence[Move]:
-    """Sort moves so that a part moves away before another one takes its place.
+    """Sort moves so that a part moves away before another part takes its place.
 
     Returns nothing if no such order exists, or if there are more than `_MOST` moves.
     """
@@ -289,7 +289,7 @@ def in_order(moves: Sequence[Move]) -> Sequence[Move]:
 
 
 def _blocks(stays: Move, moves: Move) -> bool:
-    """Return True if a part is stored where another one moves to."""
+    """Return True if one part is stored at, above or below the path to which the other part moves."""
     if stays is moves:
         return False
     paths = [tuple(map(str, path)) for path in (stays.stored, moves.requested)]

@@ -35,11 +35,11 @@ Values = Literal["stored", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """Differences between an abstract tree and the stored one that a load allows. By default, no difference is allowed.
+    """Allowed differences between an abstract tree and the stored tree. By default, only plain values may differ.
 
-    A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all others. Regardless of these
-    options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if less
-    than half of the leaves of a module are stored.
+    A `ckptcore.results.LoadReport` lists the allowed differences. One error lists all other differences. Regardless of
+    these options, a load raises an error if no requested leaf is stored, or no leaf of a module. It logs a warning if
+    less than half of the leaves of a module are stored.
 
     Attributes:
         unexpected: stored leaves that the abstract tree does not request: ``"error"``, or ``"ignore"`` to skip them.
@@ -58,9 +58,9 @@ class Matching:
             truncated or padded.
         pad_value: the value to pad with. The dtype of the array must be able to represent it; dtypes of floats may
             round it.
-        sequences: ``"exact"``: lists match stored lists, and tuples match stored tuples; ``"either"``: each also
-            matches the other, and the load builds the requested type. Has no effect on formats of other software that
-            store both alike.
+        sequences: ``"exact"``: lists match stored lists, and tuples match stored tuples; ``"either"``: lists and tuples
+            also match each other, and the load builds the requested type. Has no effect on formats of other software
+            that store both alike.
         keys: ``"exact"``: keys and containers must be equal; ``"text"``: keys match if their texts are equal, in
             containers of any type: the dict ``{"1": ...}`` matches ``{1: ...}``, a list and a tuple. A container
             without leaves matches None. A number matches an array without axes if no precision is lost. Formats of
@@ -112,7 +112,7 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 EXACT: Final = Matching()
-"""No difference is allowed."""
+"""The default options: only plain values may differ."""
 
 
 _SHOWN: Final = 10

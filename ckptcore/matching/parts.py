@@ -1,4 +1,4 @@
-"""Parts of an abstract tree that the stored one lacks: moved, of another class, or not stored at all."""
+"""Parts of an abstract tree that the stored tree lacks: moved, of another class, or not stored at all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Unmatched:
     Attributes:
         absent, unexpected: as for `Comparison`, without the leaves of parts with a difference of their own.
         lost: the paths of parts that must not keep all of their present values. See `_find_lost`.
-        elsewhere: the paths of parts of this kind that are stored under another path.
+        elsewhere: the paths of parts that would not be loaded, but are stored under another path.
     """
 
     def __init__(self, compared: Comparison) -> None:
@@ -119,7 +119,7 @@ class _Unmatched:
     def _find_lost(self) -> list[TreePath]:
         """Return the paths of objects without any stored leaf, if other leaves are stored below the same path.
 
-        If no requested leaf is loaded at all, return only the path of the root.
+        If no requested leaf is loaded at all, return only the empty path.
         """
         compared, missing = self._compared, set(self.absent)
         if not compared.loads_any:
@@ -157,8 +157,8 @@ class _Unmatched:
     def _take_moved(self) -> list[Difference]:
         """Return the differences of parts that are not loaded at all, but are stored under another path.
 
-        Only considers objects, and plain containers that are directly below the root or have most leaves of the
-        container around them. Other containers may be new parts of a network.
+        Only considers objects, and plain containers that are at the top level or have most leaves of the container
+        around them. Other containers may be new parts of a network.
         """
         compared, missing, sizes = self._compared, set(self.absent), dict[TreePath, int]()
         whole: dict[TreePath, list[int]] = {}
@@ -293,7 +293,7 @@ def _of_valueless(compared: Comparison, absent: Sequence[int], rank_and_size: tu
 def sparse_parts(compared: Comparison) -> Sequence[str]:
     """Return a message for each object with less than half of its leaves stored.
 
-    Also returns one for each plain container without any stored leaf, if other leaves are stored below its path.
+    Also returns a message for each plain container without any stored leaf, if other leaves are stored below its path.
     """
     missing, messages = set(compared.absent), list[str]()
     prefixes, empty = _prefixes(compared, compared.unexpected), set[TreePath]()

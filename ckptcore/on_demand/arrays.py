@@ -237,7 +237,7 @@ class StoredArray(ShownInNotebooks):
     def _pick(self, held: BlockCache, indexed: AxisIndex, strides: tuple[int, ...]) -> HostArray | None:
         """Copy elements that are not contiguous from mapped memory. Returns None if the object cannot be mapped.
 
-        Each block is read and verified once, also if later calls need other elements in it.
+        Each block is read and verified once, even if later calls need other elements of it.
         """
         view = self._mapped(held) if self._view is None else self._view
         if view is None:
@@ -262,7 +262,7 @@ class StoredArray(ShownInNotebooks):
         state = self._state
         extent = state.attempt(lambda checkpoint: find_plain_extent(checkpoint, self._leaf))
         held = None if extent is None else state.hold(extent.key)
-        # If an object has no block checksums, only a read through the layout verifies the checksum after the elements.
+        # If an object has no block checksums, a checksum may follow the elements. Only the layout verifies it.
         if extent is None or held is None or (extent.has_checksum and state.context.io.verify and not held.is_verified):
             self._held = False
             return False

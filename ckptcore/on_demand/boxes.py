@@ -36,7 +36,7 @@ _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
 
 _BATCHES: Final = 2
-"""Batches in memory: one is read while the caller receives the boxes of another one."""
+"""Batches in memory: one is read while the caller receives the boxes of the other."""
 
 _MAX_CUTS: Final = 1 << 20
 """Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""

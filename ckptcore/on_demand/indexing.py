@@ -47,7 +47,7 @@ class AxisIndex:
     @property
     def elements(self) -> Any:
         """The index of the array that returns a view of the requested elements, of shape `counts`."""
-        # With an ellipsis an array without axes does not become a scalar.
+        # The ellipsis keeps an array without axes from becoming a scalar.
         return (*map(slice, self.starts, self.box.stop, self.steps), ...)
 
     @property

@@ -96,7 +96,7 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """Return the stored leaves that the given leaves are computed from: by index of source, their leaf numbers."""
+        """Return the numbers of the stored leaves that the given leaves are computed from, by index of source."""
         by_source: dict[int, dict[int, None]] = {}
         values = [self.values[leaf] for leaf in leaves if leaf in self.values]
         if values:
@@ -109,11 +109,11 @@ class Derived:
         return {checkpoint: list(numbers) for checkpoint, numbers in by_source.items()}
 
     def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
-        """Return an axis, and the number of elements along it in each band, for bands of about `nbytes` bytes.
+        """Return the axis along which to divide an array into bands of about `nbytes` bytes, and the extent of a band.
 
-        Bands are parts of the computed array. Each band reads contiguous ranges of stored bytes. All bands together
-        read at most 2 % more bytes than one read of the whole array. Returns None if no axis allows such bands, or if
-        the array has at most `nbytes` bytes.
+        The extent is the number of indices along the axis. Bands are parts of the computed array. Each band reads
+        contiguous ranges of stored bytes. All bands together read at most 2 % more bytes than one read of the whole
+        array. Returns None if no axis allows such bands, or if the array has at most `nbytes` bytes.
         """
         derivation = self.derivations[leaf]
         spec, whole = derivation.spec, Box.whole(derivation.spec.shape)

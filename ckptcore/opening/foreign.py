@@ -346,7 +346,7 @@ def _files_message(location: Location, file: str, store: ObjectReader, names: Se
 
 
 def _steps_message(location: Location, steps: Mapping[int, str], context: Context) -> str:
-    """Return the message for a directory of steps. Does not guess which one is meant.
+    """Return the message for a directory of steps. Does not choose one of them.
 
     If the newest step has files but is not a checkpoint, the message includes the reason.
     """

@@ -32,8 +32,8 @@ def present_members(composite: CompositeCheckpoint) -> dict[str, list[str]]:
     Sends one request. If the listing lacks the root of the composite, or is not permitted, sends one more for each
     directory of a member.
 
-    Members may have been deleted since the save. On storages without real directories, an interrupted deletion leaves a
-    directory: see `is_deleted`. A member that other software wrote may be a file.
+    Members may have been deleted since the save. On storages without real directories, a directory is still listed
+    after an interrupted deletion: see `is_deleted`. A member that other software wrote may be a file.
     """
     try:
         names = composite.location.store.list_names()
