@@ -1,8 +1,8 @@
 """Leaves in host memory: NumPy arrays and scalars, Python scalars, text, bytes, None, `io.BytesIO` and `bytearray`.
 
 Some other values are stored as a short text, a number or a list: paths, times, enum members, ranges and the like. A
-load without an abstract tree returns this plain form. If the abstract tree has a value of their type, they load as that
-type. The type comes from the caller, never from the checkpoint.
+load without an abstract tree returns this plain form. If the abstract tree has a value of such a type, the load returns
+a value of that type. The type comes from the caller, never from the checkpoint.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def abstract_of_stored(record: ArrayRecord) -> object:
     spec = record.spec
     if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MAX_SCALAR_BYTES:
         if spec.numpy_dtype.kind == "U":
-            # Spaces, because NumPy drops trailing NULs, and derives the dtype from the rest.
+            # Use spaces, because NumPy drops trailing NULs, and derives the dtype from the remaining characters.
             return np.str_(" " * (spec.nbytes // 4))
         return np.bytes_(b" " * spec.nbytes) if spec.numpy_dtype.kind == "S" else np.zeros((), spec.numpy_dtype)[()]
     if record.kind in ("str", "bytes"):

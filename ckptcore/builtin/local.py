@@ -175,7 +175,7 @@ class LocalStorage(StorageBackend):
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> LocalFile:
-        """Open a file. Reads stay on this file even if another one replaces it."""
+        """Open a file. Later reads use this file, even if another file replaces it."""
         return self._files.open(key, self._path(key))
 
     def open_stamped(self, key: str) -> StampedFile:
@@ -402,7 +402,7 @@ class LocalStorage(StorageBackend):
             self._sync_both(*paths)
 
     def place(self, source: str, destination: str, keys: Sequence[str]) -> None:
-        """Move files of a directory into another one, without replacing any file. See `AtomicDirectories`."""
+        """Move files of a directory into another directory. Replaces no file. See `AtomicDirectories`."""
         above = self._checked_path(destination)
         _expect_directory(above)
         directories = {above: None}
@@ -419,7 +419,7 @@ class LocalStorage(StorageBackend):
                     self._directories.make_durable(directory)
 
     def replace(self, source: str, destination: str, stamp: str | None) -> None:
-        """Rename a file. It replaces the destination only if that still has the stamp. See `AtomicDirectories`."""
+        """Rename a file. Replaces the destination only if it still has the stamp. See `AtomicDirectories`."""
         old, new = self._checked_path(source), self._checked_path(destination)
         with SystemCall(f"rename to {new} the file", old):
             os.lstat(old)  # raises an error if the source is missing

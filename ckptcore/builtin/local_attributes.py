@@ -37,7 +37,7 @@ class Attributes(NamedTuple):
     extended: dict[str, bytes | None]
 
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
-        """Give these attributes to another file or directory of the same kind, as far as possible; never to a link.
+        """Give these attributes, as far as possible, to another file or directory of the same kind. Ignores links.
 
         If this process cannot set an attribute, such as a group that it is not a member of, the other permissions are
         reduced, so that no user gets more access.
@@ -64,7 +64,7 @@ class Attributes(NamedTuple):
             if not same_group:
                 mode &= ~stat.S_ISGID
             if not same_group or not self._has_its_acl(target):
-                mode = _group_like_others(mode)  # with an ACL, the permissions of the group are those of its mask
+                mode = _group_like_others(mode)  # with an ACL, the group bits are the mask of the ACL
             if now.st_uid != self.status.st_uid:
                 mode &= ~stat.S_ISUID
             return _set_mode(target, mode | granted) or changed
@@ -198,7 +198,7 @@ def _read_extended(target: int | str, *, follow_symlinks: bool = True) -> dict[s
 def keep_attributes_below(old: str, new: str) -> Iterator[str]:
     """Copy the attributes of an old directory and its content to a new directory and its content, by name.
 
-    A file or directory without a counterpart gives no more access than the most private one in the old directory.
+    A file or directory without a counterpart gives no more access than the most private entry of the old directory.
 
     Yields:
         The paths that were changed.

@@ -36,7 +36,7 @@ This makes the writes faster, and reports a full disk early.
 """
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
-_OPENAT2: Final = 437  # asm-generic/unistd.h; later system calls have the same number on all machines
+_OPENAT2: Final = 437  # asm-generic/unistd.h; a recent system call, so it has the same number on all machines
 _OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
 AT_FDCWD: Final = -100  # linux/fcntl.h
 _RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h

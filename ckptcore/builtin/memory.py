@@ -87,7 +87,7 @@ class MemoryStorage(StorageBackend):
         self.open_reader(key).get_into(ranges)
 
     def open_reader(self, key: str) -> _MemoryReader:
-        """Open an object. Reads stay on this object even if another one replaces it."""
+        """Open an object. Later reads use this object, even if another object replaces it."""
         return _MemoryReader(key, self._url, self._find(key).data)
 
     def size(self, key: str) -> int:
@@ -95,7 +95,7 @@ class MemoryStorage(StorageBackend):
         return len(self._find(key).data)
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag."""
+        """Write an object atomically, and return its new tag. Replaces an existing object."""
         return self._store.replace(self._prefix + check_key(key), memoryview(bytes(data)), condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
@@ -144,7 +144,7 @@ class _Object(NamedTuple):
 
 
 class _Store:
-    """Objects by key. Reading one is atomic; the lock protects changes."""
+    """Objects by key. Reading an object is atomic; the lock protects changes."""
 
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}

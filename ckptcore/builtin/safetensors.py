@@ -4,8 +4,8 @@ The format (https://github.com/huggingface/safetensors): 8 bytes of little-endia
 bytes ``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C
 order, without gaps. A checkpoint above `max_file_bytes` is split into ``model-00001-of-00002.safetensors`` and so on,
 which ``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``. A
-process writes a file if it has all elements of all arrays in it. If no process has all of them, the arrays of that file
-are stored in slices instead.
+process writes a file if it has all elements of all arrays of the file. If no process has all of them, the arrays of
+that file are stored in slices instead.
 
 Slices have the form of torch.distributed.checkpoint's ``HuggingFaceStorageWriter(save_distributed=True)``, so that
 torch.distributed.checkpoint can load them (torch 2.13.0, hf_storage.py). The file names are ``shard-<process, from

@@ -171,9 +171,9 @@ def inspect_files(store: ReadStore, entry: str | None) -> Inspection | None:
 def inspect_pipeline(store: ReadStore) -> InspectedComposite | None:
     """Inspect the directory of a pipeline of diffusers. Return None for other directories.
 
-    The checkpointables are the listed directories that have weights. If at least one directory has weights and the
-    pipeline is not modular, each other model is a checkpointable too if its directory is missing, is empty, or has a
-    config.
+    The checkpointables are the listed directories that have weights. In a pipeline that is not modular, other models
+    are checkpointables too if their directory is missing, is empty, or has a config. At least one directory must have
+    weights.
 
     Raises:
         CorruptCheckpointError: the list of models is damaged.

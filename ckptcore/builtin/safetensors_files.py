@@ -70,7 +70,7 @@ file. Without the root, the structure, the values and the checksums are lost."""
 PART_VERSION: Final = "1"
 
 SHARDING: Final = "DCP_SHARDING_INFO"
-"""The metadata key of a file for the start of each of its boxes."""
+"""The metadata key for the starts of the boxes in a file."""
 
 
 def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:

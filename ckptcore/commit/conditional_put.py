@@ -56,7 +56,7 @@ class ConditionalPutTransaction:
     """A transaction whose claim is stored under the key of the root. See `Transaction`.
 
     Attributes:
-        ended: True if it has committed, left or aborted.
+        ended: True if it was committed, left or aborted.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class ConditionalPutTransaction:
         self.ended = True
 
     def give_up(self) -> None:
-        """Remove all objects, the claim last: without it, other objects could look like a checkpoint of other software.
+        """Remove all objects, the claim last: objects without a claim could look like a checkpoint of other software.
 
         Raises:
             SaveLostError: another save took over the location and its objects.

@@ -50,7 +50,7 @@ class Clock:
     def attempts(self, seconds: float, *, first: float = 0.01, last: float = 2.0) -> Iterator[None]:
         """Yield once for each attempt, with pauses between them that double from `first` to `last`, all in seconds.
 
-        The last attempt is the first one that ends `seconds` or more after the start, so there is at least one.
+        Stops after the first attempt that ends `seconds` or more after the start. So there is at least one attempt.
         """
         deadline = self.now() + seconds
         while True:

@@ -200,7 +200,7 @@ OWNER_RECORD: Final = f"{OWNER}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 
 _ENTRY: Final = re.compile(r"(.+)\.[0-9a-f]{16}(?:/|\.json)", re.DOTALL)
-"""Pattern of the names of locks: the name of the step, and a random id. Those of locked directories end in ``/``."""
+"""Pattern of the names of locks: the name of the step, and a random id. A locked directory ends in ``/``."""
 
 READ_MEANWHILE: Final = "; a CheckpointReader can read here meanwhile"
 
@@ -364,7 +364,7 @@ class Locks(ABC):
 
     @abstractmethod
     def _locked_owner(self) -> SeenOwner | None:
-        """Return the owner that has locked a directory, without a lease."""
+        """Return the owner that has a kernel lock of the directory, not a lease; None if there is none."""
 
     @abstractmethod
     def _take(self, purpose: Purpose, name: str) -> Lock:

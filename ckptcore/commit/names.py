@@ -47,7 +47,7 @@ def saved_to(hidden: str) -> str | None:
 
 
 def replaced_by(hidden: str) -> str | None:
-    """Return the name of the checkpoint that a save with two renames has set aside here; None for other names."""
+    """Return the name of the checkpoint that a save with two renames set aside as `hidden`; None for other names."""
     matched = _HIDDEN.fullmatch(hidden)
     return matched[1] if matched is not None and matched[2] == "replaced" else None
 
@@ -244,7 +244,8 @@ def expect_distinct(
         location: the location of the checkpoint.
         name_bytes: maximum length of a name in bytes; None if it is unknown.
         features: what the file system supports.
-        is_one: tests on the file system itself if two keys are one name: file systems differ in rare characters.
+        is_one: tests on the file system itself if it treats two keys as one name, because file systems differ in rare
+            characters.
         keys: returns the keys.
     """
     if not features.merges and (name_bytes is None or name_bytes >= 255):

@@ -1,9 +1,9 @@
 """Overwriting a checkpoint where no exchange of directories is possible, or where other files stay in its directory.
 
-If directories cannot be exchanged, two renames replace a checkpoint (``overwrite="non-atomic"``). The first one sets
-the old checkpoint aside under a hidden name. The second one renames the new checkpoint into its place. If this process
-is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process changes a
-directory with such a name only after it has locked it.
+If directories cannot be exchanged, two renames replace a checkpoint (``overwrite="non-atomic"``). The first rename sets
+the old checkpoint aside under a hidden name. The second rename moves the new checkpoint into its place. If this process
+is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process locks a
+directory with such a name before it changes the directory.
 
 In a directory with other files, the objects of the new checkpoint move into the directory of the old one. The directory
 stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing refers to the
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 logger = logger_named("ckptcore.commit")
 
 _REPLACES: Final = "checkpoint.replaces"
-"""Key of an empty object in a new checkpoint that waits until the old one, which cannot be renamed, is deleted."""
+"""Key of an empty object in a new checkpoint. The new checkpoint waits for the deletion of the old one, which cannot be
+renamed."""
 
 
 class AsideCheckpoint:
@@ -95,7 +96,7 @@ class AsideCheckpoint:
                 self._method.discard(name, aside)
                 raise ConditionFailedError(f"cannot replace {name}: an older checkpoint was named {aside}")
             stack.enter_context(self._lock_of_kernel())
-            # If it was deleted, the lock has created an empty directory, which another save can replace.
+            # If the old checkpoint was deleted, locking it created an empty directory, which another save can replace.
             if not self._in_place.list_names():
                 raise ObjectNotFoundError(f"cannot replace {name}: it was deleted")
             lock.check()
@@ -252,7 +253,7 @@ class PlacedObjects:
         # Keys of the new objects, by the usual keys without the save id.
         replaced = {ROOT_KEY: ROOT_KEY, **{key.replace(f".{save_id}", ""): key for key in keys}}
         owned = _own_files(self._old)
-        # Also for files of other software, so that a private file stays private.
+        # Keep the attributes of replaced files, also of other software, so that a private file stays private.
         for key in sorted(self._stamps(self._name, sorted(replaced.keys() - {ROOT_KEY, index}))):
             self._directories.keep_attributes(f"{self._name}/{key}", f"{self._hidden}/{replaced[key]}")
         removed = (owned | replaced.keys() | {*foreign}) - {ROOT_KEY, index}
@@ -341,7 +342,7 @@ class PlacedObjects:
                     f"{self._hidden}/{journal.index_key}", f"{self._name}/{journal.index_key}", journal.index_stamp
                 )
             except ObjectNotFoundError:
-                pass  # it was replaced before
+                pass  # the index was replaced before
             except ConditionFailedError as error:
                 if self._stamps(self._hidden, [journal.index_key]):  # otherwise another process has just replaced it
                     logger.warning(

@@ -1,4 +1,4 @@
-"""Conditions of puts: a test of whether a storage obeys them, and an emulation for one that does not."""
+"""Conditions of puts: a test if a storage obeys them, and an emulation for storages that do not."""
 
 from __future__ import annotations
 

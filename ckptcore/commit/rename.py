@@ -150,7 +150,8 @@ class RenameTransaction:
         if not self._method.features(self._hidden, self._limits).exchanges:
             raise no_exchange(self._location)
         inside = f"{self._hidden}/{_PROBE}"
-        make_directory(self._location.parent, inside)  # not empty: `can_move` needs a rename that fails
+        # Fill the hidden directory, because `can_move` needs a rename that fails.
+        make_directory(self._location.parent, inside)
         try:
             if not self._directories.can_move(self._location.name, self._hidden):
                 raise no_exchange(self._location)
@@ -270,7 +271,7 @@ class RenameTransaction:
         renames instead.
 
         Raises:
-            ConditionFailedError, ObjectNotFoundError: the old one was deleted, or another process replaces it.
+            ConditionFailedError, ObjectNotFoundError: another process deleted or replaces the old checkpoint.
         """
         name = self._location.name
         if self._overwrite == "keep-other-files":
@@ -294,7 +295,7 @@ class RenameTransaction:
             )
         foreign: Collection[str] = ()
         if root_bytes(self._location.store) is None and (owns := self._find_foreign(self._location)) is not None:
-            foreign = owns(list(self._location.store.list()))  # that software would still load the old values
+            foreign = owns(list(self._location.store.list()))  # otherwise that software loads the old values
         index = new.index if isinstance(new, Root) else ""
         self.objects.commit(root, index, self._claim.save_id, display, foreign)
 
@@ -332,7 +333,7 @@ class RenameTransaction:
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
-    """Return True if a location certainly has a root other than `root`; if `root` is None, if it has no files."""
+    """Return True if a location certainly has another root than `root`. If `root` is None: if it has no files."""
     try:
         if root is None:
             return not location.store.list_names()
@@ -596,7 +597,7 @@ class RenameMethod(CommitMethod):
         self._sweep_except(location, name_of_partial(location.name))
 
     def sweep_names(self, names: Iterable[str]) -> None:
-        """See `CommitMethod`. Raises the first error after it has tried to delete all of them."""
+        """See `CommitMethod`. Tries to delete all directories, and then raises the first error."""
         failed: StorageError | None = None
         for name in names:
             try:
@@ -660,9 +661,9 @@ class RenameMethod(CommitMethod):
                 self._sweep(name)
 
     def _sweep(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return False if one has.
+        """Delete a hidden directory, unless a process has locked it. Return False if it is locked.
 
-        If this user may not change a directory of another user, it stays, and the result is True.
+        A directory of another user stays if this user may not change it. The result is then True.
         """
         try:
             return self._delete_unlocked(name)
@@ -673,7 +674,7 @@ class RenameMethod(CommitMethod):
             return True
 
     def _delete_unlocked(self, name: str) -> bool:
-        """Delete a hidden directory, unless a process has locked it. Return False if one has.
+        """Delete a hidden directory, unless a process has locked it. Return False if it is locked.
 
         An old checkpoint that a killed process was replacing is renamed back instead, if its original name is free. It
         is deleted only if another checkpoint has been committed under that name.
@@ -701,7 +702,7 @@ class RenameMethod(CommitMethod):
                 self.placed_objects(checkpoint, name).settle()
             logger.info("removing the directory of a killed save: %s", name)
             # The save may still run: its lease expired, or its lock was lost with a mount. `discard` renames the
-            # directory first, so that the save cannot commit it, and no process can restore it, when it is incomplete.
+            # directory first, so that no process can commit or restore it while it is incomplete.
             with suppress(ObjectNotFoundError):  # the save has committed, and so renamed the directory
                 self.discard(checkpoint, name)
         return True

@@ -276,8 +276,8 @@ class SaveOrder(NamedTuple):
     that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
 
     Attributes:
-        owner: the number of the owner of the directory: each owner has a higher one than all owners before it. 0 for
-            the first one, and for a checkpoint that was not saved as a step.
+        owner: the number of the owner of the directory. Each owner has a higher number than all owners before it. 0 for
+            the first owner, and for a checkpoint that was not saved as a step.
         save: a count. Raised by each save of this owner that replaces a checkpoint, or whose step precedes an existing
             step.
     """
@@ -352,7 +352,7 @@ class Member(NamedTuple):
 
     Attributes:
         kind: a tree, or files that the object wrote itself.
-        processes: the number of processes that each saved their own state; None if all saved one together.
+        processes: the number of processes that each saved their own state; None if they saved one state together.
     """
 
     kind: Literal["tree", "files"]

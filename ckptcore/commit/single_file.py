@@ -73,8 +73,8 @@ class PlacedFile(FileTransaction):
         """See `FileTransaction`.
 
         Raises:
-            CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this one
-                lost its lease. The other file stays.
+            CheckpointExistsError, SaveLostError: another process wrote or replaced the file meanwhile, or this process
+                lost its lease. The file at the location stays.
         """
         self._inner.check()
         directories, name = self._method.directories, self._location.name
@@ -115,7 +115,7 @@ class OneObject(Subdirectory):
 
 
 class _NewObject:
-    """A writer that replaces nothing."""
+    """A writer that does not replace an existing object."""
 
     def __init__(self, location: Location, inner: ObjectWriter) -> None:
         self._location = location

@@ -192,7 +192,7 @@ def find_existing(
 
 
 def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
-    """Return the order of a save: above that of the checkpoint that it replaces.
+    """Return the order of a save. It is higher than the order of the checkpoint that the save replaces.
 
     Args:
         location: the location of the save.
@@ -260,8 +260,8 @@ class LocationVersion(NamedTuple):
     Checkpoints of other software have no root. Their version changes only if a root appears, or the names change.
 
     Attributes:
-        root: the bytes of the root, which differ between any two saves; None without a root; a str if the root cannot
-            be read: the reason.
+        root: the bytes of the root, which differ between any two saves; None without a root. If the root cannot be
+            read, the reason as a str.
         composite_root: the root of the composite that the checkpoint is a member of, or its digest, see `digested`;
             None if it is not a member.
         names: the names in a directory without a root, except hidden directories of saves.
@@ -306,7 +306,7 @@ class LocationVersion(NamedTuple):
         return now._replace(names=()) == self._replace(names=()) and set(self.names) <= set(now.names)
 
     def has_current_root(self, location: Location) -> bool:
-        """Return True if the root has not changed, so that all data that was read is from one save. One request.
+        """Return True if the root has not changed, so that all data that was read is from one save. Sends one request.
 
         For a member, the root of its composite is not read again. Names are not listed again, because a listing of a
         checkpoint of other software can be long.

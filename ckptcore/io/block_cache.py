@@ -59,7 +59,7 @@ class RecentBlocks:
             return block
 
     def keep(self, key: str, start: int, block: Buffer) -> None:
-        """Cache a block. Drops the least recently used one."""
+        """Cache a block. Drops the least recently used blocks beyond the limit."""
         with self._lock:
             self._blocks[key, start] = block
             self._blocks.move_to_end((key, start))
@@ -68,7 +68,7 @@ class RecentBlocks:
 
 
 class BlockCache:
-    """An open object that remembers which blocks were verified, and verifies them again only if it changes.
+    """An open object that remembers which blocks were verified. Verifies them again only if the object changes.
 
     Thread-safe.
 

@@ -73,7 +73,7 @@ class StoredFormat:
         self._last: tuple[TreeMetadata, ChunkIndex] | None = None
 
     def index(self, tree: TreeMetadata) -> ChunkIndex:
-        """Return the chunk index of a tree. The last one is cached.
+        """Return the chunk index of a tree. Caches the last index.
 
         Raises:
             CorruptCheckpointError: the state does not fit the tree.

@@ -96,7 +96,7 @@ def index_box(index: object, shape: tuple[int, ...]) -> AxisIndex:
             starts.extend([0] * left)
             steps.extend([1] * left)
             counts.extend(whole)
-            if ellipses:  # an explicit one keeps an array without axes from becoming a scalar
+            if ellipses:  # an explicit ellipsis keeps an array without axes from becoming a scalar
                 local.append(...)
             else:
                 local.extend([slice(None)] * left)

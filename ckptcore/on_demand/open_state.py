@@ -255,8 +255,8 @@ def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     leaf = checkpoint.tree.aliases.get(leaf, leaf)
     whole = Box.whole(record.spec.shape)
     index = checkpoint.index
-    # Ask only for the chunk of the first element, because there may be millions. If it is the whole array, there is no
-    # other chunk.
+    # Look up only the chunk of the first element, because an array may have millions of chunks. If this chunk is the
+    # whole array, the array has no other chunk.
     chunks = iter(index.boxes(leaf, Box((0,) * len(whole.stop), (1,) * len(whole.stop))))
     chunk = next(chunks, None)
     if chunk is None or not chunk.is_plain or chunk.box != whole or next(chunks, None) is not None:

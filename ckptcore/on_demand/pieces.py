@@ -29,7 +29,7 @@ class BatchSizes:
     Attributes:
         aim: target for the average size.
         most: maximum size, unless one element is larger.
-        block: size of a block. Batches end at multiples of it in an object, if possible.
+        block: size of a block. In an object, batches end at multiples of this size, if possible.
     """
 
     aim: int
@@ -130,7 +130,7 @@ class ChunkLookup:
 
     @property
     def is_plain(self) -> bool:
-        """True if parts of every chunk can be read without the rest of it."""
+        """True if every chunk can be read in parts."""
         return all(chunk.is_plain for chunk in self._chunks)
 
     def parts(self, box: Box) -> Iterator[tuple[Box, Chunk]]:
