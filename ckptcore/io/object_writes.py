@@ -367,9 +367,9 @@ class ObjectRecorder:
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
         """Write objects, several at once if that is faster on this storage. See `write`.
 
-        On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of one object
-        are written together with parts of the next ones. On any other storage, large objects are written one after the
-        other, and several small objects at once.
+        On a remote storage, whose `concurrency` exceeds the number of threads for local storages, parts of several
+        objects are written at once. On any other storage, large objects are written one after the other, and several
+        small objects at once.
 
         Raises:
             PluginError, StorageError: the first error. No further object is started, and unfinished objects are

@@ -149,7 +149,7 @@ class ObjectSegments:
         return closers
 
     def close_rest(self) -> list[Callable[[], None]]:
-        """Return functions that close all segments that are not closed, after an error. Each is called once."""
+        """After an error, return functions that close all segments that are not closed. The caller calls each once."""
         self._runs.close()  # breaks the cycle between this object and its generator
         self._run = None
         rest = [*self._outstanding, *range(self._opened, len(self._segments))]

@@ -1,4 +1,4 @@
-"""Agreement: stages of an operation, after which every process knows if all succeeded, and keys of exchanges."""
+"""Agreement: stages of an operation, and keys of exchanges. After a stage, every process knows if all succeeded."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class LateRanks:
 
     Attributes:
         first_seconds: the wait before the line is logged, if this operation has received no answer of another rank yet.
-            It is short, because a rank often does not make the call at all: only rank 0 saves, or one skips a step.
+            It is short, because a rank often does not make the call at all: only rank 0 saves, or a rank skips a step.
         later_seconds: the same in later exchanges. It is longer, because a rank may write for minutes.
     """
 

@@ -183,10 +183,10 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats whose files a directory with these names has, and whose checkpoints are whole directories.
+    """Return the formats of the checkpoints in a directory with these names, if they use the whole directory.
 
-    The value of a format is the name by which its checkpoint can be loaded alone, or empty. See `directory_kind` for
-    `names`.
+    The value of each format is the name in the directory by which its checkpoint can be loaded alone, or empty. See
+    `directory_kind` for `names`.
     """
     formats: dict[str, str] = {}
     if ".metadata" in names or "__0.metadata" in names:
@@ -220,4 +220,4 @@ _DIRECTORIES: Final[tuple[tuple[tuple[str, ...], FileKind], ...]] = (
     (("*.gguf",), FileKind("a directory of GGUF files of llama.cpp", _OWNER.format("the package gguf"))),
     (("*.onnx",), FileKind("a directory of an ONNX model", _OWNER.format("onnx (onnx.numpy_helper)"))),
 )
-"""Patterns of names, and the kind of a directory that has a name that matches one of them."""
+"""Kinds of directories, each with patterns of names. A directory has a kind if one of its names matches a pattern."""

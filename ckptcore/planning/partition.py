@@ -388,8 +388,8 @@ def cut_for_replicas(
 ) -> SplitTree:
     """Cut large boxes that several processes hold, so that each process can write a piece.
 
-    Every process computes the same cuts. If the number of replicas of an array is not known, its boxes are assumed to
-    share the processes equally, if the number of boxes divides the number of processes. A wrong assumption costs a few
+    Every process computes the same cuts. An unknown number of replicas is estimated: if the number of boxes of an array
+    divides the number of processes, each box is assumed to have equally many replicas. A wrong estimate costs a few
     more chunks, but does not change the written elements.
 
     Args:

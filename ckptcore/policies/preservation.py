@@ -145,7 +145,7 @@ class LatestN:
 
 @dataclass(frozen=True, slots=True)
 class LatestDuration:
-    """Keeps the oldest step that is at most a number of seconds old, and every later one.
+    """Keeps the oldest step that is at most a number of seconds old, and every later step.
 
     The age is the time on this host minus the time on the host that saved the step. Synchronize the clocks of these
     hosts, for example with NTP.
@@ -175,7 +175,7 @@ class LatestDuration:
 
 @dataclass(frozen=True, slots=True)
 class EveryNSeconds:
-    """Keeps the first step, and every step that was created at least a number of seconds after the last kept one.
+    """Keeps the first step, and every step that was created at least a number of seconds after the last kept step.
 
     Attributes:
         seconds: the interval, above 0.

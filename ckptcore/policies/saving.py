@@ -14,7 +14,7 @@ class SaveContext:
     """The facts that a save policy uses.
 
     `step`, `epoch`, `last_step`, `last_epoch` and `first` are the same in every process of a job: they change only when
-    all processes save, load or delete a step. The others may differ between processes.
+    all processes save, load or delete a step. The other attributes may differ between processes.
 
     Attributes:
         step: the step that could be saved.
@@ -25,7 +25,7 @@ class SaveContext:
         last_epoch: the epoch of that step; None if unknown.
         last_save_began: start of the save of that step, in seconds since the epoch (UTC). For a step that was found in
             the directory, its creation time. None if there is no such step.
-        last_save_ended: when this process last committed a save, in seconds since the epoch; None if it has not yet.
+        last_save_ended: when this process last committed a save, in seconds since the epoch; None before that.
         saving: True while a save runs in this process; if the leader decides for the job, in any process.
         preempted: True once this process has a notice that its machine will be preempted; if the leader decides for the
             job, once any process has one.

@@ -169,7 +169,7 @@ class StepStrategy(Protocol[StrategyT]):
     """Strategies for the steps of a `Checkpointer`. Immutable.
 
     Attributes:
-        layouts: layouts of further saves. The `Checkpointer` refuses unknown ones.
+        layouts: layouts of further saves. The `Checkpointer` refuses unknown layouts.
     """
 
     @property

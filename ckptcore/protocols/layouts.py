@@ -153,9 +153,9 @@ class InspectedComposite(NamedTuple):
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
-        members: the kind of each checkpointable by name, in order. Each is a directory with
-            this name, or a file with this name that contains a tree. A tree may have any installed layout. Other
-            directories, such as metadata, are left out. The directory or file of a checkpointable may be missing.
+        members: the kind of each checkpointable by name, in order. A checkpointable is a directory with this name, or a
+            file with this name that contains a tree. A tree may have any installed layout. Other directories, such as
+            metadata, are left out. The directory or file of a checkpointable may be missing.
         writer, custom, metrics, created: properties of the checkpoint as a whole. See `Inspection`.
         default: the checkpointable that `inspect` finds, and that a load of one tree uses; None if it finds none.
     """
@@ -209,7 +209,7 @@ class ChunkIndex(Protocol):
 
     @property
     def stored_specs(self) -> Mapping[int, ArraySpec]:
-        """Stored shape and dtype by leaf, for arrays whose records state others. Chunks have the stored ones.
+        """Stored shape and dtype by leaf, for arrays whose records state another shape or dtype. Chunks use them.
 
         The bytes are the same. The stored shape may have one additional axis, for the bytes of an element.
         """
@@ -417,7 +417,8 @@ class Layout(Protocol):
         """Find a checkpoint of several checkpointables that other software wrote; None, the default, if there is none.
 
         Also None for a checkpoint of one tree; but if the other software gives this tree a name, the tree may be
-        returned as the only member. If `inspect` finds a tree in the same store, only loads that name members use them.
+        returned as the only member. If `inspect` also finds a tree in the store, a load uses the members only if it
+        requests them by name.
 
         Args:
             store: the store to search; everything in it may be hostile, and it may be empty.

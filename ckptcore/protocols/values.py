@@ -142,7 +142,7 @@ class CheckpointableHandler(Protocol):
         """Return the state of `value`: a tree of containers and leaves. Its arrays may be the object's own."""
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the state to request from a load, with abstract leaves for missing state; by default as `flatten`.
+        """Return the state to request from a load, with abstract leaves for missing state; by default call `flatten`.
 
         Implement it for objects that create part of their state when they are used, such as optimizers.
 

@@ -1,4 +1,4 @@
-"""Saves: requested, drafted, and ready to be written, with their parts."""
+"""Requests of saves, drafts, and saves that are ready to be written, with their parts."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class CommitTarget(NamedTuple):
 
     @property
     def keeps_others(self) -> bool:
-        """True if a save moves its objects into an existing directory with other files. On the leader."""
+        """True if a save moves its objects into an existing directory with other files. Only the leader reads this."""
         return (
             self.overwrite == "keep-other-files"
             and self.location.commit_method.replaces_atomically
@@ -315,7 +315,7 @@ class Save(NamedTuple):
         return encode_receipts([part.plan.tree for part in shared], [part.receipts[0] for part in shared])
 
     def take_receipts(self, payloads: Sequence[object]) -> None:
-        """Store the receipts of all ranks in the parts, from their messages. On the leader of a job."""
+        """Store the receipts of all ranks in the parts, from their messages. Only the leader of a job calls this."""
         from ckptcore.job.receipts import decode_receipts  # needed only in a job
 
         shared = self._shared_parts()

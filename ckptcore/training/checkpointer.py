@@ -42,8 +42,9 @@ class Checkpointer(CheckpointReader):
     """Saves the steps of a training run in the background, keeps the steps that a policy chooses, and resumes the run.
 
     It owns its directory: a second Checkpointer for the same directory, in this process or another, raises an error.
-    Use it as a context manager, or close it. In a job of several processes every process creates one and calls the same
-    methods in the same order. The leader owns the directory, lists and deletes, and decides for all processes.
+    Use it as a context manager, or close it. In a job of several processes every process creates a Checkpointer, and
+    calls the same methods in the same order. The leader owns the directory, lists and deletes, and decides for all
+    processes.
     """
 
     @explains_arguments
@@ -87,8 +88,9 @@ class Checkpointer(CheckpointReader):
 
         Raises:
             DirectoryInUseError: another job owns the directory.
-            InvalidLocationError: the directory is a checkpoint, has the name of a file (``x.pt``), or has no step but
-                checkpoints whose names do not match `step_names`. The error names them, and says how to read them.
+            InvalidLocationError: the directory is a checkpoint, or has the name of a file (``x.pt``). Or it has
+                checkpoints, but no steps, because their names do not match `step_names`. The error names these
+                checkpoints, and says how to read them.
             NotSharedError: this process of a job does not see the directory of the leader.
             RankFailedError: another process of the job failed, for example because it does not see the directory.
             StorageError: the directory cannot be written.

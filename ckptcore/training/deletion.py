@@ -219,7 +219,7 @@ class StepDeleter:
         self._locks = self._commits.locks(steps.display)
         self._lock = threading.Lock()
         self._claims = threading.Lock()
-        """Held while the claim of a failed save is removed. Separate from `_lock`: saves do not wait for deletions."""
+        """Held while the claim of a failed save is removed. Not `_lock`, because saves must not wait for deletions."""
         self._saved: set[int] = set()  # by this process
         self._deciding = threading.Lock()
         """Held while a deletion checks that another valid step exists and hides its own step."""

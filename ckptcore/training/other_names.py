@@ -20,7 +20,8 @@ _PREFIXES_TRIED: Final = 50
 
 _READABLE: Final = (".bin", ".ckpt", ".distcp", ".msgpack", ".pt", ".pth", ".safetensors")
 _UNREADABLE: Final = (".h5", ".hdf5", ".keras")
-"""Suffixes of files with weights. A layout may read the `_READABLE` ones; `_UNREADABLE` ones need other software."""
+"""Suffixes of files with weights. A layout may read files with a suffix of `_READABLE`. Files with a suffix of
+`_UNREADABLE` need other software."""
 
 _CERTAIN: Final = (".ckpt", ".keras", ".weights.h5")
 """Suffixes that only checkpoints have. The rest of the name does not matter."""
@@ -44,7 +45,7 @@ def find_other_steps(
     unread: Sequence[str],
     holds: Callable[[str], bool | None],
 ) -> Mapping[int, str]:
-    """Return the steps of the only other prefix under which a directory has checkpoints; empty if it has none.
+    """Return the steps of a directory under another prefix, if only one prefix has checkpoints; empty if none has.
 
     Args:
         display: the directory, for errors.

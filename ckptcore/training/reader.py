@@ -375,7 +375,7 @@ class CheckpointReader(StepReader):
     """Reads the steps of a directory. Does not disturb a job that writes there, and never sees a part of a step.
 
     Steps are listed once, and again by `reload`, by loads of the newest step, and by methods that wait for new steps.
-    In a job of several processes every process creates one and calls the same methods in the same order. Only the
+    In a job of several processes every process creates a reader, and calls the same methods in the same order. Only the
     leader lists the directory.
     """
 
@@ -396,8 +396,8 @@ class CheckpointReader(StepReader):
 
         Raises:
             StorageError: it cannot be listed.
-            InvalidLocationError: it is a checkpoint, not a directory of steps; or it has no step but checkpoints whose
-                names do not match `step_names`.
+            InvalidLocationError: it is a checkpoint, not a directory of steps. Or it has checkpoints, but no steps,
+                because their names do not match `step_names`.
         """
         names, context = check_step_names(step_names), context or default_context()
         if isinstance(directory, str | os.PathLike) and "://" not in os.fspath(directory):

@@ -43,7 +43,7 @@ class StepSaves:
         self.last_committed: int | None = None
 
     def __len__(self) -> int:
-        """Return the number of saves that are running, have an unretrieved error, or ended after the last one began."""
+        """Return the number of saves that are running, have an unretrieved error, or ended after the last `add`."""
         with self._lock:
             return len(self._saves)
 

@@ -285,7 +285,7 @@ def restore(
 
 
 def first_fixed(shape: Shape, changed: Sequence[bool]) -> int | None:
-    """Return the first leaf that must be replaced but that no container above it can replace; None if there is none.
+    """Return the first leaf that must be replaced, but cannot be replaced in its containers; None if there is none.
 
     Args:
         shape: the shape of the value.

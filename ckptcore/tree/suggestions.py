@@ -12,7 +12,7 @@ _MAX_LENGTH: Final = 300
 """Maximum length of the names to compare, in characters."""
 
 _COMMON: Final = 64
-"""A group of three letters that more names than this contain is ignored, unless the requested name has no rarer group.
+"""A group of three letters is ignored if more names than this contain it, unless the requested name has no rarer group.
 """
 
 _COMPARED: Final = 4
