@@ -260,7 +260,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class DirectoryInUseError(CheckpointError, BlockingIOError):
-    """Another job, or another `Checkpointer` of this one, writes steps to the directory."""
+    """Another job, or another `Checkpointer` of this job, writes steps to the directory."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
@@ -310,7 +310,7 @@ class CompositeCheckpointError(CheckpointError, ValueError):
 
 
 class TreeMismatchError(CheckpointError, ValueError):
-    """The abstract tree and the stored one differ.
+    """The abstract tree and the stored tree differ.
 
     Attributes:
         differences: one line for each difference.
@@ -390,7 +390,7 @@ class UnknownPluginError(PluginError, LookupError):
 
 
 class MissingDistributionError(CheckpointError, ImportError):
-    """A distribution of this project, or one that an option needs, is not installed.
+    """A distribution of this project, or another distribution that an option needs, is not installed.
 
     The message has the ``pip install`` command.
     """
@@ -449,7 +449,7 @@ class NotSharedError(CheckpointError, RuntimeError):
 
 
 class SaveLostError(CheckpointError, RuntimeError):
-    """Another save took over or removed the claim of this one, or another process took over its lock."""
+    """Another save took over or removed the claim of this save, or another process took over a lock of this process."""
 
 
 class AtomicityError(CheckpointError, RuntimeError):
@@ -457,7 +457,7 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
-    """An earlier asynchronous save failed, and no caller retrieved its error. That error is the cause of this one."""
+    """An earlier asynchronous save failed, and no caller retrieved its error. The cause is the error of that save."""
 
 
 class UploadError(CheckpointError, RuntimeError):

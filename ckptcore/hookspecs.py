@@ -107,7 +107,7 @@ class HookSpecs:
 
     @_hookspec
     def ckpt_thread_settings(self) -> AbstractContextManager[None] | None:
-        """Return a context manager that gives another thread the settings of this one; None if there are none.
+        """Return a context manager that gives another thread the settings of this thread; None if there are none.
 
         The hook is called on the thread that starts a load. The context manager is entered on the thread that runs the
         load. It applies settings of the framework that affect loaded leaves, and turns off checks that would refuse the

@@ -387,7 +387,7 @@ class Plugins:
         return cast(Collectives | None, _only(collectives, "collectives", "JobOptions(collectives=...)"))
 
     def thread_settings(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives another thread the settings of this one. See the hook."""
+        """Return a context manager that gives another thread the settings of this thread. See the hook."""
         return _entering([context for _, context in _call_hook(self._manager.hook.ckpt_thread_settings, {})])
 
     def describe(self) -> Sequence[PluginInfo]:

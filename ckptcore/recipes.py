@@ -39,7 +39,7 @@ _BY_KIND: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     (Iterator, "its position is not known: save what makes it again, such as a seed and a count"),
     (Collection, "save list(value)"),
 )
-"""Recipes by type, abstract ones last. The first that fits is used."""
+"""Recipes by type, abstract types last. The first type that fits is used."""
 
 
 def recipe_for(value: object) -> str | None:

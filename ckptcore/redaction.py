@@ -79,7 +79,7 @@ def redacted_location(text: str) -> str:
 
 
 def chainable(error: BaseException) -> BaseException | None:
-    """Return an error for ``raise ... from``, or None if it, or an error in its chain, would print a secret.
+    """Return an error for ``raise ... from``, or None if the error, or an error in its chain, would print a secret.
 
     Errors of other libraries may contain URLs, which a traceback prints. `CheckpointError` redacts its own text.
     """

@@ -159,7 +159,7 @@ def refuse_in_signal_handler(call: str) -> None:
         call: the call, for the error.
 
     Raises:
-        CheckpointError: with the remedy. If the handler does not catch it, it also ends the interrupted call.
+        CheckpointError: with the remedy. If the handler does not catch the error, it also ends the interrupted call.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # Python runs signal handlers in the main thread only

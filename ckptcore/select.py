@@ -2,8 +2,7 @@
 
 The path of a leaf is its keys joined by ``/``: ``params/layers/0/kernel``. A selection by path includes the matching
 path and all leaves below it. Containers without children, ``{}``, ``[]`` and ``()``, are selected by their paths like
-leaves. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the
-complement.
+leaves. Selections combine: ``a | b`` is the union, ``a & b`` the intersection, and ``~a`` the complement.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class StepNameFormat:
     def of(cls, example: str) -> StepNameFormat:
         """Return the format of an example: ``step_00000010`` has the width 8, ``step_10`` the width 0.
 
-        The number is the one named ``step``, or else ``epoch``, as in ``epoch=1-step=10.ckpt``. The format then allows
-        any other numbers after ``=``. If no number has such a name, the number is the last one before the extensions
+        The step is the number named ``step``, or else ``epoch``, as in ``epoch=1-step=10.ckpt``. The format then allows
+        any other numbers after ``=``. If no number has such a name, the step is the last number before the extensions
         of the file, as in ``model_10.pt``.
 
         Raises:

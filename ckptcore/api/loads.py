@@ -56,7 +56,8 @@ def load(
             `PLACEHOLDER` in lists and tuples.
         transforms: changes of the stored tree, applied in this order before it is matched: see
             `ckptcore.transforms`. Without an abstract tree, the transformed tree is loaded.
-        matching: allowed differences between the abstract tree and the stored one; by default none.
+        matching: allowed differences between the abstract tree and the stored tree. By default, only plain values may
+            differ: see `Matching`.
         report: filled when the load has succeeded: how each leaf was handled, and the number of bytes read.
         strategy: changes how the load reads, for instance through a cache: see `ckptcore.protocols.ReadStrategy`. None:
             selected by ``JobOptions(reads=...)``.
@@ -70,8 +71,8 @@ def load(
         CheckpointNotFoundError, UncommittedCheckpointError: there is no checkpoint to load.
         UnknownPluginError: no installed plugin has the framework.
         TransformError: a transform does not fit the stored tree, or matches no leaf.
-        TreeMismatchError: the abstract tree and the stored one have differences that are not allowed; lists all of
-            them. Also raised if nothing is selected.
+        TreeMismatchError: the abstract tree and the stored tree have differences that are not allowed; lists all
+            differences. Also raised if nothing is selected.
         CorruptCheckpointError: bytes differ from those written; names file, array and range.
     """
     context = context or default_context()

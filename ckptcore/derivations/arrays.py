@@ -43,7 +43,7 @@ class Stored(WithoutInputs):
     Attributes:
         spec: stored shape and dtype.
         leaf: its leaf number in the checkpoint.
-        checkpoint: 0 for the checkpoint that is loaded; 1 and up for additional ones.
+        checkpoint: 0 for the checkpoint that is loaded; 1 and up for additional checkpoints.
     """
 
     spec: ArraySpec
@@ -139,7 +139,7 @@ class Concatenation:
     inputs: tuple[DerivedArray, ...]
     axis: int
     starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Start of each input along the axis, and the end of the last one, in elements."""
+    """Start of each input along the axis, and the end of the last input, in elements."""
 
     def __post_init__(self) -> None:
         extents = [one.spec.shape[self.axis] for one in self.inputs]
@@ -243,7 +243,7 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
 
     Args:
         of: the array.
-        before, after: by axis, the number of elements to add before the first and after the last one.
+        before, after: by axis, the number of elements to add before the first element and after the last element.
         value: a number that the dtype of the array can represent. As in `constant`, floats are rounded.
 
     Raises:
