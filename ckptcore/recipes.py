@@ -27,7 +27,7 @@ _BY_NAME: Final[Mapping[str, str]] = {
     "polars.DataFrame": _TABLES.replace("value.items()", "value.to_dict().items()"),
     "polars.Series": "save value.to_numpy(), or value.to_list() for text",
 }
-"""Recipes by the public name of a type or of one of its bases."""
+"""Recipes by the public name of a type or of a base class of the type."""
 
 _BY_KIND: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     (types.EllipsisType, _NOT_LOADED),

@@ -35,13 +35,13 @@ _SECRET_WORDS: Final = frozenset(
         "session", "sig",
     }
 )  # fmt: skip
-"""Words in lower case. The value of a parameter may be secret if its name contains one of them."""
+"""Words in lower case. The value of a parameter may be secret if its name contains such a word."""
 
 _SECRET_NAME: Final = (
     r"token|secret|password|passwd|passphrase|credential|signature|authorization|sessionid"
     r"|(?:access|account|api|auth|private|session|shared|signing)key"
 )
-"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains one of them.
+"""Pattern of texts in lower case. A parameter may be secret if its name, without punctuation, contains such a text.
 
 Outside queries and fragments of URLs, parameters with other names are shown, because names of directories may contain
 such parameters."""

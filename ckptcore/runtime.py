@@ -45,7 +45,7 @@ class Runtime:
 
         Args:
             context: the options. No reference to the Context is stored, because the Context owns its Runtime.
-            registry: the plugins to use; None: the installed plugins and those of the Context.
+            registry: the plugins to use; None: the installed plugins and the plugins of the Context.
         """
         self._io = context.io
         self._job = context.job

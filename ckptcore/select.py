@@ -81,7 +81,7 @@ class Selection(ABC):
 
 
 def names(*paths: str | Sequence[Key]) -> Selection:
-    """Select the leaves at these paths and below them. Each path must exist.
+    """Select the leaves at the given paths and below them. Each path must exist.
 
     Args:
         paths: text, ``"params/dense"``, or keys, ``("layers", 0)``. A key may contain ``/`` in both forms.

@@ -52,8 +52,8 @@ def load(
             loaded as NumPy arrays: arrays of text, and of 64-bit numbers in JAX while jax_enable_x64 is off.
         context: options.
         select: the stored leaves to load, by `ckptcore.select`. Other leaves are not read. With an abstract tree,
-            `PLACEHOLDER` replaces the other leaves. Without one, they are removed from dicts, and replaced by
-            `PLACEHOLDER` in lists and tuples.
+            `PLACEHOLDER` replaces the other leaves. Without an abstract tree, they are removed from dicts, and replaced
+            by `PLACEHOLDER` in lists and tuples.
         transforms: changes of the stored tree, applied in this order before it is matched: see
             `ckptcore.transforms`. Without an abstract tree, the transformed tree is loaded.
         matching: allowed differences between the abstract tree and the stored tree. By default, only plain values may
@@ -208,7 +208,7 @@ def load_checkpointables(
             the object. Without `abstract` and `into`, every object is loaded; objects that were deleted since the save
             are skipped with a warning.
         into: objects to restore in place, by name: modules, optimizers, iterators, and trees (see `load_into`).
-        progress: see `load`. Until an object is loaded, the total includes all its arrays, even those to be skipped.
+        progress: see `load`. Until an object is loaded, the total includes all its arrays, even arrays to be skipped.
         context: options.
 
     Wrap an abstract tree or an object in `LoadAs` to pass a selection, transforms, and allowed differences for it.

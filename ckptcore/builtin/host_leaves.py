@@ -119,7 +119,7 @@ class HostArrayHandler(LeafHandler):
         return np.asarray(abstract) if whole else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
-        """Return an array, or a NumPy scalar if one is requested.
+        """Return an array, or a NumPy scalar if a scalar is requested.
 
         If nothing is requested, a saved NumPy scalar, str or bytes is returned as such.
         """
@@ -220,7 +220,7 @@ class BufferHandler(HostValueHandler):
 
         Args:
             content: returns the bytes of a buffer.
-            make: returns a new buffer with these bytes.
+            make: returns a new buffer with the given bytes.
         """
         self._content = content
         self._make = make
@@ -423,7 +423,7 @@ class ValueForm(NamedTuple):
     Attributes:
         kind: its name in records.
         encode: returns a value as JSON. A load without an abstract tree returns this JSON.
-        decode: returns a value of a type from such JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
+        decode: returns a value of a type from this JSON. For hostile JSON, raises ValueError, TypeError or KeyError.
     """
 
     kind: str

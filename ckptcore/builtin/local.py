@@ -279,7 +279,7 @@ class LocalStorage(StorageBackend):
             self._directories.remove_empty(os.path.dirname(path))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, and directories that become empty, except locked ones and the root of the storage."""
+        """Delete objects, and directories that become empty, except locked directories and the root of the storage."""
         self._delete(dict.fromkeys(keys))
 
     def _delete(self, stamps: Mapping[str, str | None]) -> None:
@@ -380,7 +380,7 @@ class LocalStorage(StorageBackend):
         _expect_directory(old)
         self._directories.ensure(os.path.dirname(new))
         try:
-            # A plain rename of a directory replaces only an empty one.
+            # A plain rename of a directory replaces only an empty directory.
             os.rename(old, new)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -447,17 +447,17 @@ class LocalStorage(StorageBackend):
         return stamps
 
     def delete_unchanged(self, stamps: Mapping[str, str]) -> None:
-        """Delete the files that still have these stamps. See `AtomicDirectories`."""
+        """Delete the files whose stamps have not changed. See `AtomicDirectories`."""
         self._delete(stamps)
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, while a save writes into it. See `AtomicDirectories`."""
+        """Give a new directory the attributes of an old directory during a save. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
         with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             hide_from_others(*paths)
 
     def keep_attributes(self, old: str, new: str) -> None:
-        """Give a new directory and its content the attributes of the old ones. See `AtomicDirectories`."""
+        """Give a new directory and its content the attributes of an old directory. See `AtomicDirectories`."""
         paths = self._checked_path(old), self._checked_path(new)
         with SystemCall(f"keep the attributes of {paths[0]} in the directory", paths[1]):
             for changed in keep_attributes_below(*paths):

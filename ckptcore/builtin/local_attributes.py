@@ -162,7 +162,7 @@ def read_attributes(path: str) -> Attributes | None:
 def create_file(path: str, replaced: Attributes | None) -> int:
     """Create a file with the attributes of the file that it replaces, and return its descriptor.
 
-    If `replaced` has the attributes of something else than a regular file, such as a link, they are not kept.
+    If `replaced` has the attributes of anything but a regular file, such as a link, they are not kept.
 
     Raises:
         OSError
@@ -231,7 +231,7 @@ def _deny(path: str, denied: Callable[[int], int]) -> bool:
 
 
 def hide_from_others(old: str, new: str) -> None:
-    """Give a new directory the attributes of an old one, with exceptions that last until the commit.
+    """Give a new directory the attributes of an old directory, with exceptions that last until the commit.
 
     Other users may not write in the new directory. They have no access at all if they cannot read everything in the old
     directory. The owner may always write in the new directory.

@@ -134,7 +134,7 @@ def real_path(path: str) -> str:
 
 @functools.cache
 def _opener(flags: int) -> Callable[[str], int | None] | None:
-    """Return the function behind `open_without_links` for these flags; None if the system does not support it."""
+    """Return the function behind `open_without_links` for the given flags; None if the system does not support it."""
     if sys.platform != "linux" or os.uname().machine not in _OPENAT2_MACHINES:
         return None
     call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
@@ -264,7 +264,7 @@ class SystemCall(NamedTuple):
 
 @contextmanager
 def ignoring(numbers: Collection[int]) -> Iterator[None]:
-    """Ignore system errors with these numbers in a ``with`` block. Such an error still ends the block.
+    """Ignore system errors with the given numbers in a ``with`` block. Such an error still ends the block.
 
     Raises:
         OSError: an error with another number.

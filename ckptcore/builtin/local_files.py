@@ -299,7 +299,7 @@ class LocalFiles:
 
 
 _TICK_NANOSECONDS: Final = 2_000_000_000
-"""Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others of milliseconds."""
+"""Two changes within this time may have equal timestamps: FAT has a resolution of 2 s, others have milliseconds."""
 
 
 class StampedFile:

@@ -277,7 +277,8 @@ class _MemoryWriter:
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
-        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last one.
+        # If the size was unknown, a gap or an overlap makes the sum of the pieces differ from the end of the last
+        # piece.
         if self._written != size:
             raise StorageError(f"cannot complete {self.key!r}: expected {size} bytes, found {self._written} written")
         self._store.finish(self, whole.data, self._condition)

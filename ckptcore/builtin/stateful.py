@@ -316,7 +316,7 @@ class StateTreeHandler(CheckpointableHandler):
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
     ``set_state_tree`` silently ignores unknown variables. So a load requests exactly the variables of the object, and
-    reports differences. There are two exceptions, because a new object may lack these variables: the load builds the
+    reports differences. There are two exceptions for variables that a new object may lack: the load builds the
     variables of an optimizer that has made no step, and it loads metrics as they are stored.
 
     Every process is assumed to hold the same arrays, or shards of them.
@@ -338,7 +338,7 @@ class StateTreeHandler(CheckpointableHandler):
         return value.get_state_tree()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """Return the tree of its variables, including those of its optimizer, with the stored metrics."""
+        """Return the tree of its variables, including the variables of its optimizer, with the stored metrics."""
         tree = self.flatten(value)
         if not isinstance(stored, dict) or not isinstance(tree, dict):
             return tree
@@ -466,7 +466,7 @@ def random_state_handler(value_type: type) -> CheckpointableHandler | None:
     Also return None for subclasses of `random.Random` with their own ``getstate``, such as `SystemRandom`, which has no
     state.
     """
-    # Do not import these modules: it is slow, and values of their types exist only if they are already imported.
+    # Do not import the modules: it is slow, and values of their types exist only if they are already imported.
     if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR

@@ -242,7 +242,7 @@ class ConditionalPutTransaction:
         raise error
 
     def _arrived_before_another_claim(self, root: bytes) -> bool:
-        """Replace the claim by an equivalent one, so that a delayed put of the root fails.
+        """Replace the claim by an equivalent claim, so that a delayed put of the root fails.
 
         Return True if the put of the root had succeeded before that.
         """
@@ -304,7 +304,7 @@ def _equivalent(claim: Claim | PartialSave) -> Claim | PartialSave:
 
 
 def new_claim(save_id: str) -> Claim:
-    """Return a new claim of a save. The time has microseconds, so that the claim differs from the one it replaces."""
+    """Return a new claim of a save. The time has microseconds, so that it differs from the replaced claim."""
     return Claim(save_id, datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"))
 
 

@@ -159,7 +159,8 @@ class _Contents:
         keys = [key for key in self.keys if not _is_known(key)]
         if owns is None:
             return sorted(self._others("", keys))
-        # A composite that lost its root has members, and files of its layout by which other software finds it.
+        # A composite that lost its root may match as a checkpoint of other software. Its members show that it is a
+        # composite.
         is_composite = any(key.endswith(f"/{ROOT_KEY}") for key in keys)
         return sorted(set(self._others("", keys) if is_composite else keys).difference(owns(self.keys)))
 
@@ -204,7 +205,7 @@ class _Contents:
             yield from self._others(name, inside)
 
     def _summary(self, directory: str) -> RootSummary | None:
-        """Return the summary of the root in a directory, with all objects; None if there is no readable one."""
+        """Return the summary of the root in a directory, with all objects; None if there is no readable root."""
         if (data := self._read(directory)) is None:
             return None
         try:

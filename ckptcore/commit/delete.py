@@ -97,7 +97,7 @@ def delete_checkpoint(location: Location, threads: IOThreads, *, other_files: bo
                 location.commit_method.remove(location, other_files=other_files)
             except BaseException:
                 if mark is not None and root_bytes(location.store) is not None:
-                    location.parent.delete([mark])  # the checkpoint stays: if it is lost later, that is an error
+                    location.parent.delete([mark])  # the checkpoint stays, so a later loss is an error
                 raise
             if mark is not None and not marked and not _put_mark(location, mark):
                 logger.warning(

@@ -45,7 +45,7 @@ class DirectoryLocks(Locks):
     """Locks that are locked directories. See `Locks`.
 
     A lock is valid once its directory is locked. A process that finds an unlocked directory locks and removes it. So if
-    a process has created a directory and cannot lock it, it creates another one.
+    a process has created a directory and cannot lock it, it creates another directory.
 
     Another host may mount the file system without locks, and use leases instead. This class respects such leases.
     """

@@ -84,7 +84,8 @@ class LeasedLocks(Locks):
 
         Args:
             name: the name of the directory.
-            waits: wait about one lease time for a renewal of existing leases, and break those that are not renewed.
+            waits: wait about one lease time for a renewal of existing leases, and break the leases that are not
+                renewed.
 
         Raises:
             StorageError

@@ -166,9 +166,9 @@ class Holder:
             `LeaseObserver`). None for a locked directory.
         renewals: the number of attempted renewals. Makes the bytes, and so the tag, of each attempt differ.
         released: True if the lease was released or broken.
-        number: for the owner of a directory, a number above those of all owners before it; otherwise 0.
+        number: for the owner of a directory, a number higher than the numbers of all earlier owners; otherwise 0.
         process: a random id of the process. A restarted container has the same host and pid, and another process.
-        earlier: for the owner of a directory, the last owners before it, the oldest first.
+        earlier: for the owner of a directory, the last earlier owners, the oldest first.
     """
 
     hold_id: str

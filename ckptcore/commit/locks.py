@@ -247,7 +247,7 @@ class Locks(ABC):
 
         Args:
             if_in_use: "take over" waits about one lease time for a renewal of a lease. No effect on kernel locks.
-            at_least: minimum number of the result. The number is also higher than those of all earlier owners.
+            at_least: minimum number of the result. The number is also higher than the numbers of all earlier owners.
 
         Raises:
             DirectoryInUseError: another job owns it.
@@ -503,7 +503,7 @@ def _check_name(name: str) -> None:
 
 
 def read_owner(store: StorageBackend) -> Holder | None:
-    """Return the record of the last owner of a locked directory; None if there is none that can be read."""
+    """Return the record of the last owner of a locked directory; None if there is no readable record."""
     return decode_holder(read_record(store)) if has_directories(type(store)) else None
 
 

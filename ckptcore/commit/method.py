@@ -37,7 +37,8 @@ class CommitMethod(ABC):
     All locations that are passed to its methods must be in this directory.
 
     Attributes:
-        replaces_atomically: True if a commit can replace a checkpoint so that the old or the new one always exists.
+        replaces_atomically: True if a commit can replace a checkpoint so that the old or the new checkpoint always
+            exists.
         claims_by_root: True if claims and session tables are stored under the key of the root.
     """
 
@@ -102,7 +103,8 @@ class CommitMethod(ABC):
         Args:
             location: the location of the checkpoint.
             save_id: the save id of the transaction.
-            is_new: True if the transaction does not resume an earlier one, so that no object replaces another one.
+            is_new: True if the transaction does not resume an earlier transaction, so that no object replaces another
+                object.
         """
 
     @abstractmethod

@@ -224,7 +224,7 @@ def refuse_other_spelling(location: Location, action: str) -> None:
 
 
 def no_exchange(location: Location) -> AtomicityError:
-    """Return the error for a checkpoint that the file system cannot exchange for another one."""
+    """Return the error for a checkpoint that the file system cannot exchange for another checkpoint."""
     return AtomicityError(
         f"{location.display} holds a checkpoint, and this file system cannot exchange it for another one "
         "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
@@ -244,7 +244,7 @@ def expect_distinct(
         location: the location of the checkpoint.
         name_bytes: maximum length of a name in bytes; None if it is unknown.
         features: what the file system supports.
-        is_one: tests on the file system itself if it treats two keys as one name, because file systems differ in rare
+        is_one: tests on the file system itself whether two keys are one name, because file systems differ in rare
             characters.
         keys: returns the keys.
     """

@@ -5,10 +5,10 @@ the old checkpoint aside under a hidden name. The second rename moves the new ch
 is killed between them, another process finds the old checkpoint by its hidden name and restores it. A process locks a
 directory with such a name before it changes the directory.
 
-In a directory with other files, the objects of the new checkpoint move into the directory of the old one. The directory
-stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing refers to the
-objects until one rename replaces the root, which is the commit. Then the save replaces the index, by which other
-software finds the objects, and deletes the objects of the old checkpoint.
+In a directory with other files, the objects of the new checkpoint move into the directory of the old checkpoint. The
+directory stays, so that other processes can write into it at any time. The names of the objects are unique. Nothing
+refers to the objects until one rename replaces the root, which is the commit. Then the save replaces the index, by
+which other software finds the objects, and deletes the objects of the old checkpoint.
 
 Before it moves anything, a save writes a journal into its hidden directory. If the process is killed, another process
 that finds the hidden directory unlocked completes the commit, or removes the objects of a save that is not committed.
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 logger = logger_named("ckptcore.commit")
 
 _REPLACES: Final = "checkpoint.replaces"
-"""Key of an empty object in a new checkpoint. The new checkpoint waits for the deletion of the old one, which cannot be
-renamed."""
+"""Key of an empty object in a new checkpoint. The new checkpoint waits for the deletion of the old checkpoint, which
+cannot be renamed."""
 
 
 class AsideCheckpoint:
@@ -122,10 +122,10 @@ class AsideCheckpoint:
         return unneeded
 
     def _replace_by_deletion(self, store: StorageBackend, hidden: str) -> None:
-        """Replace a directory that cannot be renamed, such as one of a lower layer of overlayfs.
+        """Replace a directory that cannot be renamed, such as a directory in a lower layer of overlayfs.
 
         First the new checkpoint gets the hidden name, from which it is restored if this process is killed. Then the old
-        one is deleted.
+        checkpoint is deleted.
         """
         store.put(_REPLACES, b"")
         try:
@@ -354,7 +354,7 @@ class PlacedObjects:
         self._delete(journal.removed)
 
     def _delete(self, stamps: Mapping[str, str]) -> None:
-        """Delete the files that still have these stamps, except files that the root names."""
+        """Delete the files whose stamps have not changed, except files that the root names."""
         owned = _own_files(self._old)
         unowned = {f"{self._name}/{key}": stamp for key, stamp in stamps.items() if key not in owned}
         if unowned:

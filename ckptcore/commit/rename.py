@@ -124,7 +124,7 @@ class RenameTransaction:
             overwrite: whether the commit replaces a checkpoint.
             find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
-            is_new: True if the directory is empty, so that no object may replace another one.
+            is_new: True if the directory is empty, so that no object may replace another object.
         """
         self._location = location
         self._method = method
@@ -233,7 +233,7 @@ class RenameTransaction:
         """
         name = self._location.name
         for left in reversed(range(_PUBLISH_TRIES)):
-            # After this process lost its lease, another one may have removed files from the hidden directory.
+            # After this process lost its lease, another process may have removed files from the hidden directory.
             self.check()
             try:
                 # With other files, `PlacedObjects.commit` sets the attributes of each file. Until then, other users
@@ -333,7 +333,7 @@ class RenameTransaction:
 
 
 def _has_other_root(location: Location, root: bytes | None) -> bool:
-    """Return True if a location certainly has another root than `root`. If `root` is None: if it has no files."""
+    """Return True if a location certainly has another root than `root`, or has no files if `root` is None."""
     try:
         if root is None:
             return not location.store.list_names()
@@ -395,7 +395,7 @@ class RenameMethod(CommitMethod):
             if resume:
                 # A killed process with this save id may have begun to move objects.
                 transaction.objects.settle()
-            # The new files must not be readable by users who may not read the old ones.
+            # The new files must not be readable by users who may not read the old files.
             self.directories.hide_from_others(location.name, hidden)
             features = self.features(hidden, limits)
             if replaces and overwrite is True:
@@ -474,7 +474,7 @@ class RenameMethod(CommitMethod):
         if leased is None:
             return None
         try:
-            make_directory(self._directory, name)  # after the lease: a sweep deletes a directory without one
+            make_directory(self._directory, name)  # after the lease: a sweep deletes a directory without a lease
         except BaseException:
             leased.close()
             raise

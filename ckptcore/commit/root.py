@@ -187,7 +187,7 @@ class References:
 
 
 MAPPINGS: Final = ("dict", "OrderedDict")
-"""Kinds of containers that keep their kind when they lose children. Others become dicts."""
+"""Kinds of containers that keep their kind when they lose children. Other containers become dicts."""
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:
@@ -270,7 +270,7 @@ MAX_ORDER: Final = 1 << 62
 
 
 class SaveOrder(NamedTuple):
-    """The order of saves of one checkpoint. If two copies of a step exist, the one with the higher order is valid.
+    """The order of saves of one checkpoint. If two copies of a step exist, the copy with the higher order is valid.
 
     Times are not compared, because the clocks of two machines differ. A save has a higher order than the checkpoint
     that it replaces. If a run was set back to an earlier step, its saves have a higher order than the steps after that.
@@ -287,7 +287,7 @@ class SaveOrder(NamedTuple):
 
     @property
     def next(self) -> SaveOrder:
-        """The order of a save that replaces one with this order."""
+        """The order of a save that replaces a save with this order."""
         return SaveOrder(self.owner, self.save + 1) if self.save < MAX_ORDER else SaveOrder(self.owner + 1)
 
 
@@ -334,7 +334,7 @@ class Root(CommittedRoot):
             with the checkpoint that contains it.
         references: the arrays of the tree that are stored in other checkpoints.
         index: the key of the index that other software reads, if the names of objects contain the save id; else empty.
-            It is not one of `objects`, because it is replaced after the root. See
+            `objects` does not include it, because it is replaced after the root. See
             `ckptcore.protocols.Layout.with_own_names`.
     """
 

@@ -97,7 +97,7 @@ class RootHead(NamedTuple):
 
 
 def read_head(data: bytes) -> RootHead | None:
-    """Return the head of a root; None if these bytes are not a root. The checksum is not verified.
+    """Return the head of a root; None if the bytes are not a root. The checksum is not verified.
 
     Args:
         data: the root, or its first `HEAD_BYTES`.

@@ -58,7 +58,7 @@ class PlacedFile(FileTransaction):
             method: the commit method of its directory.
             hidden: the name of the hidden directory.
             inner: the transaction that has locked it.
-            replaces: True if it may replace another file.
+            replaces: True if the commit may replace another file.
         """
         super().__init__(inner.store)
         self._location = location
@@ -98,7 +98,7 @@ class OneObject(Subdirectory):
     """A storage in which every key is the same object."""
 
     def __init__(self, location: Location, *, replaces: bool) -> None:
-        """Wrap the storage of a location. `replaces` is True if the object may replace another one."""
+        """Wrap the storage of a location. `replaces` is True if the object may replace another object."""
         super().__init__(location.parent, "")
         self._location = location
         self._replaces = replaces

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OwnKeys: TypeAlias = Callable[[Sequence[str]], Collection[str]]
-"""A function that takes all keys in a directory, and returns those of a checkpoint of other software."""
+"""A function that takes all keys in a directory, and returns the keys of a checkpoint of other software."""
 
 Overwrite: TypeAlias = bool | Literal["best-effort", "non-atomic", "keep-other-files", "with-other-files"]
 """True if a save replaces a checkpoint at its location atomically. See `ckptcore.save`."""
@@ -78,7 +78,7 @@ def root_bytes(store: StorageBackend) -> bytes | None:
 
 
 def is_claimed_by(data: bytes | None, save_id: str) -> bool:
-    """Return True if these bytes of a root are the claim of a save. Never True on storage that commits by rename."""
+    """Return True if the bytes of a root are the claim of a save. Never True on storage that commits by rename."""
     head = None if data is None or not is_claim(data) else read_head(data)
     return head is not None and head.save_id == save_id
 
@@ -387,7 +387,7 @@ class ParsedRoots(Generic[T]):
         self._lock = threading.Lock()
 
     def root(self, data: bytes, parse: Callable[[], AnyRoot]) -> AnyRoot:
-        """Return the root with these bytes.
+        """Return the root with the given bytes.
 
         Args:
             data: the bytes.

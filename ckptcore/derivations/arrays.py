@@ -75,7 +75,7 @@ class WholeArray(ABC):
         """Return the whole array.
 
         Args:
-            parts: the whole inputs, without empty ones.
+            parts: the whole inputs, without empty inputs.
         """
 
     def needed(self, box: Box) -> Sequence[Part]:

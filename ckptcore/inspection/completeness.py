@@ -93,7 +93,7 @@ def open_members(
 
     Args:
         directories: the directories to open, by name of the checkpointable.
-        open_one: opens one of them.
+        open_one: opens a checkpointable.
     """
     for name, of_name in directories.items():
         for directory in of_name:
@@ -132,7 +132,8 @@ class StoredFiles(NamedTuple):
         nbytes: recorded bytes of the objects of all checkpointables and processes, without roots and their parts; for
             checkpoints of other software, bytes of the arrays.
         problems: the files of the checkpoint and of its bases that are missing or have another size.
-        deleted: names of checkpointables that do not exist: deleted ones, and lost ones, which `problems` lists too.
+        deleted: names of checkpointables that do not exist, because they were deleted or lost. `problems` also lists
+            the lost checkpointables.
     """
 
     nbytes: int
@@ -318,7 +319,7 @@ class FileCheck:
         parallelism = requests_of(store).concurrency
         keys = list(expected)
         if parallelism > 1 and len(keys) > 1 and (listed := _listed_sizes(store)) is not None:
-            # A listing may be outdated: ask for each object that it lacks or that differs.
+            # A listing may be outdated: ask for each object that it lacks, or lists with another size.
             keys = [key for key in keys if not _fits(listed.get(key), expected[key], least)]
         if len(keys) <= _FEW:
             sizes = [_size(store, key) for key in keys]

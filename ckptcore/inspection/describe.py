@@ -155,8 +155,8 @@ class CheckpointMetadata(ShownInNotebooks):
     def unused(self) -> Mapping[str, Sequence[str]]:
         """By object, the names of stored arrays that the other software does not load.
 
-        Its index names other copies of them, or does not name them. Raises CompositeCheckpointError for several
-        objects.
+        The index of the checkpoint names other copies of the arrays, or does not name them. Raises
+        CompositeCheckpointError for several objects.
         """
         return self._contents_for("unused").unused
 
@@ -199,7 +199,7 @@ def describe_either(
     Args:
         checkpoint: the checkpoint.
         context: options.
-        open_one: opens one of several objects.
+        open_one: opens an object of a composite.
 
     Raises:
         Errors of `describe_checkpoint`.

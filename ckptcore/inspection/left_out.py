@@ -28,7 +28,7 @@ OTHER_FORMATS: Final = re.compile(
     r"(pytorch_model|tf_model|flax_model|diffusion_pytorch_model|diffusion_flax_model|model|consolidated)\b"
     r".*\.(bin|safetensors|h5|hdf5|msgpack|pth|npz)"
 )
-"""Names of files with the weights of a model. A repository may have the same weights in several of these formats."""
+"""Names of files with the weights of a model. A repository may have the same weights in several formats."""
 
 _ARGUMENTS: Final = "training_args.bin"
 """Arguments of the Trainer of transformers. Repositories of models have this file too."""
@@ -68,7 +68,7 @@ def left_out_of(checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocatio
 def files_read_by(
     checkpoint: Checkpoint | CompositeCheckpoint, source: AnyLocation, context: Context
 ) -> tuple[set[str], list[str]]:
-    """Return the files that a load reads, and ``file: tensors`` for tensors in these files that it does not load."""
+    """Return the files that a load reads, and ``file: tensors`` for the tensors in them that it does not load."""
     trees: list[tuple[str, Checkpoint]] = []
     read: set[str] = set()
     tensors: list[str] = []

@@ -69,8 +69,9 @@ class VerifyReport:
         nbytes: bytes checked, including those of arrays in bases.
         unverified: keys of objects without checksums, which were only read.
         deleted: names of checkpointables that no longer exist. Each is a problem, unless ckptcore deleted it.
-        unused: by object, the names of stored arrays that the other software does not load, because its index names
-            other copies of them, or does not name them. They are not read, and not reported as a problem.
+        unused: by object, the names of stored arrays that the other software does not load, because the index of the
+            checkpoint names other copies of the arrays, or does not name them. The arrays are not read, and not
+            reported as a problem.
         unsupported: paths of leaves of other software that this installation cannot read. They may be sound or damaged.
         left_out: files with state, and tensors of files, that are in the directory of a checkpoint of other software
             but not part of it. They are not checked, and copies in another layout do not have them.
@@ -98,7 +99,7 @@ class VerifyReport:
 
         - "sound": every byte matches its checksum.
         - "complete": everything that can be read here was read, but some bytes have no checksums, or some parts cannot
-          be read or judged. A changed byte there may not be found.
+          be read or judged. A changed byte in such data may not be found.
         - "damaged": there are problems.
         """
         if self.problems:
@@ -193,7 +194,7 @@ def _raise_unjudged(error: Exception) -> None:
 
 
 def _bytes_to_check(checkpoint: Checkpoint) -> int:
-    """Return the bytes of all objects and of arrays in bases; if there are none, the bytes of all arrays."""
+    """Return the bytes of all objects and of arrays in bases; if there are neither, the bytes of all arrays."""
     tree, root = checkpoint.tree, checkpoint.root
     in_bases = [] if root is None else [tree.leaves[leaf] for leaf in root.references.leaf]
     nbytes = sum(record.size for record in checkpoint.objects.values())
@@ -252,7 +253,7 @@ class _Verification:
     def _check_adapter(self) -> tuple[str, ...]:
         """Report missing parameters that the config of an adapter requires.
 
-        Returns statements about parts for which the config does not decide if they are complete.
+        Returns statements about parts whose completeness the config does not determine.
         """
         config = self._checkpoint.origin.custom.get("adapter_config")
         if not isinstance(config, Mapping):
@@ -410,7 +411,7 @@ class _Verification:
 
 
 def _read_in_pieces(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> None:
-    """Read an array of a base, or one that is larger than memory, a small part at a time.
+    """Read an array of a base, or an array that is larger than memory, a small part at a time.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged.

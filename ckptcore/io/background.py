@@ -162,7 +162,8 @@ class BackgroundSaves:
         Args:
             handle: the handle of the save.
             work: writes and commits the save.
-            locations: the targets of the save. It also waits for earlier saves of other Contexts to these targets.
+            locations: the targets of the save. The save also waits for earlier saves of other Contexts to the same
+                targets.
             inline: True to do the work on this thread if no other thread can be started.
 
         Raises:

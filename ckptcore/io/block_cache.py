@@ -31,7 +31,7 @@ class _Spare(threading.local):
     block: tuple[object, int] | None = None
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying one."""
+        """Return memory to fill. It is reused, because mapping and touching a MiB takes longer than verifying it."""
         self.block = None
         if self.memory is None or len(self.memory) < nbytes:
             self.memory = new_bytes(nbytes)

@@ -41,7 +41,7 @@ class BlockChecksums:
         """Add whole blocks; the last block of the object may be shorter. Each block is added once.
 
         Raises:
-            ValueError: bytes are outside the object, or are no whole blocks.
+            ValueError: bytes are outside the object, or are not whole blocks.
         """
         view = memoryview(data)
         stop = offset + len(view)

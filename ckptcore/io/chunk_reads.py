@@ -164,7 +164,7 @@ def _read_chunks(index: ChunkIndex, store: ReadStore, requested: Iterable[_Reque
 
 
 def native_reader(index: ChunkIndex) -> NativeReader | None:
-    """Return an index as a native reader, or None if it is not one."""
+    """Return an index as a native reader, or None if it is no native reader."""
     return cast(NativeReader, index) if _is_native(type(index)) else None
 
 
@@ -345,7 +345,7 @@ def _follows(group: Sequence[_Encoded], chunk: _Encoded) -> bool:
     last = group[-1]
     if chunk.inline is not None or last.key != chunk.key or last.stop is None or chunk.stop is None:
         return False
-    # The chunks of the next array may precede those of this one, but a group only continues forward.
+    # The chunks of the next array may precede the chunks of this array, but a group only continues forward.
     return 0 <= chunk.start - last.stop <= _GAP_BYTES and chunk.stop - group[0].start <= _FETCHED_BYTES
 
 

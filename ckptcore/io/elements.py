@@ -118,7 +118,7 @@ def spans(shape: tuple[int, ...], box: Box, most_gap: int) -> Iterator[tuple[int
     """
     start, stop = box
     strides = c_strides(shape)
-    # `inner` counts the elements from the first to the last one of the box, along the axes from `axis` on.
+    # `inner` counts the elements from the first to the last element of the box, along the axes from `axis` on.
     inner = 1
     axis = len(shape)
     while axis > 0:

@@ -52,7 +52,7 @@ class ObjectReader:
         bytes_read: bytes requested for chunks and slices, including the rest of blocks.
         bytes_got: bytes of all other reads: encoded chunks, and the indexes that locate them.
         requests: ranges of bytes requested for chunks and slices.
-        counting: the lock for these counters.
+        counting: the lock for the three counters.
         progress: called from any thread with the number of bytes that were copied into arrays.
     """
 
@@ -138,7 +138,7 @@ class ObjectReader:
         """Return upper limits for the sizes of objects in bytes, for callers that allocate memory before they read.
 
         For small objects on a remote storage, the limit is the recorded size, because the request that reads such an
-        object checks the size. The sum of these recorded sizes is limited. The storage is asked for all other sizes.
+        object checks the size. The sum of such sizes is limited. The storage is asked for all other sizes.
 
         Raises:
             ObjectNotFoundError

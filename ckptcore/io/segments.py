@@ -105,7 +105,7 @@ class ObjectSegments:
         while (position := self._position) < limit:
             run = self._run
             if run is None or run.stop == position:
-                run = self._run = next(self._runs)  # opens the next segment, if the last one has no more runs
+                run = self._run = next(self._runs)  # opens the next segment, if the last segment has no more runs
             stop = min(run.stop, limit)
             task.add(run, position, stop)
             self._position = stop
@@ -121,7 +121,7 @@ class ObjectSegments:
                 if size:
                     yield _Run(-1, position, position + size, memoryview(segment.data), checksum)
             elif isinstance(segment, ChecksumSegment):
-                assert checksum is not None  # `inline_checksums` has one for each
+                assert checksum is not None  # `inline_checksums` has a checksum for each
                 if size:
                     yield _Run(-1, position, position + size, checksum, None)
             else:

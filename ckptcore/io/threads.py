@@ -185,11 +185,11 @@ class IOThreads:
         self._remote = _ThreadGroup(_IDLE_SECONDS)
 
     def parallelism(self, concurrency: int) -> int:
-        """Return the most threads for a storage with this `concurrency`; always `count` if the user set it."""
+        """Return the most threads that a storage with this `concurrency` can use; always `count` if the user set it."""
         return self.count if self._most is not None or concurrency <= self.count else concurrency
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` on one of the threads, or on this one if no thread can be started."""
+        """Call `function` on one of the threads, or on this thread if no thread can be started."""
         future: Future[T] = Future()
         work = functools.partial(call_into, future, function)
         if not self._local.submit(work, self.count):

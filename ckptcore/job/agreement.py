@@ -37,7 +37,7 @@ class ExchangeCounts:
 
     Counts belong to a job and not to a Context. Otherwise two Contexts that save to one location would use the same
     keys, and one could receive a message of a failed exchange of the other. Each name has its own count. If a rank
-    misses an operation after an error, its counts of all other names still equal those of the other ranks.
+    misses an operation after an error, its counts of all other names still equal the counts of the other ranks.
 
     Names are stored as hashes. Each takes about a hundred bytes until the job ends.
     """
@@ -91,7 +91,7 @@ class Stage:
         payloads: on the leader after the stage, the payloads of all ranks in order of rank.
         done: True if this rank finished its work. If the exchange then fails on this rank, other ranks may have
             received this outcome and continue.
-        failed: after the stage, the ranks that failed; only the first ones if there are many. Empty on a rank that
+        failed: after the stage, the ranks that failed; only the first ranks if there are many. Empty on a rank that
             failed itself.
     """
 
@@ -124,7 +124,7 @@ class Agreement:
             coordinator: connects the processes.
             key: unique to the operation and equal on every rank.
             recording: records the time of exchanges.
-            call: the operation, for the log if other ranks are late; None: that of the recording, or the key.
+            call: the operation, for the log if other ranks are late; None: the operation of the recording, or the key.
             block_ranks: see `Gathering`; None: `BLOCK_RANKS`.
         """
         self._coordinator = coordinator

@@ -174,7 +174,7 @@ class Gathering:
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
                 raise  # this rank could not send its own payload
-            # If the error names no ranks, the connection itself failed: all others count as missing.
+            # If the error names no ranks, the connection itself failed: all other ranks count as missing.
             missing = [block[index] for index in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None

@@ -53,7 +53,7 @@ def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]
     """Decode receipts that another process of this job encoded.
 
     Raises:
-        UnsupportedVersionError: that process uses another version of the message format.
+        UnsupportedVersionError: the other process uses another version of the message format.
     """
     line, _, rest = data.partition(b"\n")
     head: dict[str, Any] = json.loads(line)

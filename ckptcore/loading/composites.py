@@ -139,7 +139,7 @@ class CompositeLoad:
         self._wanted = wanted
         self._undo = Undo()
         self._changed: dict[str, None] = {}  # names of objects that any attempt restored in place
-        self._refused: dict[str, TreeMismatchError] = {}  # saved by each process, in a job of another size
+        self._refused: dict[str, TreeMismatchError] = {}  # by object; each process saved a separate state
 
     def run(self) -> dict[str, object]:
         """Load the requested objects. Returns them in the order of the request, or of the save if all are requested.

@@ -38,7 +38,7 @@ class LoadRequest:
         transforms: changes of the stored tree, applied before it is matched.
         matching: the allowed differences between the abstract tree and the stored tree.
         report: filled when the load has succeeded; None: no report.
-        strategy: the strategy of the load; None: the one that the Context selects.
+        strategy: the strategy of the load; None: the Context selects it.
         framework: the framework of arrays that are loaded without an abstract tree; None: NumPy.
     """
 
@@ -319,7 +319,7 @@ def fill_report(report: LoadReport, checkpoint: Checkpoint, matched: Matched, by
         report: the report of the caller.
         checkpoint: the checkpoint, after transforms.
         matched: the leaves that were loaded.
-        bytes_before: `bytes_requested` when the attempt that succeeded began.
+        bytes_before: the result of `bytes_requested` at the start of the attempt that succeeded.
     """
     paths = [format_path(path) for path in leaf_paths(matched.skeleton)]
     defaulted = set(matched.defaulted)

@@ -28,7 +28,7 @@ class NewValue(LoadTarget[object]):
         self._same: Mapping[int, int] = {}
 
     def match(self, load: Load[object], checkpoint: Checkpoint) -> Matched:
-        """Find the stored leaf for each abstract one."""
+        """Find the stored leaf for each abstract leaf."""
         with load.recording.phase("open"):
             flat = flatten_like(checkpoint, self._abstract, load.context, load.request)
             self._shape = flat.shape
@@ -146,7 +146,7 @@ def check_shared_containers(
 
 
 def _loaded_elsewhere(numbers: Sequence[int | None], shared: Sequence[tuple[range, range]]) -> Mapping[int, int]:
-    """Map each leaf that only the other occurrence of a shared container loads to the leaf of that occurrence."""
+    """Return the leaves of shared containers that only the other occurrence loads, each with the leaf that loads it."""
     return {
         leaf: twin
         for pair in shared

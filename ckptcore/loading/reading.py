@@ -33,7 +33,7 @@ class LeafRead:
     Attributes:
         leaf, record: its number in the stored tree, and its record.
         handler, abstract: the handler that builds it, and the requested abstract leaf.
-        positions: the positions of these leaves in the value.
+        positions: the position in the value of each leaf that is built.
         boxes: the boxes to read.
         nbytes: the bytes to read.
         array: a 0-dimensional array that was built from a stored number; None for an array that is read.
@@ -134,8 +134,8 @@ class TreeRead:
         filled: for a target that is filled in place, True for each leaf that needs no replacement; None if the load
             builds a new value.
         progress: counts the bytes of arrays that are built.
-        first: reads for objects that may refuse their state. They are done before these reads, and share `leaves` and
-            `filled` with them.
+        first: the plan for objects that may refuse their state; None: there are no such objects. It runs before this
+            plan. Both plans share `leaves` and `filled`.
     """
 
     checkpoint: Checkpoint

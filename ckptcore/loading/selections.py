@@ -89,7 +89,7 @@ class _Neighbours:
         self._chosen = {leaves[number][:depth] for number in chosen for depth in range(len(leaves[number]))}
 
     def has_chosen(self, path: TreePath) -> bool:
-        """Return True if a leaf is chosen in the nearest container above a path that has leaves.
+        """Return True if the nearest container that is above a path and has leaves has a chosen leaf.
 
         Also returns True if no container above the path has leaves.
         """
@@ -104,7 +104,7 @@ def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[in
 
     Args:
         skeleton: the tree.
-        chosen: as `chosen_leaves` returns it.
+        chosen: the result of `chosen_leaves`.
 
     Returns:
         The tree, and for each of its leaves the number of the stored leaf, or None for a placeholder.

@@ -71,7 +71,7 @@ class PartNames(NamedTuple):
 
     Attributes:
         kept: the requested parts that are not stored; the whole tree if none of its leaves is stored.
-        lost: the parts that must not keep all of their present values, because no leaf of them is stored; see
+        lost: the parts that must not keep all of their present values, because none of their leaves is stored; see
             `match_leaves`.
         elsewhere: the parts that would not be loaded, but are stored under another path.
         misshapen: names of the stored leaves that a selection can leave out, because their shapes differ from those of

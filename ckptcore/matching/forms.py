@@ -99,12 +99,12 @@ def are_interchangeable(requested: LeafRecord, stored: LeafRecord) -> bool:
 
 
 def number_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    """Return why a stored leaf cannot become the requested one without loss; None if it can.
+    """Return why a stored leaf cannot become the requested leaf without loss; None if it can.
 
     A number becomes an array that represents it exactly: an int becomes an array of ints or floats, a float an
     array of floats, and a bool an array of bools. The element of a stored array is not read yet, so its dtype decides:
-    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float,
-    which represents all of them.
+    ints become an int, floats a float, and bool a bool. Ints of up to 32 bits also become a float, which represents
+    every such int.
 
     Args:
         requested, stored: interchangeable records.
@@ -260,7 +260,7 @@ def is_none(record: LeafRecord) -> bool:
 
 
 def kind_difference(requested: LeafRecord, stored: LeafRecord) -> str | None:
-    """Return why a stored leaf cannot be loaded as the requested one, by kind, shape and dtype; None if it can."""
+    """Return why a stored leaf cannot be loaded as the requested leaf, by kind, shape and dtype; None if it can."""
     if isinstance(requested, ArrayRecord) and isinstance(stored, ArrayRecord):
         if requested.spec == stored.spec:
             is_data = stored.kind == PLAIN_ARRAY and requested.kind not in ("str", "bytes")

@@ -128,7 +128,7 @@ def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -
 
 
 def _leafless(node: Skeleton, path: TreePath, paths: set[TreePath]) -> bool:
-    """Add the paths, as text, of all containers without leaves. Return True if the node is one of them."""
+    """Add the paths, as text, of all containers without leaves. Return True if the node is such a container."""
     if not isinstance(node, Node):
         return False
     empty = [_leafless(child, (*path, str(key)), paths) for key, child in zip(node.keys, node.children, strict=True)]
@@ -208,7 +208,7 @@ class Comparison:
     def find_unmatched(self) -> None:
         """Find the requested leaves that are not stored, and the stored leaves that are neither requested nor skipped.
 
-        Other software may store an array under several names. If one of them is requested, all count as requested.
+        Other software may store an array under several names. If one name is requested, all names count as requested.
         """
         for position, (number, handler) in enumerate(zip(self.numbers, self.handlers, strict=True)):
             if number is not None or handler is None:

@@ -37,9 +37,9 @@ class Move:
     """Leaves that are requested and stored under the same names below different paths.
 
     Attributes:
-        requested, stored: the path of the part in the requested tree, and in the stored one. Names with dots are
+        requested, stored: the path of the part in the requested tree, and in the stored tree. Names with dots are
             divided into `_NamePart`.
-        pairs: for each leaf, its position in the requested tree and its number in the stored one.
+        pairs: for each leaf, its position in the requested tree and its number in the stored tree.
         is_leaf: True if the paths are those of a single leaf.
     """
 

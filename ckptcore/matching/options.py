@@ -17,10 +17,10 @@ Missing = Literal["error", "placeholder", "keep"]
 """Treatment of requested leaves that are not stored."""
 
 Casting = Literal["error", "safe", "narrowing", "truncating"]
-"""Treatment of arrays whose requested dtype is not the stored one: refuse them, or cast them."""
+"""Treatment of arrays whose requested dtype differs from the stored dtype: refuse them, or cast them."""
 
 ShapeChange = Literal["reshape", "truncate", "pad"]
-"""Changes of arrays whose requested shape is not the stored one."""
+"""Changes of arrays whose requested shape differs from the stored shape."""
 
 Keys = Literal["exact", "text"]
 """Comparison of keys and containers: exactly, or by the text of keys alone."""
@@ -30,7 +30,7 @@ Sequences = Literal["exact", "either"]
 
 
 Values = Literal["stored", "error"]
-"""Treatment of plain values of another kind or structure than the requested ones."""
+"""Treatment of plain values of another kind or structure than requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class Matching:
             leaf without elements (`ckptcore.AbstractArray`, ``jax.ShapeDtypeStruct``, a tensor on the meta device) has
             no value to keep, and is an error.
         cast: arrays of another dtype: ``"error"``; ``"safe"``: cast if the requested dtype can represent every value of
-            the stored one, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
+            the stored dtype, including infinities, NaN and negative zero; ``"narrowing"``: also round to the nearest
             value; ``"truncating"``: also cast floats to ints, and drop their fractions. A number outside of the range
-            of the dtype raises an error when it is read. Complex numbers are never cast to real ones, and numbers
+            of the dtype raises an error when it is read. Complex numbers are never cast to real numbers, and numbers
             never to bool.
         shapes: changes of arrays of another shape: ``"reshape"``: keep the elements in C order, if the number of
             elements is equal; ``"truncate"``: keep the first elements along an axis; ``"pad"``: append elements along
@@ -66,7 +66,7 @@ class Matching:
             without leaves matches None. A number matches an array without axes if no precision is lost. Formats of
             other software are always matched in this way.
         values: plain values (None, numbers, text, bytes, arrays without axes, and lists and dicts of only such values)
-            of another kind or structure than the requested ones: ``"stored"``: a number or an array without axes is
+            of another kind or structure than requested: ``"stored"``: a number or an array without axes is
             converted to the requested form if no precision is lost. Otherwise, if a Python value is requested, the
             stored value is loaded unchanged, so that counters, best results and histories of a program can change. A
             text key of a requested dict must be stored; otherwise it is a missing leaf. ``"error"``: every such

@@ -136,7 +136,7 @@ class _Unmatched:
     def _take_related(self) -> list[Difference]:
         """Return the differences of missing and unexpected leaves that belong together, and remove their leaves.
 
-        Leaves belong together if their keys have the same text, if one tree has a leaf where the other one has a
+        Leaves belong together if their keys have the same text, if one tree has a leaf where the other tree has a
         container, or if a part has another path.
         """
         requested, stored, differences = self._take_same()
@@ -188,7 +188,8 @@ class _Unmatched:
         """Find missing and unexpected leaves whose keys have the same text, or where the other tree has a container.
 
         Returns:
-            The paths of the remaining missing leaves, those of the remaining unexpected leaves, and the differences.
+            The paths of the remaining missing leaves, the paths of the remaining unexpected leaves, and the
+            differences.
         """
         compared = self._compared
         requested = {position: compared.paths[position] for position in self.absent}
@@ -228,7 +229,7 @@ class _Unmatched:
         return find_moves(requested, stored, others, fits, any_number=any_number)
 
     def _take_other_states(self) -> Collection[Difference]:
-        """Return the differences of states that are stored with another class of the library, and remove their leaves.
+        """Return the differences of states that are stored with another class of one library, and remove their leaves.
 
         Keeping the missing leaves would mix two states: the mean of one optimizer with the variance of another.
         """
@@ -269,7 +270,7 @@ def _kept_parts(compared: Comparison, absent: Sequence[int]) -> Sequence[str]:
 
 
 def _misshapen_in_objects(compared: Comparison) -> list[str]:
-    """Return names, for a selection, of stored leaves whose shapes differ from those of leaves of objects."""
+    """Return names of stored leaves that differ in shape from leaves of objects. A selection can leave them out."""
     inside = {position for _, _, leaves in outer_objects(compared.flat.shape) for position in leaves}
     numbers = [compared.numbers[position] for position in compared.misshapen if position in inside]
     return ["/".join(map(str, compared.tree.paths[number])) for number in numbers if number is not None]
@@ -316,7 +317,7 @@ def _key_differences(pairs: Sequence[tuple[str, str]]) -> Iterator[Difference]:
     """Yield the differences for requested and stored leaves whose keys have the same text.
 
     Args:
-        pairs: the requested path and the stored one.
+        pairs: the requested path and the stored path of each leaf.
     """
     for requested, stored in pairs:
         line = f"key: {requested} is requested, {stored} is stored; their keys have the same text"
@@ -352,7 +353,7 @@ def _unexpected_leaves(names: Sequence[str]) -> Iterator[Difference]:
 def _structure_differences(
     requested: Collection[TreePath], stored: Collection[TreePath]
 ) -> Mapping[TreePath, Difference]:
-    """Find leaves of one tree where the other one has a container. No option allows this, because data would be lost.
+    """Find leaves of one tree where the other tree has a container. No option allows this, because data would be lost.
 
     Args:
         requested: the paths of requested leaves that are not stored.
@@ -401,7 +402,7 @@ def _state_differences(
         unexpected: the paths of stored leaves that are not requested, without attributes.
 
     Returns:
-        By path, the difference of each state with such leaves.
+        By path, the difference of each state of another class.
     """
     differing = {path[:length] for path in (*absent, *unexpected) for length in range(len(path))}
     states: dict[TreePath, Difference] = {}
@@ -421,14 +422,14 @@ def _state_differences(
             both = f"a state with {fields[0]} is requested, one with {fields[1]} is stored"
         if both is not None:
             states[path] = Difference("kind", f"{format_path(shown)}: kind: {both}")
-        # Do not search below an untyped node with str keys: below the fields of a state are names of parameters.
+        # Do not search below an untyped node with str keys: its keys are names of parameters, not fields of a state.
         elif inside and not (node.type is None and any(isinstance(key, str) for key in node.keys)):
             in_optimizers.add(path)
     return states
 
 
 def _are_other_states(node: Node, other: Node) -> bool:
-    """Return True for two states with leaves, if the names of their types are different classes of one library.
+    """Return True for two states with leaves, if their types are, by their names, different classes of one library.
 
     Classes of ``__main__`` do not count, because a program may rename its own classes.
     """
@@ -441,7 +442,7 @@ def _are_other_states(node: Node, other: Node) -> bool:
 
 
 def _other_fields(node: Node, other: Node) -> tuple[str, str] | None:
-    """Return the fields of two states without types if each lacks a field of the other one; None otherwise."""
+    """Return the fields of two states without types if each lacks a field of the other state; None otherwise."""
     if node.type is not None or other.type is not None or not leaf_count(node) or not leaf_count(other):
         return None
     fields = [set(map(plain_key, each.keys)) for each in (node, other)]

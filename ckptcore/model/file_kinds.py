@@ -93,7 +93,7 @@ def file_kind(head: bytes, name: str) -> FileKind | None:
     """Return the kind of a file of other software, or None if the kind is unknown.
 
     Args:
-        head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter one.
+        head: the first `FILE_HEAD_BYTES` of the file, or all of a shorter file.
         name: its name.
     """
     if not head:
@@ -183,7 +183,7 @@ def directory_kind(names: Collection[str]) -> FileKind | None:
 
 
 def whole_formats(names: Collection[str]) -> Mapping[str, str]:
-    """Return the formats of the checkpoints in a directory with these names, if they use the whole directory.
+    """Return the formats of the checkpoints in a directory with the given names, if they use the whole directory.
 
     The value of each format is the name in the directory by which its checkpoint can be loaded alone, or empty. See
     `directory_kind` for `names`.

@@ -318,7 +318,7 @@ class _IndexedPart:
 
 
 def _extent(indexed: AxisIndex, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the flat range of elements that contains the requested ones. `strides` are in elements."""
+    """Return the flat range of elements that contains the requested elements. `strides` are in elements."""
     first = last = 0
     for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
         first += start * stride

@@ -30,7 +30,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
 MAX_PLANNED_CHUNKS: Final = 1 << 20
-"""Limit of the chunks of an array that are sorted by storage order. If an array has more, they may be read twice."""
+"""Limit of the chunks of an array that are sorted by storage order. If it has more, chunks may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""

@@ -112,7 +112,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
                 these digits.
 
         Raises:
-            UnknownPathError: the path does not exist; suggests a similar one.
+            UnknownPathError: the path does not exist; suggests a similar path.
             ValueError: the checkpoint was closed. A container or array that was looked up before is still returned.
         """
         try:
@@ -324,7 +324,7 @@ class OpenCheckpoint(StoredTree):
 
         Args:
             select: as for `ckptcore.load`.
-            transforms: as for `ckptcore.load`; boxes are those of the transformed arrays.
+            transforms: as for `ckptcore.load`; boxes are parts of the transformed arrays.
             first: arrays to read before all others; several selections are read one after the other.
             report: filled after the last box, or when the iterator fails or is closed; values count as skipped.
 

@@ -244,7 +244,8 @@ class PlainExtent:
 def find_plain_extent(checkpoint: Checkpoint, leaf: int) -> PlainExtent | None:
     """Return the location of an array; None if the array cannot be read directly from one object.
 
-    Such arrays are compressed, computed, empty, in several chunks, or read by the layout's native reader.
+    An array cannot be read directly if it is compressed, computed, empty, in several chunks, or read by the layout's
+    native reader.
 
     Raises:
         CorruptCheckpointError: the metadata of its location is damaged.

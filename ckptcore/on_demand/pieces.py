@@ -161,7 +161,7 @@ def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[lis
 
     Args:
         pieces: pieces that do not overlap.
-        sizes: sizes of batches. If a batch differs from the aim, the next ones compensate for it.
+        sizes: sizes of batches. If a batch differs from the aim, the next batches compensate for it.
     """
     queue = deque(_groups(pieces))
     batch: list[list[StoredPiece]] = []

@@ -47,7 +47,7 @@ class Derived:
 
     Attributes:
         tree: the derived tree.
-        sources: the checkpoint that is read, and additional ones that are combined with it.
+        sources: the checkpoint that is read, and additional checkpoints that are combined with it.
         derivations: by leaf number, the derived array. Aliases may have no entry.
         values: the values of the derived tree that come from the first source: by leaf number, the leaf number in that
             source.
@@ -215,8 +215,8 @@ class Derived:
     def _reads_runs(self, fill: _Fill) -> bool:
         """Return True if a piece reads long contiguous ranges of stored elements, or whole arrays.
 
-        One short range is allowed for each long one, such as the scales of weights. A short range also reads the whole
-        blocks at both of its ends, but these bytes are few compared with the long range.
+        One short range, such as the scales of weights, is allowed for each long range. A short range also reads the
+        whole blocks at both of its ends, but they have few bytes compared with the long range.
         """
         counts = self._runs(fill)
         return not counts[None] and counts["short"] <= counts["long"]

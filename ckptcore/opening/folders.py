@@ -27,7 +27,7 @@ _ENTRIES_TRIED: Final = 20
 """Limit of directories that are listed for a message."""
 
 _STEPS_TRIED: Final = 3
-"""Limit of steps of a run whose roots are read. Several are read, because the newest ones may be unfinished."""
+"""Limit of steps of a run whose roots are read. Several are read, because the newest steps may be unfinished."""
 
 _SHOWN: Final = 5
 
@@ -36,9 +36,9 @@ class FoundRun(NamedTuple):
     """A directory of steps.
 
     Attributes:
-        steps: the number of steps, including unfinished ones.
+        steps: the number of steps, including unfinished steps.
         newest: the newest step that is a checkpoint.
-        name: the name of its directory.
+        name: the name of the directory of `newest`.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class FoundRun(NamedTuple):
 
 
 def find_steps(names: Iterable[str]) -> Mapping[int, str]:
-    """Return the names of steps among the names in a directory, by step, ascending."""
+    """Return the steps among the names in a directory: the name of each by its number, in ascending order."""
     return StepNames().find([name[:-1] for name in names if name[-1] == "/" and name[0] != "."])
 
 

@@ -157,7 +157,7 @@ def with_copies(opened: Checkpoint, root: Root, context: Context) -> Checkpoint:
 
 
 def _copy_of(record: object, tree: TreeMetadata, source: int, number: int) -> tuple[int, _BoxCopy]:
-    """Return the number of the leaf in `tree` that a record is a copy of, and the copy.
+    """Return the leaf number in `tree` of the array that a record copies, and the copy.
 
     Args:
         record: the record of the copy.

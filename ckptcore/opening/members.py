@@ -1,4 +1,4 @@
-"""Members of composites: find existing and deleted ones, and open them."""
+"""Members of composites: find existing and deleted members, and open them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def existing_members(composite: CompositeCheckpoint) -> Iterator[tuple[str, Iter
 def _found_by_roots(composite: CompositeCheckpoint) -> set[str]:
     """Find the directories of members by their roots, without a listing. Sends one request for each directory.
 
-    Directories of ranks after a missing one are not found.
+    Stops at the first missing directory of a member, so the directories of later ranks are not found.
     """
     with_root = set()
     for name, member in composite.members.items():

@@ -205,7 +205,7 @@ def open_tree(
     """Open the tree at a location, or the files that an object wrote there.
 
     A composite with one checkpointable is opened as that tree, because Orbax saves each tree under a name. A copied
-    composite with a default checkpointable is opened as the default one.
+    composite with a default checkpointable is opened as that checkpointable.
 
     Args:
         location: the location.

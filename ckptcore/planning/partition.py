@@ -205,7 +205,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
 
 
 def _not_in_one_box(shape: tuple[int, ...], starts: HostArray, stops: HostArray) -> tuple[int, ...]:
-    """Return an element that is in no box, or in several. The boxes are not empty, and do not cover the array."""
+    """Return an element that is in no box, or in several boxes. The boxes are not empty, and do not cover the array."""
     # Bisection: if the boxes cover the lower half exactly, the element is in the upper half.
     first, after = [0] * len(shape), list(shape)
     for axis in range(len(shape)):
@@ -261,7 +261,7 @@ def _span(box: Box) -> str:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Divide a range of the elements of an array, in C order, into boxes in this order. Each box is one run.
 
-    There are at most two boxes for each axis except the last one, plus one box.
+    There are at most two boxes for each axis except the last axis, plus one box.
 
     Args:
         shape: the shape of the array; no extent is 0.
@@ -547,7 +547,7 @@ def _replicas(cells: int, holders: int) -> int:
 
 
 def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_Cuts | None, BoxSplit | None]:
-    """Return the cuts of an array with additional ones, and the split of each box; None if boxes are not split."""
+    """Return the cuts of an array with additional cuts, and the split of each box; None if boxes are not split."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1

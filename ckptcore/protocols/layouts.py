@@ -55,7 +55,8 @@ class WriteStore(Protocol):
         """Write objects, several at once if that suits the storage. Return when all are complete. See `write`.
 
         One thread at a time advances the iterator. It may be another thread than the caller's. Objects are started in
-        this order, and may be completed in any order. After the first error, no further object is started.
+        the order of the iterator, and may be completed in any order. After the first error, no further object is
+        started.
         """
 
 
@@ -368,7 +369,7 @@ class Layout(Protocol):
     # them; it is replaced after the root.
 
     def with_own_names(self, tag: str) -> Layout | None:
-        """Return a layout like this one that adds ``.`` and `tag` to names; None, the default, if names are fixed.
+        """Return a copy of this layout that adds ``.`` and `tag` to names; None, the default, if names are fixed.
 
         `finish` writes only the object `index_name` under a fixed name. The name of any other object is its usual name
         with ``.`` and the tag inserted.
@@ -449,7 +450,7 @@ class Layout(Protocol):
 
         None, the default, if `write` takes whole arrays only. Otherwise a plan may have several items of one array, so
         that the array need not be in memory as a whole. Each item has one box, whose elements are contiguous in C
-        order and follow those of the item before. The written bytes do not depend on the division of arrays.
+        order and follow the elements of the item before. The written bytes do not depend on the division of arrays.
 
         The result must depend on the tree alone, so that processes agree without communication. One process writes an
         object; different processes may write different objects. The leader writes an object without arrays.

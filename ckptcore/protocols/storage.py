@@ -212,7 +212,7 @@ class StorageBackend(Protocol):
 
     @abstractmethod
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
-        """Write an object atomically, replacing an existing one; return its new tag.
+        """Write an object atomically, replacing an existing object; return its new tag.
 
         Raises:
             ConditionFailedError: nothing was changed.
@@ -458,10 +458,11 @@ class AtomicDirectories(Protocol):
         """Delete the objects that still have the given stamps. See `StorageBackend.delete`."""
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """Give a new directory the attributes of an old one, but hide it from users who cannot read all of the old one.
+        """Give a new directory the attributes of an old directory.
 
-        Attributes are owner, group, mode, ACL and extended attributes. Attributes that the file system does not have,
-        or that the process may not set, are omitted. Does nothing if the old directory does not exist.
+        Users who cannot read everything in the old directory get no access to the new directory. Attributes are owner,
+        group, mode, ACL and extended attributes. Attributes that the file system does not have, or that the process may
+        not set, are omitted. Does nothing if the old directory does not exist.
         """
 
     def keep_attributes(self, old: str, new: str) -> None:

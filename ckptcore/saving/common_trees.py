@@ -43,7 +43,7 @@ class CommonTrees:
             refuse_per_process_objects(description, agreement.size, context)
 
     def payload(self, members: Mapping[str, Member] | None, strategy: SaveStrategy[SaveDraft, Save]) -> JSON:
-        """Return digests of the names, trees and arrays of this rank, for comparison with those of other ranks.
+        """Return digests of the names, trees and arrays of this rank, for comparison with the digests of other ranks.
 
         Ignores the notes of leaves, because they name devices, and each rank names the device of an array differently.
         """
@@ -269,8 +269,8 @@ def _groups(name: str, payloads: Sequence[Any], *further: str) -> list[list[int]
 def replica_digests(description: TreeDescription, rank: int, size: int) -> Mapping[str, int]:
     """Return the digests of the arrays that are assumed to be equal in all processes.
 
-    Includes only arrays that any process may write. There are none if replica 0 writes all boxes. Skips arrays that
-    know which processes hold their boxes, and values that may differ between processes.
+    Includes only arrays that any process may write. The result is empty if replica 0 writes all boxes. Skips arrays
+    that know which processes hold their boxes, and values that may differ between processes.
 
     Args:
         description: the tree of this process.
@@ -300,7 +300,7 @@ def replica_digests(description: TreeDescription, rank: int, size: int) -> Mappi
 def _is_assumed_equal(handler: LeafHandler, leaf: object, rank: int, size: int) -> bool:
     """Return True if an array does not know which processes hold it.
 
-    Asks for the shards in a job with one process more: such an array then has one replica more.
+    Asks for the shards in a job with one more process: such an array then has one more replica.
     """
     shards = handler.shards_of(leaf, None, rank, size + 1)
     return shards is not None and all(shard.replicas == size + 1 for shard in shards)

@@ -105,7 +105,7 @@ class DeletionQueue:
             self._refuses = True
 
     def close(self, seconds: float | None = None) -> None:
-        """Accept no more deletions, and wait for the queued ones. Further calls do nothing.
+        """Accept no more deletions, and wait for the queued deletions. Further calls do nothing.
 
         Args:
             seconds: the longest time to wait; None: no limit.
@@ -122,11 +122,11 @@ class DeletionQueue:
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
-    """Return the steps that a preservation policy decides about, ascending.
+    """Return the steps that a preservation policy decides about, in ascending order.
 
-    These steps are committed, readable and written by ckptcore.
-    Other steps are ignored and never deleted: damaged steps, steps of other software or of a newer version, symbolic
-    links, and checkpoints that were not saved as steps but have similar names.
+    The result has only committed steps that ckptcore wrote and that can be read. Other steps are ignored and never
+    deleted: damaged steps, steps of other software or of a newer version, symbolic links, and checkpoints that were not
+    saved as steps but have similar names.
 
     Args:
         steps: the directory.

@@ -81,7 +81,7 @@ class TerminationSignal:
     def close(self) -> None:
         """Restore the previous handler. Thread-safe. Further calls do nothing."""
         self._closed = True
-        # A handler that was installed later stays, and may still call this one. Only the main thread can restore a
+        # A handler that was installed later stays, and may still call this handler. Only the main thread can restore a
         # handler. In both cases the closed handler passes signals on.
         is_installed = signal.getsignal(signal.SIGTERM) is self._handler
         if is_installed and threading.current_thread() is threading.main_thread():

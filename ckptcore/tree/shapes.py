@@ -87,7 +87,7 @@ def _unflatten(
     of_state: Callable[[ObjectNode, object], object],
     made: dict[int, object],
 ) -> object:
-    """Build a node. `made` maps the ids of flattened containers to new ones, so that shared containers stay shared."""
+    """Build a node. `made` maps the ids of flattened containers to new containers, so that these stay shared."""
     if shape is None:
         return next(leaves)
     if isinstance(shape, ObjectNode):
@@ -328,7 +328,7 @@ def _is_replaced(node: ObjectNode) -> bool:
 
 
 def _children_are_live(shape: Container) -> bool:
-    """Return True if a container returns the same children each time; False if it builds new ones."""
+    """Return True if a container returns the same children each time; False if it builds new children."""
     again = shape.handler.flatten(shape.like).children
     return all(now is _like_of(child, now) for now, child in zip(again, shape.children, strict=True))
 
