@@ -76,7 +76,7 @@ class SafetensorsLayout(Layout):
         metadata: entries to add to the ``__metadata__`` of every file, names and values as str. An entry ``format``
             replaces ``"format": "pt"``.
         standalone: True for files that are used without their root, such as the files that `ckptcore.copy` writes for a
-            subtree. False: the metadata of each file says that it is part of a checkpoint, so that loads can refuse a
+            subtree. False: the metadata of each file says that it is part of a checkpoint. Loads then refuse a
             directory that has lost its root.
 
     Raises:

@@ -99,7 +99,7 @@ def files_read_by(
 
 
 def _has_state(key: str, read_suffixes: Collection[str], read: Collection[str]) -> bool:
-    """Return True if a file that a load does not read has state that the files that the load reads do not have."""
+    """Return True if an unread file has state of its own, which the files that a load reads do not have."""
     directory, _, name = key.rpartition("/")
     folders: Sequence[str] = directory.split("/") if directory else ()
     if not _STATE.fullmatch(name) or name == _ARGUMENTS or any(folder.startswith(".") for folder in folders):

@@ -66,8 +66,8 @@ def match_leaves(
         chosen: the numbers of the stored leaves to load; None: all. Other leaves are not differences; if they are
             requested, they become placeholders.
         in_place: True if the leaves are filled in place. A leaf that is not stored, but shares the memory of a stored
-            leaf, is then filled with that leaf, because safetensors files of other software have only one of the names
-            of a tied weight.
+            leaf, is then filled with that leaf: safetensors files of other software have a tied weight under only one
+            of its names.
 
     Raises:
         TreeMismatchError: lists every difference that is not allowed. Regardless of `matching`, also raised in three

@@ -140,8 +140,8 @@ class EpochInterval:
 class TimeInterval:
     """Saves when a number of seconds has passed since the last save began. Saves at once if there is no last save.
 
-    The newest step counts even if an earlier run saved it, so that a job which is killed more often than the interval
-    still makes progress.
+    The newest step counts even if an earlier run saved it. So a job that is killed more often than the interval still
+    makes progress.
 
     Attributes:
         seconds: the interval, above 0.
