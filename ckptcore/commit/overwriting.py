@@ -113,7 +113,7 @@ class AsideCheckpoint:
                 with suppress(ConditionFailedError, ObjectNotFoundError):  # another save has committed meanwhile
                     self._directories.rename(aside, name)
                 raise
-            unneeded = name_of_save(name, new_save_id())
+            unneeded = name_of_save(name, new_save_id())  # no process restores a checkpoint with such a name
             try:
                 self._directories.rename(aside, unneeded)
             except StorageError as error:
@@ -136,6 +136,7 @@ class AsideCheckpoint:
         self._complete_deletion()
 
     def _complete_deletion(self) -> None:
+        # The root first: if this process is killed after that, `restore` completes the replacement.
         self._in_place.delete([ROOT_KEY])
         self._directories.delete_directory(self._name)
         self._set_aside.delete([_REPLACES])

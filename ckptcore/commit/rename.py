@@ -185,7 +185,7 @@ class RenameTransaction:
         for key, data in parts.items():
             self.store.put(key, data)
         if root is not None:
-            self._own.put(ROOT_KEY, root)
+            self._own.put(ROOT_KEY, root)  # not `store`, which may refuse to replace the claim
         # A file system may store a rename before the entries of the renamed directory. Without this sync, a power loss
         # could leave an empty checkpoint.
         self._directories.sync_directory(self._hidden)

@@ -291,7 +291,7 @@ def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
             _ORDER.end(turn)
         handle._progress.end()
     except BaseException as error:  # noqa: BLE001  # raised by the caller of `result`, or reported at exit
-        del work
+        del work  # refers to the state: `_clear_frames` cannot clear this frame, which is still running
         _clear_frames(error)
         _exit_report().add(handle, error)
         handle._future.set_exception(error)

@@ -119,6 +119,7 @@ def read_boxes(
         waiting = 0
         for chunk in chunks:
             if waiting == _BATCH_CHUNKS:
+                # The target `number` is not complete: more of its chunks follow.
                 yield from [done for done in _read_chunks(index, store, requested.values()) if done != number]
                 requested, waiting = {}, 0
             if chunk.box is box:

@@ -390,6 +390,7 @@ def _cut_copy(destination: HostArray, source: HostArray) -> list[tuple[HostArray
     if count == 1:
         return [(destination, source)]
     if source.flags.c_contiguous and source.dtype == destination.dtype:
+        # Bytes can be cut into equal pieces, even if the array has only short axes.
         source = source.reshape(-1).view(np.uint8)
         destination = destination.reshape(-1).view(np.uint8)
     axis = max(range(source.ndim), key=lambda number: (min(source.shape[number], count), -number))

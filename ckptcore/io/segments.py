@@ -68,6 +68,7 @@ class WriteTask:
                 source.copy_range(start, stop, memory[position:end])
                 continue
             assert isinstance(source, memoryview)  # `add` stores checksums separately
+            # NumPy releases the interpreter lock while it copies, but takes longer to begin.
             if end - position <= _SMALL_BYTES:
                 memory[position:end] = source[start:stop]
             else:

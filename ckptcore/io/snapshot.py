@@ -260,7 +260,7 @@ class BoundedSnapshot:
             self.fail(error)
             raise
         finally:
-            self._start = _refuse_to_start
+            self._start = _refuse_to_start  # the old function refers to the state
 
     def _next(self, waiting: dict[int, None]) -> int | None:
         with self._changed:
