@@ -224,7 +224,7 @@ class StepDeleter:
         self._deciding = threading.Lock()
         """Held while a deletion checks that another valid step exists and hides its own step."""
         self._referred: set[int] = set()  # steps that were not deleted because other checkpoints refer to them
-        self._updates: set[int] = set()  # steps that refer to others, and are being deleted
+        self._updates: set[int] = set()  # steps that refer to other checkpoints, and are being deleted
         self._refused: dict[int, Sequence[str]] = {}
         """For each step that a policy could not delete because of other files in its directory: all its files."""
         self._whole: set[str] = set()
