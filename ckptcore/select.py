@@ -178,12 +178,12 @@ class _Names(Selection):
         absent: list[str] = []
         for path in self.paths:
             text = path if isinstance(path, str) else _text(path)
-            found = below.get(text, ())
+            numbers = below.get(text, ())
             if not isinstance(path, str):
-                found = [number for number in found if _begins_with(table.paths[number], path)]
-            if not found:
+                numbers = [number for number in numbers if _begins_with(table.paths[number], path)]
+            if not numbers:
                 absent.append(text)
-            chosen.update(found)
+            chosen.update(numbers)
         if absent:
             raise _missing_names(absent, below)
         return frozenset(chosen)

@@ -80,7 +80,7 @@ class WholeArray(ABC):
 
     def needed(self, box: Box) -> Sequence[Part]:
         """Return all elements of every input."""
-        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
+        wholes = [(number, Box.whole(array.spec.shape)) for number, array in enumerate(self.inputs)]
         return [Part(number, whole) for number, whole in wholes if whole.size]
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
@@ -142,7 +142,7 @@ class Concatenation:
     """Start of each input along the axis, and the end of the last input, in elements."""
 
     def __post_init__(self) -> None:
-        extents = [one.spec.shape[self.axis] for one in self.inputs]
+        extents = [array.spec.shape[self.axis] for array in self.inputs]
         object.__setattr__(self, "starts", (0, *itertools.accumulate(extents)))
 
     @property
@@ -259,7 +259,7 @@ def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: An
             constant(ArraySpec(_at(of.spec.shape, axis, size), of.spec.dtype), value) if size else None
             for size in sizes
         ]
-        parts = [one for one in (padding[0], of, padding[1]) if one is not None]
+        parts = [part for part in (padding[0], of, padding[1]) if part is not None]
         of = concatenate(parts, axis)
     return of
 

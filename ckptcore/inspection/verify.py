@@ -141,14 +141,14 @@ def _verify_composite(
     """Verify every checkpointable that exists. Keys in the report begin with the directory of the checkpointable."""
     root, existing = composite.root, members_by_name(composite)
     problems: list[Problem] = []
-    opened: list[tuple[str, Checkpoint]] = []
+    members: list[tuple[str, Checkpoint]] = []
 
     def open_one(name: str, directory: str) -> Checkpoint:
         return open_directory(composite, name, directory, location, context)
 
     for directory, member in open_members(existing, open_one):
         if isinstance(member, Checkpoint):
-            opened.append((directory, member))
+            members.append((directory, member))
         elif isinstance(member, CorruptCheckpointError):
             problems.append(_in_directory(directory, _problem(member)))
         else:
@@ -158,12 +158,12 @@ def _verify_composite(
     deleted, missing = missing_members(composite, existing)
     problems.extend(missing)
     objects, done = 0 if root is None else 1 + len(root.parts), 0
-    progress.plan(sum(_bytes_to_check(member) for _, member in opened))
+    progress.plan(sum(_bytes_to_check(member) for _, member in members))
     unverified: list[str] = []
     unused: dict[str, Sequence[str]] = {}
     unsupported: list[str] = []
     unjudged: list[str] = []
-    for directory, checkpoint in opened:
+    for directory, checkpoint in members:
         own = checkpoint.root
         if root is not None and (own is None or (own.role, own.save_id) != ("member", root.save_id)):
             message = f"{directory} was replaced by another save"

@@ -220,13 +220,15 @@ def column_difference(requested: object, stored: ValueRecord, matching: Matching
     return f"missing: {lost[0]!r} is not stored" if lost else None
 
 
-def _has_types_of(one: object, other: object) -> bool:
+def _has_types_of(requested: object, stored: object) -> bool:
     """Return True if two values have the same structure, and plain values of the same types."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_has_types_of(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_has_types_of, one, other))
-    return type(one) is type(other)
+    if isinstance(requested, dict) and isinstance(stored, dict):
+        return requested.keys() == stored.keys() and all(
+            _has_types_of(value, stored[key]) for key, value in requested.items()
+        )
+    if isinstance(requested, list | tuple) and isinstance(stored, list | tuple):
+        return len(requested) == len(stored) and all(map(_has_types_of, requested, stored))
+    return type(requested) is type(stored)
 
 
 def is_plain_value(record: LeafRecord) -> bool:

@@ -86,8 +86,8 @@ class Move:
         is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
         if is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]:
             return False
-        one, other = map(_optimizer, paths)
-        return one is None or other is None or one == other
+        requested, stored = map(_optimizer, paths)
+        return requested is None or stored is None or requested == stored
 
 
 def find_moves(

@@ -270,10 +270,10 @@ def naming_additional(opened: Checkpoint) -> Iterator[None]:
         raise type(error)(f"{error}. Another checkpoint uses its arrays") from error
 
 
-def _replaced_additional(opened: Checkpoint) -> CorruptCheckpointError:
+def _replaced_additional(source: Checkpoint) -> CorruptCheckpointError:
     """Return the error for an additional source that was replaced while its arrays were read."""
     return CorruptCheckpointError(
-        f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint: "
+        f"{source.location.display} was replaced while its arrays were combined with those of another checkpoint: "
         "load again"
     )
 

@@ -157,11 +157,11 @@ def open_member(
             states.
         Errors of `open_checkpoint`. If other software wrote the checkpoint, they have a hint to load the other members.
     """
-    opened = open_directory(composite, name, directory, location, context)
+    checkpoint = open_directory(composite, name, directory, location, context)
     if composite.root is None:
-        return opened
-    expect_member(opened, composite.location, composite.root, composite.members[name])
-    return opened
+        return checkpoint
+    expect_member(checkpoint, composite.location, composite.root, composite.members[name])
+    return checkpoint
 
 
 def member_opener(composite: Checkpoint | CompositeCheckpoint, location: AnyLocation, context: Context) -> MemberOpener:

@@ -112,7 +112,7 @@ def _refuse_files(display: str, names: Sequence[str], holds: Callable[[str], boo
     Tries names with a number first, newest first, then names with a suffix of `_CERTAIN`.
     """
     weights = [name for name in names if name.endswith((*_READABLE, *_UNREADABLE)) and not _PART.search(name)]
-    formats = {name: found for name in weights if (found := _format(name)) is not None}
+    formats = {name: step_format for name in weights if (step_format := _format(name)) is not None}
     counted = sorted(formats, key=lambda name: (formats[name].parse(name) or 0, name), reverse=True)
     others = sorted([name for name in weights if name.endswith(_CERTAIN) and name not in formats], reverse=True)
     for name in [*counted, *others]:
