@@ -139,7 +139,7 @@ class Plugins:
         return replace(self, _manager=manager, _handlers={**self._handlers, **handlers})
 
     def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
-        """Return these plugins with every leaf handler wrapped by a function. Earlier wrappers stay in place."""
+        """Return the same plugins with every leaf handler wrapped by a function. Earlier wrappers stay in place."""
         wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
 
         def wrap(handler: LeafHandler) -> LeafHandler:

@@ -120,7 +120,7 @@ def _redacted_word(word: str) -> str:
     for first, stop in sorted(_secrets(decoded)):
         start, end = decoded.starts[first], decoded.stops[stop - 1]
         if end > shown:
-            # A range that overlaps the one before it extends it, and needs no second mark.
+            # A range that overlaps the range before it extends that range, and needs no second mark.
             parts += [word[shown:start], "" if start < shown else _HIDDEN]
             shown = end
     return "".join([*parts, word[shown:]])

@@ -37,7 +37,7 @@ class Attributes(NamedTuple):
     extended: dict[str, bytes | None]
 
     def give(self, path: str, *, denied: int = 0, granted: int = 0) -> bool:
-        """Give these attributes, as far as possible, to another file or directory of the same kind. Ignores links.
+        """Give the attributes, as far as possible, to another file or directory of the same kind. Ignores links.
 
         If this process cannot set an attribute, such as a group that it is not a member of, the other permissions are
         reduced, so that no user gets more access.
@@ -96,7 +96,7 @@ class Attributes(NamedTuple):
         return changed
 
     def _has_its_acl(self, target: int | str) -> bool:
-        """Return True if a file has the ACL of these attributes, or if they have no ACL."""
+        """Return True if a file has the same ACL as these attributes, or if they have no ACL."""
         if _ACL not in self.extended:
             return True
         acl = _read_extended(target).get(_ACL)

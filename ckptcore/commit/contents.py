@@ -198,7 +198,7 @@ class _Contents:
             elif rest and _is_member(summary, top):
                 continue  # in a checkpointable without a root, whose files are unknown
             elif not rest and summary.members is not None and summary.files is None:
-                continue  # an older version did not record these files
+                continue  # an older version did not record files next to checkpointables
             else:
                 yield key
         for name, inside in below.items():

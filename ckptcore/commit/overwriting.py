@@ -73,7 +73,7 @@ class AsideCheckpoint:
         self._set_aside = subdirectory(directory, self._aside)
 
     def replace(self, store: StorageBackend, hidden: str) -> str | None:
-        """Replace the checkpoint by a new one. Return the hidden directory to delete, if any.
+        """Replace the checkpoint by a new checkpoint. Return the hidden directory to delete, if any.
 
         This process locks an empty directory with the hidden name, because a rename can replace an empty directory. It
         also locks the old checkpoint. A rename keeps this lock.

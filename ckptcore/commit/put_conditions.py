@@ -161,7 +161,7 @@ class EmulatedConditionalPuts(Subdirectory):
         return super().open_new(key, size)
 
     def _emulate(self, key: str, data: bytes, condition: PutCondition) -> str:
-        """Check the condition, put, and check that the object is the one that was put.
+        """Check the condition, put the object, and check that the storage has this object.
 
         This is not atomic: two concurrent calls may both succeed.
         """

@@ -142,7 +142,7 @@ class RenameTransaction:
         self.store: StorageBackend = NewDirectory(location.parent, hidden, location.display) if is_new else self._own
 
     def expect_exchange(self) -> None:
-        """Check, before anything is written, that the commit can exchange the old checkpoint for the new one.
+        """Check, before anything is written, that the commit can exchange the old and the new checkpoint.
 
         Raises:
             AtomicityError
@@ -265,7 +265,7 @@ class RenameTransaction:
         raise AssertionError("the last attempt returns or raises")
 
     def _replace(self, root: bytes | None) -> str | None:
-        """Replace the old checkpoint by the new one. Return the hidden directory to delete, if any.
+        """Replace the old checkpoint by the new checkpoint. Return the hidden directory to delete, if any.
 
         If the file system cannot exchange directories, ``overwrite="non-atomic"`` and ``"best-effort"`` allow two
         renames instead.

@@ -373,7 +373,7 @@ class CompositeRoot(CommittedRoot):
     """The root of a committed checkpoint of several checkpointables. Each is a checkpoint in a subdirectory.
 
     Attributes:
-        members: the checkpointables by name, including those that were deleted after the commit.
+        members: the checkpointables by name, including checkpointables that were deleted after the commit.
         files: the keys of files that the save wrote next to the checkpointables, such as metadata for other software.
             None if they are unknown.
         default: the checkpointable that is loaded if a load names none. Only a copy of a checkpoint of other software

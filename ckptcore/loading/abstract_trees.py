@@ -309,7 +309,7 @@ def _holds_plain(node: Skeleton, shape: Shape) -> bool:
 
 
 def _keeps_keys(asked: Skeleton, stored: Skeleton) -> bool:
-    """Return True if no name in a requested dict is missing in the stored one, at any depth."""
+    """Return True if no name in a requested dict is missing in the stored dict, at any depth."""
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return True
     if _is_mapping(asked) and _is_mapping(stored):

@@ -82,7 +82,7 @@ class Undo:
                     undo()
                 elif key in self._changed:
                     kept.append(live.name)
-            except Exception as error:  # any error of the object's code: put the others back, and name this one below
+            except Exception as error:  # any error of the object's code: continue with the others, and raise below
                 logger.warning("the old state of an object cannot be put back: %s", live.name, exc_info=error)
                 kept.append(live.name)
         self._before.clear()

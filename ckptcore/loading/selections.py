@@ -28,7 +28,7 @@ def chosen_leaves(checkpoint: Checkpoint, selection: Selection, context: Context
     checkpoint, is always selected.
 
     Args:
-        checkpoint: the checkpoint, which may be derived from the stored one.
+        checkpoint: the checkpoint, which may be derived from the stored checkpoint.
         selection: the selection.
         context: its plugins describe the leaves.
 

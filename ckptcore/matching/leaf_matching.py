@@ -183,7 +183,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """True if the trees have, or may have, differences other than those that `of_leaves` returned."""
+        """True if the trees have, or may have, differences that `of_leaves` did not return."""
         is_equal = (self.is_same or self.by_name) and not (self.absent or self.unexpected or self.changes)
         return not is_equal or (self.selects_leaves and not self.loads_any)
 

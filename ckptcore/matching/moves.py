@@ -82,7 +82,7 @@ class Move:
         paths = [tuple(map(str, path)) for path in (self.requested, self.stored)]
         if any(not key or not _SPECIAL.isdisjoint(key) for path in paths for key in path):
             return False
-        # Fields have different meanings: the momentum of one optimizer is not the mean of another one.
+        # Fields have different meanings: the momentum of one optimizer is not the mean of another optimizer.
         is_field = bool(self.requested) and isinstance(self.requested[-1], Attribute)
         if is_field and paths[0] != paths[1] and paths[0][:-1] == paths[1][:-1]:
             return False

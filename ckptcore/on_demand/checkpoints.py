@@ -109,7 +109,7 @@ class StoredTree(ExplainsAttributes, ShownInNotebooks, Mapping[Any, Any]):
         Args:
             path: keys, or text with keys joined by ``/``: ``("layers", 0)``, ``"params/dense"``. A key that equals the
                 whole tuple or text takes precedence. Text also matches an attribute with this name, or an index with
-                these digits.
+                the same digits.
 
         Raises:
             UnknownPathError: the path does not exist; suggests a similar path.

@@ -184,7 +184,7 @@ class CompositeCheckpoint:
     Attributes:
         location, version: see `Checkpoint`.
         root: its root; None if other software wrote it.
-        members: its checkpointables by name, including those that were deleted since the save.
+        members: its checkpointables by name, including checkpointables that were deleted since the save.
         origin: its provenance.
         default: the checkpointable that a load of one tree uses; None if the caller must name one.
     """

@@ -122,7 +122,7 @@ class Derived:
         stored = sum([array.spec.nbytes for array in set(walk(derivation)) if isinstance(array, Stored)])
         for axis, extent in enumerate(spec.shape):
             step = max(1, extent * nbytes // spec.nbytes)
-            start = min(extent // 2, extent - step)  # the bands at the ends may read less than those between them
+            start = min(extent // 2, extent - step)  # the first and the last band may read less than other bands
             band = whole.band(axis, start, start + step)
             if band.size * spec.numpy_dtype.itemsize > _MAX_BAND_BYTES:
                 continue

@@ -123,7 +123,7 @@ def _is_folder(tree: TreeMetadata, store: StorageBackend, names: Collection[str]
 
 
 def _install_hint(file: str | None, names: Sequence[str]) -> str:
-    """Return the command that installs a layout for a file, or for a directory with these names; empty if unknown."""
+    """Return the command that installs a layout for a file, or for a directory by its names; empty if unknown."""
     kind = directory_kind(names) if file is None else None
     of_kind = install_hint(layout=kind.layout) if kind is not None and kind.layout else ""
     return of_kind or install_hint(files=names if file is None else [file])

@@ -302,7 +302,7 @@ def _open_composite(
 
 
 def open_files(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the files that an object wrote: those listed in the root, or every file if there is no root.
+    """Open the files that an object wrote: the files listed in the root, or every file if there is no root.
 
     Raises:
         CheckpointNotFoundError: the location has no files.

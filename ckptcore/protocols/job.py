@@ -323,7 +323,7 @@ class Channels(Protocol):
         `memory`, and must not be used before the result is available. Wait for results in the order of the calls.
 
         Args:
-            group: the index of the group among those that were connected.
+            group: the index of the group among the connected groups.
             sender: the rank that sends the bytes.
             data: ``uint8``; overwritten on all ranks but the sender.
 
