@@ -1,4 +1,4 @@
-"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of what storages support.
+"""CommitMethod: begin, commit, remove and lock the checkpoints in a directory. Also a record of features of storages.
 
 Storage with real directories commits by rename and has locks (`RenameMethod`). Other storage commits by conditional
 puts and has leases (`ConditionalPutMethod`). `ckptcore.commit.location.commit_method` chooses the method.
@@ -72,7 +72,7 @@ class CommitMethod(ABC):
         Args:
             location: the location of the checkpoint.
             claim: the claim of the save.
-            overwrite: whether a checkpoint is replaced.
+            overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
             find_foreign: recognises checkpoints of other software. They are replaced like checkpoints of ckptcore.
             resume: keep the objects that another process wrote with this save id. On storage without locks that process
                 may still be running, so all processes must write the same bytes for one save id.

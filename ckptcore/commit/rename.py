@@ -121,7 +121,7 @@ class RenameTransaction:
             hidden: the name of the hidden directory, which exists.
             lock: its lock.
             limits: the limits of the location.
-            overwrite: whether the commit replaces a checkpoint.
+            overwrite: how the commit replaces an existing checkpoint, if at all: see `Overwrite`.
             find_foreign: recognises checkpoints of other software.
             claim: the claim of the save; None for a partial save.
             is_new: True if the directory is empty, so that no object may replace another object.

@@ -123,7 +123,7 @@ def refuse_to_replace(
 
     Args:
         location: the location of the save.
-        overwrite: whether a checkpoint is replaced.
+        overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
         find_foreign: finds checkpoints of other software; called if the location has files but no root.
 
     Raises:
@@ -196,7 +196,7 @@ def next_order(location: Location, overwrite: Overwrite) -> SaveOrder:
 
     Args:
         location: the location of the save.
-        overwrite: whether a checkpoint is replaced.
+        overwrite: how an existing checkpoint is replaced, if at all: see `Overwrite`.
     """
     data = root_bytes(location.store) if overwrite else None
     if data is None:

@@ -48,7 +48,7 @@ class FloatValues:
     has_minus_zero: bool
 
     def has_all_values(self, other: FloatValues) -> bool:
-        """Return True if it has every value of another dtype. All NaN count as one value; negative zero is a value."""
+        """Return True if the dtype has all values of another dtype. All NaN count as one value, and -0.0 as a value."""
         return (
             other.bits <= self.bits
             and other.least >= self.least
@@ -60,7 +60,7 @@ class FloatValues:
         )
 
     def has_all_ints(self, low: int, high: int) -> bool:
-        """Return True if it has every int from `low` (at most 0) to `high`, both included."""
+        """Return True if the dtype has every int from `low` (at most 0) to `high`, both included."""
         # The precision of b bits represents every int up to 2**b.
         largest = max(-low, high)
         return self.is_signed and self.least <= 1 and largest <= self.most and largest <= 1 << self.bits

@@ -238,7 +238,7 @@ class Derived:
         whole = Box.whole(array.spec.shape)
         if box == whole:
             return "whole"
-        # In C order, a box is contiguous if it is complete along all axes after the first one with several elements.
+        # In C order, a box is contiguous if it is complete along all axes after the first axis with several elements.
         ones = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(box.shape))
         if box.shape[ones + 1 :] != whole.shape[ones + 1 :] or not self._is_plain(array):
             return None

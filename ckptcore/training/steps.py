@@ -212,7 +212,7 @@ class StepDirectory:
         self.replace({int(step): name for step, name in steps.items()}, since)
 
     def _holds_checkpoint(self, name: str) -> bool | None:
-        """Return True if an entry is a checkpoint, even a damaged one; None if it is unfinished or cannot be read."""
+        """Return True if an entry is a checkpoint, damaged or not; None if it is unfinished or cannot be read."""
         try:
             ConsistentRead(SubPath(self.directory, name), self._context, open_either).open()
         except UncommittedCheckpointError:
