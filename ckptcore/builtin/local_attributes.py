@@ -1,4 +1,4 @@
-"""Attributes of local files and directories that their replacements keep: owner, group, mode, ACL and others."""
+"""Attributes of local files and directories that a replacement keeps: owner, group, mode, ACL and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFUSED: Final = frozenset({
     errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENODATA, errno.EROFS,
     errno.ENOSPC, errno.EDQUOT, errno.E2BIG, errno.ERANGE,
 })  # fmt: skip
-"""Errors of a file system that does not have an attribute, or of a process that may not set it."""
+"""Error numbers if a file system does not support an attribute, or if this process may not set the attribute."""
 
 _ACL: Final = "system.posix_acl_access"
 _ACCESS_CONTROL: Final = (_ACL, "system.posix_acl_default")

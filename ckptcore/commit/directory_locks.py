@@ -180,7 +180,7 @@ class LockedOwner:
             number: see `Holder.number`.
 
         Raises:
-            StorageFullError: there is no room; the first `check` that finds room writes it.
+            StorageFullError: there is no room; the first `check` that finds room writes the record.
             SaveLostError, StorageError: see `check`.
         """
         self._before = read_record(self._store)

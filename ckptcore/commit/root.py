@@ -327,7 +327,7 @@ class Root(CommittedRoot):
 
     Attributes:
         layout: the name of its layout; empty for files.
-        state: JSON that the layout owns; for files, see `ckptcore.builtin.stateful.state_of_files`.
+        state: JSON that the layout owns; for files, see `ckptcore.builtin.files.state_of_files`.
         tree: the tree; `NO_LEAVES` for files.
         objects: every object but the root and its parts, by key.
         role: see `Role`. A ``member`` has the save id of its composite. An ``export`` is replaced and deleted together

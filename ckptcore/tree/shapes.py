@@ -348,7 +348,7 @@ def _replaceable(shape: Container) -> Collection[int]:
 def shared_containers(shape: Shape, is_shared: Callable[[Container], object]) -> Sequence[tuple[range, range]]:
     """Find containers that are at several paths of a value. Return pairs of leaf ranges.
 
-    The first range of a pair is below the first path of a container. The second range is below another path of it.
+    The first range of a pair is below the first path of a container. The second range is below another path.
 
     Args:
         shape: the shape of the value.
