@@ -27,7 +27,7 @@ from ckptcore.errors import AtomicityError, InvalidLocationError, ObjectNotFound
 T = TypeVar("T")
 
 OPEN_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader for ever."""
+"""Flags for a file that may be hostile. Without O_NONBLOCK, a named pipe would block the reader forever."""
 
 LEAST_ALLOCATED_BYTES: Final = 1 << 20
 """Files of at least this size are allocated before they are written.
@@ -85,7 +85,7 @@ def open_without_links(path: str, flags: int) -> int | None:
 def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a local file for reading. Links are followed; anything but a regular file is refused.
 
-    The files of a checkpoint may be hostile: opening a named pipe would wait for ever, and devices such as /dev/zero
+    The files of a checkpoint may be hostile: opening a named pipe would wait forever, and devices such as /dev/zero
     have no end.
 
     Raises:

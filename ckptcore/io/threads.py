@@ -519,7 +519,7 @@ def call_within(seconds: float | None, function: Callable[[], None]) -> bool:
 
 
 def call_into(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function unless its future was canceled, and store the result or error in the future."""
+    """Call a function unless its future was cancelled, and store the result or error in the future."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,4 +1,4 @@
-"""Kinds of files and directories of other software, recognized by their first bytes and names. Errors name them."""
+"""Kinds of files and directories of other software, recognised by their first bytes and names. Errors name them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 
 FILE_HEAD_BYTES: Final = 512
-"""Number of bytes at the start of a file by which its kind is recognized."""
+"""Number of bytes at the start of a file by which its kind is recognised."""
 
 
 class FileKind(NamedTuple):
@@ -138,7 +138,7 @@ def kind_in_place_of(head: bytes) -> FileKind | None:
 def part_of_archive(head: bytes, name: str) -> FileKind | None:
     """Return the kind of a file that is a part of an archive, by its first bytes or its name; None for other files.
 
-    The last part of a zip is not recognized, because it has the name of a whole zip. See `file_kind` for arguments.
+    The last part of a zip is not recognised, because it has the name of a whole zip. See `file_kind` for arguments.
     """
     if head.startswith(b"PK\x07\x08") or _ZIP_PART.search(name):
         return FileKind("a part of a zip archive in several parts", _JOIN)

@@ -79,7 +79,7 @@ def open_foreign(location: Location, version: LocationVersion, context: Context)
 
 
 def inspect_tree(location: Location, version: LocationVersion, context: Context) -> Checkpoint:
-    """Open the tree with the first layout that recognizes it.
+    """Open the tree with the first layout that recognises it.
 
     Raises:
         CheckpointNotFoundError: no layout finds a tree. This includes directories of separate files, and directories
@@ -161,7 +161,7 @@ def _format_steps(names: Sequence[str]) -> str:
 
 
 def _way_on(location: Location, store: ObjectReader, file: str | None, names: Sequence[str]) -> str:
-    """Describe a file or directory that no layout recognizes, and return advice on what to do."""
+    """Describe a file or directory that no layout recognises, and return advice on what to do."""
     if file is None:
         kind = directory_kind(names)
         content = f"has {format_names(names)}{_kind_inside(location, store, names) if kind is None else ''}"
