@@ -28,7 +28,7 @@ Predicate: TypeAlias = Callable[[str, object], bool]
 _EXPERT: Final = "{expert}"
 
 _MAX_CHARACTERS: Final = 300
-"""Limit of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
+"""Maximum length of a path in an error message, in characters. Paths of untrusted checkpoints can be long."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ _OF_THEIR_OWN: Final = re.compile(
 """Names of folders with other steps or logs, in the directory of a run."""
 
 MOST_NAMED: Final = 8
-"""Limit of the files, and of the tensors of a file, that a message names."""
+"""Maximum number of files, and of tensors of a file, that a message names."""
 
 _BEGIN_BYTES: Final = 16
 

@@ -51,10 +51,10 @@ from ckptcore.progress import ByteProgress, ProgressCallback
 from ckptcore.runtime import runtime_of
 
 _READ_BYTES: Final = 1 << 24
-"""Limit of the bytes of one read, for arrays in bases and for arrays that are larger than memory."""
+"""Maximum bytes of one read, for arrays in bases and for arrays that are larger than memory."""
 
 _MAX_READS: Final = 1 << 16
-"""Limit of the parts of an array that is larger than memory."""
+"""Maximum number of parts of an array that is larger than memory."""
 
 _PIECE_BLOCKS: Final = 8
 

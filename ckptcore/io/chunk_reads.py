@@ -34,7 +34,7 @@ _GAP_BYTES: Final = 64 << 10
 """Largest gap between two encoded chunks that one request fetches, in bytes."""
 
 _DECODED_BYTES: Final = 128 << 20
-"""Limit of the bytes of elements that are being decoded, or are decoded and not yet copied."""
+"""Maximum bytes of elements that are being decoded, or are decoded and not yet copied."""
 
 _LEAST_STARTED: Final = 2
 """Number of chunks that may be decoded at a time even if they exceed `_DECODED_BYTES`."""

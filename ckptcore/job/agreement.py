@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=JSON)
 
 _SHOWN: Final = 20
-"""Limit of failed ranks that are reported with their errors; the others are counted."""
+"""Maximum number of failed ranks that are reported with their errors; the others are counted."""
 
 _REASON: Final = 4000
-"""Limit of the reported text of a timeout, in characters."""
+"""Maximum length of the reported text of a timeout, in characters."""
 
 
 class ExchangeCounts:

@@ -23,7 +23,7 @@ from ckptcore.runtime import runtime_of
 from ckptcore.tree.flattening import PLACEHOLDER
 
 _MAX_GROWTH: Final = 1 << 16
-"""Limit of the ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
+"""Maximum ratio of array bytes to stored bytes. zstd compresses zeros by a factor of about 30,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

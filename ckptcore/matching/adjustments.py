@@ -47,7 +47,7 @@ SCALES_OF_BLOCKS: Final = "_scales"
 
 
 _SHOWN: Final = 100
-"""Limit of a name in messages, in characters: names may be hostile."""
+"""Maximum length of a name in messages, in characters: names may be hostile."""
 
 
 def adjust(path: str, requested: ArraySpec, stored: ArraySpec, matching: Matching) -> LeafChange | list[Difference]:

@@ -10,16 +10,16 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import format_path
 
 _SHOWN: Final = 30
-"""Limit of differences in the text of an error. `TreeMismatchError.differences` has all."""
+"""Maximum number of differences in the text of an error. `TreeMismatchError.differences` has all."""
 
 _PARTS: Final = 3
 """Maximum number of parts of a tree that the text of an error names."""
 
 _NAMES: Final = 5
-"""Limit of transforms, and of names in a selection, in the text of an error."""
+"""Maximum number of transforms, and of names in a selection, in the text of an error."""
 
 _LONGEST: Final = 600
-"""Limit of a line, in characters."""
+"""Maximum length of a line, in characters."""
 
 _ALLOW_MORE: Final = ("truncating", "narrowing", "placeholder")
 """Choices that also allow everything that the other choices of the same option allow."""

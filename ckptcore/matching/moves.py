@@ -14,10 +14,10 @@ from typing import Final
 from ckptcore.model.tree import Attribute, Key, TreePath, format_path
 
 _CANDIDATES: Final = 50
-"""Limit of stored leaves with the same last keys that are compared with one requested leaf."""
+"""Maximum number of stored leaves with the same last keys that are compared with one requested leaf."""
 
 _MOST: Final = 20
-"""Limit of moved parts. If more parts moved, either all keys differ, or one transform can describe all moves."""
+"""Maximum number of moved parts. If more parts moved, all keys differ, or one transform can describe all moves."""
 
 _OPTIMIZERS: Final = "optimizer_variables"
 """In Keras models, the key above the class of the optimizer. Different classes have variables with the same names."""

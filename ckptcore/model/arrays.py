@@ -20,7 +20,7 @@ HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
 _MAX_WORK: Final = 1 << 16
-"""Limit of steps and of listed elements in an exact comparison. Beyond this limit, memory counts as shared."""
+"""Maximum number of steps and of listed elements in an exact comparison. Beyond this limit, memory counts as shared."""
 
 _NUMPY_NAMES: Final = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",

@@ -23,16 +23,16 @@ from ckptcore.opening.checkpoint import Checkpoint
 from ckptcore.runtime import runtime_of
 
 _RUN_BYTES: Final = 8 << 20
-"""Limit of contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
+"""Maximum contiguous bytes that the calling thread reads itself. Several threads read larger ranges."""
 
 _NEAR_BYTES: Final = 64 << 10
 """Gaps up to this size are cheaper to read than to skip, if nothing is verified."""
 
 _BATCH_BYTES: Final = 32 << 20
-"""Limit of bytes that are read at once and then copied to the result."""
+"""Maximum bytes that are read at once and then copied to the result."""
 
 _BATCH_PARTS: Final = 1024
-"""Limit of boxes that are read at once."""
+"""Maximum number of boxes that are read at once."""
 
 
 class StoredArray(ShownInNotebooks):

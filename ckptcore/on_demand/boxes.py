@@ -30,7 +30,8 @@ from ckptcore.runtime import runtime_of
 from ckptcore.select import Selection
 
 MAX_PLANNED_CHUNKS: Final = 1 << 20
-"""Limit of the chunks of an array that are sorted by storage order. If it has more, chunks may be read twice."""
+"""Maximum number of chunks of an array that are sorted by storage order. An array with more chunks is divided without
+regard to them, so that some may be read twice."""
 
 _BUDGET_BYTES: Final = 128 << 20
 """Default limit of the bytes of boxes in memory, including those that were read ahead."""
@@ -39,7 +40,7 @@ _BATCHES: Final = 2
 """Batches in memory: one is read while the caller receives the boxes of the other."""
 
 _MAX_CUTS: Final = 1 << 20
-"""Limit of parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
+"""Maximum parts of a box whose chunk is unknown. Real arrays need fewer; a hostile root may state any shape."""
 
 
 @dataclass(frozen=True, slots=True)

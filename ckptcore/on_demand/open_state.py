@@ -33,8 +33,8 @@ T = TypeVar("T")
 _FILE: Final = "file://"
 
 _MAX_HELD: Final = 150
-"""Limit of open objects of one checkpoint. Each has a file descriptor, or two if it is mapped. Many systems limit a
-process to 1024."""
+"""Maximum number of open objects of one checkpoint. Each has a file descriptor, or two if it is mapped. Many systems
+limit a process to 1024."""
 
 
 class OpenState:

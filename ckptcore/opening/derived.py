@@ -24,17 +24,17 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
 _DEFAULT_BYTES: Final = 256 << 20
-"""Default limit of memory in addition to that of the computed arrays."""
+"""Default limit of memory in addition to the memory of the computed arrays."""
 
 _LEAST_RUN_BYTES: Final = 16 << 20
 """Minimum size of a contiguous read for a piece of an array: shorter reads would waste time, because the
 blocks at both ends are read twice."""
 
 _MAX_BAND_BYTES: Final = 8 << 20
-"""Limit of the size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
+"""Maximum size of a band. Ranks send each other whole bands, which must not be much larger than a message."""
 
 _MAX_REREAD: Final = 1.02
-"""Limit of the ratio of the bytes read in pieces to the bytes read at once."""
+"""Maximum ratio of the bytes read in pieces to the bytes read at once."""
 
 
 _RunKind: TypeAlias = Literal["whole", "long", "short"]
@@ -51,8 +51,8 @@ class Derived:
         derivations: by leaf number, the derived array. Aliases may have no entry.
         values: the values of the derived tree that come from the first source: by leaf number, the leaf number in that
             source.
-        most_bytes: limit of memory in addition to that of the computed arrays. A single array that cannot be computed
-            in pieces may exceed it.
+        most_bytes: limit of memory in addition to the memory of the computed arrays. A single array that cannot be
+            computed in pieces may exceed it.
         description: a description of the transforms and of the bases of an update, which must be equal on every rank of
             a job; empty if there are neither transforms nor bases.
         changes: changes that `Matching` allowed; may differ by rank. By leaf number, the leaf number before the

@@ -24,10 +24,10 @@ from ckptcore.runtime import runtime_of
 from ckptcore.step_names import StepNames
 
 _ENTRIES_TRIED: Final = 20
-"""Limit of directories that are listed for a message."""
+"""Maximum number of directories that are listed for a message."""
 
 _STEPS_TRIED: Final = 3
-"""Limit of steps of a run whose roots are read. Several are read, because the newest steps may be unfinished."""
+"""Maximum number of steps of a run whose roots are read. Several are read, because the newest may be unfinished."""
 
 _SHOWN: Final = 5
 

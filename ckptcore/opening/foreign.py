@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from ckptcore.commit.stored_root import OwnKeys
 
 _FILES_TRIED: Final = 20
-"""Limit of files that are inspected for the message about a directory that is not a checkpoint."""
+"""Maximum number of files that are inspected for the message about a directory that is not a checkpoint."""
 
 _CHECK_PATH: Final = "check the path, or list its parent directory"
 _STEPS_SHOWN: Final = 10
 
 
 _MAX_NAMES: Final = 1000
-"""Limit of names in a directory whose files are inspected. See `_has_single_files`."""
+"""Maximum number of names in a directory whose files are inspected. See `_has_single_files`."""
 
 
 def open_foreign(location: Location, version: LocationVersion, context: Context) -> Checkpoint:

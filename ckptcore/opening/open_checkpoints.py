@@ -49,10 +49,10 @@ RootCache: TypeAlias = ParsedRoots[StoredFormat]
 """Cache of parsed roots. Only for callers that do not return mutable parts of a root."""
 
 ATTEMPTS: Final = 20
-"""Limit of attempts to read a checkpoint that is replaced again and again."""
+"""Maximum number of attempts to read a checkpoint that is replaced again and again."""
 
 _MAX_COMPOSITES: Final = 64
-"""Limit of the cached save ids of composites."""
+"""Maximum number of cached save ids of composites."""
 
 
 class ConsistentRead(Generic[OpenedT]):

@@ -64,10 +64,10 @@ _FEW_BOXES: Final = 16
 """Up to this number of boxes, comparing each pair is faster than computing `_moved_volumes`."""
 
 _MAX_EXTENT: Final = 1 << 62
-"""Limit of the length of an axis. Tables of boxes have the same limit."""
+"""Maximum length of an axis. Tables of boxes have the same limit."""
 
 _MAX_ELEMENTS: Final = 1 << 56
-"""Limit of elements of an array, so that the sum of the sizes of `_FEW_BOXES` boxes fits into 64 bits."""
+"""Maximum number of elements of an array, so that the sum of the sizes of `_FEW_BOXES` boxes fits into 64 bits."""
 
 _PRIMES: Final[HostArray] = np.array([2147483647, 2147483629], np.uint64)
 """The two largest primes below 2**31, so that products of two remainders fit into 64 bits."""
