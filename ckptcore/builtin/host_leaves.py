@@ -121,7 +121,7 @@ class HostArrayHandler(LeafHandler):
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """Return an array, or a NumPy scalar if a scalar is requested.
 
-        If nothing is requested, a saved NumPy scalar, str or bytes is returned as such.
+        If nothing is requested, a saved NumPy scalar, str or bytes is returned in its own type.
         """
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)

@@ -230,6 +230,7 @@ class ConditionalPutTransaction:
             self._tag = current[1]
             if isinstance(error, ConditionFailedError | ObjectNotFoundError):
                 return False
+            # With these errors, the put has no effect, not even later: see `StorageBackend.put`.
             refused = isinstance(error, StorageFullError | PermissionError)
             if not refused and self._arrived_before_another_claim(root):
                 return True
@@ -299,7 +300,7 @@ class ConditionalPutTransaction:
 def _equivalent(claim: Claim | PartialSave) -> Claim | PartialSave:
     """Return a claim of the same save and owner with other bytes."""
     if isinstance(claim, PartialSave):
-        return claim._replace(ranks=claim.ranks + 1)
+        return claim._replace(ranks=claim.ranks + 1)  # a rank that no session uses
     return new_claim(claim.save_id)
 
 

@@ -401,7 +401,7 @@ def _divide(shape: ObjectShape, chunks: Sequence[_CheckedChunk]) -> tuple[list[_
     """
     groups: list[_Neighbours] = []
     near = shape.gap_bytes
-    read_to = -1 - near
+    read_to = -1 - near  # the first chunk begins a group
     for chunk in chunks:
         ranges = sorted(_block_ranges(shape, chunk.destinations))
         if ranges[0][0] > read_to + near:

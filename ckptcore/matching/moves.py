@@ -115,11 +115,12 @@ def find_moves(
     if not votes:
         return []
     parts = _Parts(requested, stored, list(map(_divided, others)))
+    # It is ambiguous which part moved if two parts with one path have equally many leaves.
     ties = [Counter([(tops[side], len(pairs)) for tops, pairs in votes.items()]) for side in (0, 1)]
     ordered = [
         Move(*tops, pairs)
         for tops, pairs in sorted(votes.items(), key=lambda vote: -len(vote[1]))
-        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # ambiguous
+        if not any(tie[top, len(pairs)] > 1 for tie, top in zip(ties, tops, strict=True))  # equal parts
         and all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))  # keys with the same text
     ]
     # Other leaves that are not requested may move together with a part, unless another part needs them.
