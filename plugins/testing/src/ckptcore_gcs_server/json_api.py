@@ -143,15 +143,15 @@ class JsonApi:
 
     def _copy(self, request: Request, source: tuple[str, str], destination: tuple[str, str]) -> StoredObject:
         generation = request.query.get("sourceGeneration")
-        found = self._buckets.get(*source, None if generation is None else int(generation))
-        json_conditions(request, "ifSource").check_write(found)
+        stored = self._buckets.get(*source, None if generation is None else int(generation))
+        json_conditions(request, "ifSource").check_write(stored)
         return self._buckets.put(
             *destination,
-            found.data,
-            properties_of(request.json(), found.properties),
+            stored.data,
+            properties_of(request.json(), stored.properties),
             json_conditions(request),
-            composed=found.md5 is None,
-            components=found.components,
+            composed=stored.md5 is None,
+            components=stored.components,
         )
 
     def _bucket(self, bucket: str) -> dict[str, str]:

@@ -136,10 +136,10 @@ def _named_parts(body: bytes) -> list[tuple[int, str]]:
     """Parse the numbers and tags in the body of a request that completes an upload."""
     try:
         root = ElementTree.fromstring(body)
-        found = []
+        parts = []
         for part in root:
             fields = {_NAMESPACE.sub("", child.tag): child.text or "" for child in part}
-            found.append((int(fields["PartNumber"]), fields["ETag"]))
+            parts.append((int(fields["PartNumber"]), fields["ETag"]))
     except (ElementTree.ParseError, KeyError, ValueError) as error:
         raise invalid(f"The XML you provided was not well-formed: {error}", "MalformedXML") from error
-    return found
+    return parts

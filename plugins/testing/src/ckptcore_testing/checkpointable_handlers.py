@@ -44,7 +44,7 @@ class CheckpointableHandlerTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
-            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+            metafunc.parametrize("example", list(self.examples), ids=[example.name for example in self.examples])
 
     def copied(self, state: object) -> object:
         """Return a deep copy of a state, like a loaded state."""

@@ -97,8 +97,8 @@ class CoordinatorTests:
 
     def test_the_leader_reports_the_ranks_that_it_waits_for(self, several: int) -> None:
         """While the last rank has not sent its payload, if the coordinator supports that."""
-        found = self.run(several, _awaited_in_gather, timeout_seconds=self.long_seconds)[0]
-        assert found in (None, [several - 1])
+        awaited = self.run(several, _awaited_in_gather, timeout_seconds=self.long_seconds)[0]
+        assert awaited in (None, [several - 1])
 
     def test_a_broadcast_can_be_repeated_after_a_timeout(self, several: int) -> None:
         """The leader can be later than the others by one deadline, if it has waited for missing ranks before."""
@@ -182,13 +182,13 @@ def _awaited_in_gather(coordinator: Coordinator) -> list[int] | None:
         return None
     gathering = threading.Thread(target=coordinator.gather, args=("late", b""))
     gathering.start()
-    found: list[int] = []
-    while found != [last]:
-        found = list(coordinator.awaited("late"))
+    awaited: list[int] = []
+    while awaited != [last]:
+        awaited = list(coordinator.awaited("late"))
         time.sleep(0.005)
     coordinator.broadcast("seen", b"")
     gathering.join()
-    return found
+    return awaited
 
 
 def _many_exchanges(coordinator: Coordinator) -> list[bytes]:

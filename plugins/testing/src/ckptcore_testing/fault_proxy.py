@@ -226,15 +226,15 @@ class FaultProxy:
         with self._lock:
             self._connections.discard(connection)
 
-    def _deliver(self, late: Sequence[_DelayedRequest]) -> None:
-        for one in late:
+    def _deliver(self, requests: Sequence[_DelayedRequest]) -> None:
+        for request in requests:
             try:
                 upstream = self.connect()
             except ConnectionLost:
                 return  # the server has stopped, so delayed requests are lost
             try:
-                upstream.send(one.message)
-                upstream.read_answer(one.method)
+                upstream.send(request.message)
+                upstream.read_answer(request.method)
             except ConnectionLost:
                 continue  # the answer is not needed
             finally:

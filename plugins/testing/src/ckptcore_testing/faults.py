@@ -182,10 +182,10 @@ class FaultPlan:
     def let_go(self, lock: DirectoryLock) -> None:
         """Release a lock, unless a crash has released it."""
         with self._lock:
-            found = lock in self._held
-            if found:
+            is_held = lock in self._held
+            if is_held:
                 self._held.remove(lock)
-        if found:
+        if is_held:
             lock.__exit__(None, None, None)
 
 

@@ -48,7 +48,7 @@ class FilesHandlerTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with the examples."""
         if "example" in metafunc.fixturenames:
-            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+            metafunc.parametrize("example", list(self.examples), ids=[example.name for example in self.examples])
 
     def test_there_are_examples(self) -> None:
         assert self.examples, "define the class attribute `examples` with at least one FilesExample"

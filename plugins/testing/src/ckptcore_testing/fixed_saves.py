@@ -71,6 +71,6 @@ def _replace(functions: Sequence[tuple[object, object]]) -> None:
         if module.__name__ == __name__:
             continue
         for name, value in list(vars(module).items()):
-            for found, replacement in functions:
-                if value is found:
+            for original, replacement in functions:
+                if value is original:
                     setattr(module, name, replacement)

@@ -79,14 +79,16 @@ class LayoutCrashTests:
     def trials(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_TrialLocation]]:
         """Return an endless iterator of new locations."""
         with storage.open(tmp_path) as location:
-            scheme, found, rest = location.rpartition("://")
-            yield _trials(scheme if found else "file", rest.rpartition("/")[0])
+            scheme, separator, rest = location.rpartition("://")
+            yield _trials(scheme if separator else "file", rest.rpartition("/")[0])
 
     def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         self, trials: Iterator[_TrialLocation]
     ) -> None:
         operations = self._operations(next(trials))
-        crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
+        crashes = [
+            CrashAt(operation.number, moment) for operation in operations if operation.changes for moment in _MOMENTS
+        ]
         crashes.append(CrashAt(len(operations) - 1, "after"))
         outcomes = set()
         for crash in self._chosen(crashes):

@@ -203,8 +203,8 @@ class WrittenTrial:
                 if leaf not in self.trial.tree.aliases
             ]
         for store in stores or self.stores():
-            for (leaf, box), found in zip(wanted, self.read(wanted, store=store), strict=True):
-                assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
+            for (leaf, box), elements in zip(wanted, self.read(wanted, store=store), strict=True):
+                assert_same_bits(elements, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
 
     def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
         """Return a strict store, and a store as in `ckptcore.load`."""

@@ -364,8 +364,8 @@ class LayoutTests:
         for number, trial in enumerate([_small_trial(), tree_trial(LEAF, [ValueRecord("int", 1)])]):
             stores = [Subdirectory(storage, f"{kind}-{number}") for kind in ("plain", "first", "second")]
             layouts = [layout, first, pickle.loads(pickle.dumps(second))]
-            written = [write_trial(one, trial, store) for one, store in zip(layouts, stores, strict=True)]
-            plain, old, new = [set(one.digests) - {first.index_name} for one in written]
+            written = [write_trial(variant, trial, store) for variant, store in zip(layouts, stores, strict=True)]
+            plain, old, new = [set(result.digests) - {first.index_name} for result in written]
             assert not old & new and first.index_name in written[1].digests
             assert {key.replace(".aa", "") for key in old} == plain
             dataclasses.replace(written[1], layout=self.layout()).assert_reads_back()
@@ -475,17 +475,19 @@ class LayoutTests:
         specs["scalar"] = ArraySpec((), "float32")
         specs["none"] = ArraySpec((0, 4), "float32")
         written = write_trial(self.layout(), flat_trial(specs), storage)
-        found = self.layout().inspect(StrictReadStore(storage), None)
-        assert found is not None, "inspect does not recognise the written checkpoint"
-        assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
+        inspection = self.layout().inspect(StrictReadStore(storage), None)
+        assert inspection is not None, "inspect does not recognise the written checkpoint"
+        assert inspection.writer and json.loads(json.dumps(inspection.state, allow_nan=False)) == inspection.state
         composite = self.layout().inspect_composite(StrictReadStore(storage))
         keys, members = list(written.objects()), () if composite is None else tuple(composite.members)
         others = sorted({*keys} - {*self.layout().own_keys(keys, members)})
         assert not others, f"own_keys leaves out files of the layout, which a save would refuse to replace: {others}"
-        names = [str(path[-1]) for path in found.tree.paths]
+        names = [str(path[-1]) for path in inspection.tree.paths]
         assert sorted(names) == sorted(map(str, specs)), "inspect returns other names than were written"
         arrays = dict(zip(specs, written.trial.arrays.values(), strict=True))
-        for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
+        for name, elements in zip(
+            names, written.read(tree=inspection.tree, state=inspection.state, verified=False), strict=True
+        ):
             assert_same_bits(elements, arrays[name], name)
 
     def test_inspect_returns_none_for_other_files(self, storage: StorageBackend) -> None:
@@ -514,18 +516,18 @@ class LayoutTests:
     # --- checkpoints of several checkpointables
 
     def test_several_checkpointables_are_found_by_name(self, storage: StorageBackend) -> None:
-        """Each checkpointable and the list of names can be inspected."""
+        """Each checkpointable and the list of names can be inspection."""
         layout = self.layout()
         written = self._write_several(layout, storage)
-        for one in written.values():
-            one.assert_reads_back()
+        for member in written.values():
+            member.assert_reads_back()
         if not self.foreign:
             return
-        for name, one in written.items():
-            found = layout.inspect(StrictReadStore(Subdirectory(storage, name)), None)
-            assert found is not None, f"inspect does not recognise {name} in its directory"
-            assert len(found.tree.leaves) == len(one.trial.arrays)
-            one.assert_reads_back()
+        for name, member in written.items():
+            inspection = layout.inspect(StrictReadStore(Subdirectory(storage, name)), None)
+            assert inspection is not None, f"inspect does not recognise {name} in its directory"
+            assert len(inspection.tree.leaves) == len(member.trial.arrays)
+            member.assert_reads_back()
         if self.composites:
             several = layout.inspect_composite(StrictReadStore(storage))
             assert several is not None, "inspect_composite does not recognise the written checkpoint"
@@ -536,10 +538,10 @@ class LayoutTests:
     def test_a_single_tree_has_at_most_one_name(self, storage: StorageBackend) -> None:
         layout = self.layout()
         write_trial(layout, _small_trial(), storage)
-        found = layout.inspect_composite(StrictReadStore(storage))
-        if found is not None:
-            assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
-            (name,) = found.members
+        composite = layout.inspect_composite(StrictReadStore(storage))
+        if composite is not None:
+            assert len(composite.members) == 1, f"one tree has the names {list(composite.members)}"
+            (name,) = composite.members
             assert layout.inspect(StrictReadStore(Subdirectory(storage, name)), None) is not None, (
                 f"inspect does not recognise {name}"
             )
@@ -581,13 +583,13 @@ class LayoutTests:
         return written
 
     def _inspect_and_read(self, written: WrittenTrial, entry: str | None) -> object:
-        found = self.layout().inspect(StrictReadStore(written.storage), entry)
-        if found is None:
+        inspection = self.layout().inspect(StrictReadStore(written.storage), entry)
+        if inspection is None:
             return None
         file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
-        if found.tree.nbytes > 16 * file_bytes + 4096:
+        if inspection.tree.nbytes > 16 * file_bytes + 4096:
             return None  # the arrays are much larger than the files, and would need too much memory
-        return written.read(tree=found.tree, state=found.state, verified=False)
+        return written.read(tree=inspection.tree, state=inspection.state, verified=False)
 
 
 @st.composite
@@ -676,10 +678,10 @@ def _comes_back(written: WrittenTrial, leaf: int) -> bool:
     """Return True if a leaf is read back unchanged. False if it differs, or if a checksum in the file fails."""
     array = written.trial.arrays[leaf]
     try:
-        (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
+        (elements,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
     except ChecksumError:
         return False
-    return found.tobytes() == array.tobytes()
+    return elements.tobytes() == array.tobytes()
 
 
 def _extents(written: WrittenTrial, state: JSON) -> Iterator[tuple[int, str, int, int]]:

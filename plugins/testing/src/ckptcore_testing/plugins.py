@@ -91,11 +91,11 @@ class PluginTests:
     # --- the installed plugin
 
     def _entry(self) -> importlib.metadata.EntryPoint:
-        found = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
-        assert len(found) == 1, (
-            f"{len(found)} distributions have an entry point {self.entry_point!r} in {PROJECT_NAME!r}"
+        entry_points = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
+        assert len(entry_points) == 1, (
+            f"{len(entry_points)} distributions have an entry point {self.entry_point!r} in {PROJECT_NAME!r}"
         )
-        return next(iter(found))
+        return next(iter(entry_points))
 
     def _distribution(self) -> importlib.metadata.Distribution:
         distribution = self._entry().dist
@@ -165,8 +165,8 @@ class PluginTests:
 
     def test_the_plugin_imports_only_public_modules(self) -> None:
         top = self._entry().module.partition(".")[0]
-        found = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
-        assert found == [], "import only public modules of ckptcore: " + "; ".join(found)
+        imports = [line for path in _sources(top) if path.stem not in self.inner for line in internal_imports(path)]
+        assert imports == [], "import only public modules of ckptcore: " + "; ".join(imports)
 
     # --- hooks
 
@@ -267,7 +267,7 @@ def _sources(package: str) -> Iterator[Path]:
 
 def internal_imports(path: Path) -> list[str]:
     """Return the imports of internal modules of ckptcore in a source file, with their lines."""
-    found = []
+    imports = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -276,8 +276,8 @@ def internal_imports(path: Path) -> list[str]:
             modules = [node.module]
             if node.module == PROJECT_NAME:
                 modules = [_member(alias.name) for alias in node.names]
-        found += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # imports have lines
-    return found
+        imports += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # imports have lines
+    return imports
 
 
 def _member(name: str) -> str:

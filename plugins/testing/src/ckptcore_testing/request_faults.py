@@ -188,8 +188,8 @@ class RequestsFailing:
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
-        found = self._faults.get(request.number)
-        return () if found is None else (found,)
+        fault = self._faults.get(request.number)
+        return () if fault is None else (fault,)
 
 
 class Refusing:
@@ -205,8 +205,8 @@ class Refusing:
 
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
-        found = self.refusal(request)
-        return () if found is None else (found if isinstance(found, Refuse) else Refuse(found),)
+        refusal = self.refusal(request)
+        return () if refusal is None else (refusal if isinstance(refusal, Refuse) else Refuse(refusal),)
 
 
 _UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")

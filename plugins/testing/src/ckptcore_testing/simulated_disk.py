@@ -185,7 +185,7 @@ class SimulatedDisk:
             for change in self._pending:
                 if chance.random() < names:
                     _apply(_Change(change.number, tuple([(mutable(at), name, to) for at, name, to in change.names])))
-            found = SimulatedDisk()
+            disk = SimulatedDisk()
             nodes: dict[int, DiskNode] = {}
 
             def restore(node: DiskNode) -> DiskNode:
@@ -203,8 +203,8 @@ class SimulatedDisk:
 
             root = restore(self.root)
             assert isinstance(root, DiskDirectory)
-            found.root = root
-            return found
+            disk.root = root
+            return disk
 
 
 def _apply(change: _Change) -> None:

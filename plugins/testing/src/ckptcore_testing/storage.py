@@ -648,8 +648,8 @@ class StorageBackendTests(DirectoryTests):
                     storage.get_into(known, [(0, memoryview(memory))])
                     assert memory == expected
                     assert storage.size(known) == len(expected)
-            found = [key for key in storage.list("shared") if key.endswith(f"/{worker}")]
-            assert found == sorted(mine)
+            keys = [key for key in storage.list("shared") if key.endswith(f"/{worker}")]
+            assert keys == sorted(mine)
 
         self._at_once(work)
 
