@@ -121,7 +121,7 @@ class Buckets:
                 head, found_delimiter, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
                 if found_delimiter:
                     prefixes.append(prefix + head + delimiter)
-                    # The position after all names with this prefix, because UTF-8 never contains the byte 0xFF.
+                    # Skip all names with this prefix: UTF-8 never contains the byte 0xFF, so it sorts after them.
                     position = bisect.bisect_left(stored_bucket.names, prefixes[-1].encode() + b"\xff")
                 else:
                     objects.append(stored_bucket.objects[name])
@@ -145,13 +145,13 @@ class Buckets:
         encoded = name.encode()
         if not encoded or len(encoded) > _LONGEST_NAME or name in (".", "..") or "\r" in name or "\n" in name:
             raise invalid(f"Invalid object name: {name!r}", "InvalidObjectName")
-        # Without the lock, because checksums take time.
+        # Compute checksums without the lock, because they take time.
         checksums = crc32c(data), None if composed else md5(data)
         with self._lock:
             stored_bucket = self._found(bucket)
             conditions.check_write(stored_bucket.objects.get(name))
             now = datetime.now(UTC)
-            # As in the service, a generation is a time in microseconds, but unique.
+            # As in the service, a generation is a time in microseconds. It increases even if the clock does not.
             self._generation = max(self._generation + 1, time.time_ns() // 1000)
             stored = StoredObject(
                 bucket, name, data, self._generation, properties, *checksums, now, now, components=components

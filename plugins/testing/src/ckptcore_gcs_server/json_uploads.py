@@ -137,7 +137,7 @@ def _two_parts(request: Request) -> tuple[dict[str, Any], str, bytes]:
     if not boundary:
         raise invalid(f"Content-Type {content_type!r} names no boundary")
     mark = b"--" + boundary.encode("latin-1")
-    # Not with a parser of email messages, which would change line ends in the bytes.
+    # Split the body by hand, because a parser of email messages would change line ends in the data.
     start = request.body.find(mark)
     middle = request.body.find(b"\n" + mark, start + len(mark))
     end = request.body.rfind(b"\n" + mark + b"--")

@@ -180,7 +180,7 @@ def _two(collectives: Collectives) -> list[int]:
 
 
 def _absent(collectives: Collectives) -> str | None:
-    """Run a broadcast without the last rank. Return the type of this rank's error, None without an error."""
+    """Run a broadcast without the last rank. Return the name of this rank's error, or None if no error was raised."""
     if collectives.rank == collectives.size - 1:
         return None
     try:

@@ -107,7 +107,7 @@ class FilesHandlerTests:
             self.handler.load(example.make_other(), _empty(tmp_path / "empty"))
 
     def _saved(self, value: object, tmp_path: Path) -> Path:
-        """Save a value, and move the files to another directory after the save. Return this directory."""
+        """Save a value, and move its files to another directory after the save. Return the new directory."""
         directory = _empty(tmp_path / "saved")
         _finish(self.handler.save(value, directory))
         return _stored(directory, tmp_path)

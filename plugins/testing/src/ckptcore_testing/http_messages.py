@@ -263,6 +263,7 @@ class HTTPStream:
 
     def reset(self) -> None:
         """Reset the connection (RST). The last sent data may be lost."""
+        # With SO_LINGER on and a timeout of 0, close() discards unsent data and sends RST instead of FIN.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._connection.close()
 

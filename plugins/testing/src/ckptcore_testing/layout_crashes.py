@@ -52,8 +52,8 @@ class _TrialLocation:
 class LayoutCrashTests:
     """Tests that a failed save leaves the old or the new checkpoint. Subclass it and define `layout`.
 
-    On a local file system the save replaces a checkpoint. In memory, which behaves like an object store, it is the
-    first save to its location, and the old state is that there is no checkpoint.
+    On a local file system, the save replaces a checkpoint. In memory, which behaves like an object store, the save is
+    the first one to its location. "Old" then means that the location has no checkpoint.
 
     Attributes:
         faults: approximate number of faults per test, including the first and the last. None: all.
@@ -123,7 +123,7 @@ class LayoutCrashTests:
         trial = next(trials)
         self._prepare(trial)
         self._save(trial, _new_state(), plan)
-        # The size of a root, which contains times and names, varies by some bytes.
+        # Leave some room, because the size of a root, which contains times and names, varies by some bytes.
         for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
             trial = next(trials)
             self._prepare(trial)

@@ -29,7 +29,7 @@ _RANDOM: Final = re.compile(r"[0-9a-f]{16,}")
 """Random parts of names."""
 
 _ABOUT_BYTES: Final = 8192
-"""Tolerance of sizes that depend on the duration of the save, in bytes."""
+"""Tolerance, in bytes, for sizes that depend on the duration of the save."""
 
 _KINDS: Final[Mapping[str, str]] = {
     "put": "puts",
@@ -130,7 +130,7 @@ class LayoutForecastTests:
 
 
 def _state(rank: int, size: int) -> dict[str, Any]:
-    """Return sharded, partly replicated and replicated arrays and values, with one more array on the last rank."""
+    """Return values and arrays: sharded, partly replicated, fully replicated, and one array only on the last rank."""
     wide = np.arange(300 * 500, dtype=np.float32).reshape(300, 500)
     edges = [300 * part // size for part in range(size + 1)]
     rows = ShardedArray.part(wide[edges[rank] : edges[rank + 1]], (edges[rank], 0), wide.shape, cuts=[edges[1:-1], []])

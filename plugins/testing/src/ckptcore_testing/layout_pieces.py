@@ -51,7 +51,7 @@ class _CutTrial(Trial):
 
 
 def _pieces(spec: ArraySpec, most_bytes: int) -> list[Box]:
-    """Cut an array into boxes of at most `most_bytes`, each one run of elements in C order."""
+    """Cut an array into boxes of at most `most_bytes`, each of which is a contiguous run of elements in C order."""
     if not spec.shape or spec.nbytes <= most_bytes:
         return [Box.whole(spec.shape)]
     step = max(1, most_bytes // spec.numpy_dtype.itemsize)

@@ -317,7 +317,7 @@ def objects_below(storage: StorageBackend) -> dict[str, MutableObject]:
 
 
 class WatchedIndex(ChunkIndex):
-    """An index whose reads call a function, so that tests can count or damage them. A `NativeReader`."""
+    """An index whose reads call a function, so that tests can count or damage them. Implements `NativeReader`."""
 
     def __init__(
         self,

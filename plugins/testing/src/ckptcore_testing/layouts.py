@@ -88,8 +88,8 @@ class LayoutTests:
         composites: True if `Layout.inspect_composite` recognises several checkpointables of this layout.
         refused_dtypes: dtypes that `Layout.check` refuses. All others must be supported.
         tampered_states: approximate number of tampered states to test.
-        refused_characters: characters that names of objects must not contain on `storage`. Tests then do not use them
-            in names of leaves. Needed only for layouts that name objects after leaves.
+        refused_characters: characters that names of objects must not contain on `storage`. Tests do not use these
+            characters in names of leaves. Needed only for layouts that name objects after leaves.
         most_damages: maximum number of damaged variants per object and test. None: all variants. Limit it for slow
             storages.
     """
@@ -131,7 +131,7 @@ class LayoutTests:
         assert type(name) is str and name
 
     def test_the_layout_can_be_pickled(self, storage: StorageBackend) -> None:
-        """A pickled layout has its options, but no caches of checkpoints."""
+        """A pickled layout contains its options, but nothing that it has cached about checkpoints."""
         layout = self.layout()
         sent = len(pickle.dumps(layout))
         trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
@@ -159,7 +159,7 @@ class LayoutTests:
         write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), storage).assert_reads_back()
 
     def test_arrays_can_cross_checksum_blocks(self, storage: StorageBackend) -> None:
-        """Arrays larger than a block of checksums, at odd offsets."""
+        """Some arrays are larger than the block of a checksum, and some start at odd offsets."""
         specs: dict[Key, ArraySpec] = {
             "odd": ArraySpec((7,), "uint8"),
             "large": ArraySpec((1031, 773), "float32"),
@@ -194,7 +194,7 @@ class LayoutTests:
         try:
             self.layout().check(trial.tree, 1)
         except _REFUSALS:
-            return  # refusing before a byte is written is allowed
+            return  # a layout may refuse names before it writes anything
         write_trial(self.layout(), trial, storage).assert_reads_back()
 
     def test_shared_arrays_are_stored_once(self, storage: StorageBackend) -> None:
@@ -341,7 +341,8 @@ class LayoutTests:
         second.assert_reads_back()
 
     def test_names_in_keys_are_those_that_some_file_systems_take_for_one(self, storage: StorageBackend) -> None:
-        """The core refuses such names before a save writes, so `names_in_keys` must return all of them."""
+        """Some file systems treat names that differ only in case as equal. The core refuses such names before it writes
+        anything, so `names_in_keys` must return all of them."""
         layout = self.layout()
         trial = flat_trial({name: ArraySpec((5,), "float32") for name in ("W", "w", "other")})
         written = write_trial(layout, trial, storage)
@@ -354,7 +355,8 @@ class LayoutTests:
                 assert below, f"{key} and {folds[key.lower()]} differ in case only: names_in_keys must have their names"
 
     def test_names_of_their_own_do_not_collide_with_others(self, storage: StorageBackend) -> None:
-        """Two saves in one directory share only the name of the index, so that renames can replace one by the other."""
+        """Two saves in one directory have only the name of the index in common, so that a rename of the index replaces
+        one save by the other."""
         layout = self.layout()
         assert layout.index_name is None
         first, second = layout.with_own_names("aa"), layout.with_own_names("bb")
@@ -748,8 +750,8 @@ def _error_or_right(written: WrittenTrial, where: str) -> None:
 class _BoundedMemory:
     """Fails if the peak of allocated memory reaches `_EXAMPLE_BYTES`, far more than a correct read needs.
 
-    Does not stop the tracing, because in Python 3.11 this crashes a C++ thread that allocates at the same time. The
-    fixture `stops_tracing` stops it once per test.
+    The end of the context does not stop the tracing, because in Python 3.11 that crashes a C++ thread that allocates at
+    the same time. The fixture `stops_tracing` stops it once per test.
     """
 
     def __init__(self, where: str) -> None:

@@ -53,7 +53,7 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
     """Turn a check into one test that runs it for every example of a kind, and raises all failures together.
 
     A handler can have a hundred examples, and each of the thirty checks takes about a millisecond. Separate tests would
-    take longer to collect than to run. If the test is called with arguments, it runs the check once with these.
+    take longer to collect than to run. If the test is called with arguments, it runs the check once, with them.
 
     Args:
         kind: the name of the argument for the example.
@@ -74,7 +74,7 @@ def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., Non
 
             check_each(check_one, examples, *others.values())
 
-        # Not `functools.wraps`, with which pytest would treat the arguments of the check as fixtures.
+        # Do not use `functools.wraps`: pytest would then treat the arguments of the check as fixtures.
         test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
         return test
 
@@ -95,7 +95,7 @@ class LeafHandlerTests:
     unsupported: Sequence[Callable[[], Any]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise the tests of unsupported leaves, and tests with examples that a subclass adds or overrides."""
+        """Parametrise the tests of unsupported leaves, and the tests of a subclass that have an example argument."""
         for argument in _KINDS.intersection(metafunc.fixturenames):
             members = self._examples(argument)
             metafunc.parametrize(argument, members, ids=[example.name for example in members])

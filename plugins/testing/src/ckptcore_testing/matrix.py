@@ -55,10 +55,10 @@ class StorageMatrixTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrise tests with a covering array of their arguments.
 
-        Quick tests contain every pair of values of any two arguments, except that costly storages are combined only
-        with the first framework, but with all values of the other arguments. Slow tests contain every triple, and with
-        the option `--full` every combination. If a `conftest.py` defines the option `--slow`, slow tests are generated
-        only with this option.
+        Quick tests contain every pair of values of any two arguments. Costly storages are an exception: they are
+        combined only with the first framework, but with all values of the other arguments. Slow tests contain every
+        triple of values, or every combination with the option `--full`. If a `conftest.py` defines the option `--slow`,
+        slow tests are generated only with this option.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {

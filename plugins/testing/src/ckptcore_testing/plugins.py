@@ -43,7 +43,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.training",
     "ckptcore_testing",
 )
-"""Modules of this project that plugins may import. Of submodules, plugins may import only those of `ckptcore.model` and
+"""Modules of this project that plugins may import, in addition to the submodules of `ckptcore.model` and
 `ckptcore_testing`."""
 
 _TYPE_HOOKS: Final = (
@@ -61,7 +61,7 @@ def hide_distributions(
 
     Args:
         patch: undoes the change after the test.
-        plugins: by name. More can be registered in the result.
+        plugins: the other plugins, by name. More can be registered with the result.
         installed: packages of distributions that count as installed.
     """
     manager = pluggy.PluginManager(PROJECT_NAME)
@@ -78,8 +78,8 @@ class PluginTests:
 
     Attributes:
         entry_point: the name of the plugin's entry point in the group ``ckptcore``.
-        heavy: packages that the entry module must not import. None: the requirements of the plugin's distribution that
-            the core does not require.
+        heavy: packages that the entry module must not import. None: the packages that the plugin's distribution
+            requires, and that the core does not require.
         inner: names (without packages) of the plugin's modules that may import any module of ckptcore. Only for
             distributions that are released together with ckptcore.
     """
@@ -236,7 +236,7 @@ class _UnknownType:
 
 
 def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
-    """Return the names of layouts or schemes that other installed plugins offer, mapped to the plugin's name."""
+    """Return the layouts or schemes that other installed plugins offer, each with the name of its plugin."""
     from ckptcore.plugins import installed_plugins
 
     attribute = "layouts" if hook == "ckpt_layouts" else "storages"

@@ -90,8 +90,8 @@ def serve(
         timeout_seconds: maximum time until the server is ready.
 
     Raises:
-        RuntimeError: if the server exits at its start in each of three attempts (contains the end of the log), or if it
-            is not ready in time.
+        RuntimeError: if the server exits at its start in each of three attempts, or if it is not ready in time. After
+            three attempts, the message contains the end of the log.
     """
     for tries_left in reversed(range(_TRIES)):
         port = free_port()

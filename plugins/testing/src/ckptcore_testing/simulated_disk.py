@@ -161,8 +161,8 @@ class SimulatedDisk:
     def after_power_loss(self, chance: random.Random, count: int = 8) -> Iterator[SimulatedDisk]:
         """Yield possible disks after a power loss. All their data is durable.
 
-        First a disk with only synced data, then one with all data, then one with all names but only synced data, then
-        `count` disks with random parts of the unsynced names and data.
+        The first disk has only the synced names and data, the second one all names and data, and the third one all
+        names but only the synced data. `count` disks with random parts of the unsynced names and data follow.
         """
         yield self._survivor(chance, names=0.0, data="none")
         yield self._survivor(chance, names=1.0, data="all")

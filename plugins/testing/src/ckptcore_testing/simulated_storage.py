@@ -307,7 +307,7 @@ class SimulatedStorage(StorageBackend):
             self.delete([key for key, stamp in stamps.items() if current.get(key) == stamp])
 
     def hide_from_others(self, old: str, new: str) -> None:
-        """See `AtomicDirectories`. Does nothing else than `keep_attributes`."""
+        """See `AtomicDirectories`. Does the same as `keep_attributes`."""
         self.keep_attributes(old, new)
 
     def keep_attributes(self, old: str, new: str) -> None:
