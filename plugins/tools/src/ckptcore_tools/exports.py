@@ -431,7 +431,7 @@ def _refuse_merged_names(exports: Sequence[_PlannedExport], target: CommitTarget
         if location.commit_method.claims_by_root:
             continue  # object stores compare the bytes of keys
         parent = location.identity.rpartition("/")[0]
-        names = [one.name for one in locations if one.identity.rpartition("/")[0] == parent]
+        names = [other.name for other in locations if other.identity.rpartition("/")[0] == parent]
         # Use a separate name, because another save to the location may be running.
         place = replace(location, display=export.location.display, name=save_id, identity=f"{parent}/{save_id}")
         trial = place.commit_method.begin(place, Claim(save_id, save_created()), overwrite=False)

@@ -72,14 +72,14 @@ def find_optimizers(tree: TreeMetadata) -> OptimizerParts | None:
         if not isinstance(node, Node) or len(path) == _DEEPEST:
             return False
         children = list(_children(node, path, first))
-        found = [visit(*child) for child in children]
-        if any(found):
+        have_optimizers = [visit(*child) for child in children]
+        if any(have_optimizers):
             others.extend(
                 below
-                for (child, below, start), holds in zip(children, found, strict=True)
+                for (child, below, start), holds in zip(children, have_optimizers, strict=True)
                 if not holds and isinstance(child, Node) and any(has_array[start : start + leaf_count(child)])
             )
-        return any(found)
+        return any(have_optimizers)
 
     if not visit(tree.skeleton, (), 0):
         return None

@@ -192,7 +192,7 @@ def _copy_steps(
 def _step_documents(report: StepsCopyReport) -> list[Mapping[str, JSON]]:
     """Return the result of every step as JSON, ascending."""
     states = {
-        **{step: ("copied", _report_document(one), None) for step, one in report.steps.items()},
+        **{step: ("copied", _report_document(step_report), None) for step, step_report in report.steps.items()},
         **dict.fromkeys(report.skipped, ("left", None, None)),
         **dict.fromkeys(report.deleted_at_source, ("gone", None, None)),
         **{step: ("damaged", None, shell_text(error)) for step, error in report.damaged.items()},

@@ -195,7 +195,7 @@ def format_lines(lines: Iterable[TreeLine], width: int | None) -> Iterator[Seque
             type_text = _shortened(type_text, type_width)
         amounts = f"  {line.size:>{_SIZE_WIDTH}}"
         if has_numbers and is_wide:
-            numbers = [f"{'' if one is None else f'{one:.3g}':>{_NUMBER_WIDTH}}" for one in line.numbers]
+            numbers = [f"{'' if number is None else f'{number:.3g}':>{_NUMBER_WIDTH}}" for number in line.numbers]
             amounts += "".join(numbers) or " " * _NUMBERS_WIDTH
         detail = f"  {line.detail}" if line.detail else ""
         amounts = amounts if detail else amounts.rstrip()
@@ -205,7 +205,7 @@ def format_lines(lines: Iterable[TreeLine], width: int | None) -> Iterator[Seque
         if line.numbers and not is_wide:
             below = line.guide.replace("├─ ", "│  ").replace("└─ ", "   ")
             named = zip(_NUMBERS, line.numbers, strict=True)
-            numbers = [f"{name} {one:.3g}" for name, one in named if one is not None]
+            numbers = [f"{name} {number:.3g}" for name, number in named if number is not None]
             yield _cropped([(below, "dim"), f"  {'  '.join(numbers)}"], width)
 
 

@@ -148,18 +148,18 @@ class _Conversion:
 
     def _convert_single(self, source: AnyLocation, source_checkpoint: Checkpoint) -> None:
         """Write a checkpoint of one tree, or of files."""
-        opened = source_checkpoint
+        checkpoint = source_checkpoint
         if self._transforms:
-            opened = self._transformed(opened)
-        self._warn_of_optimizers(opened)
-        refuse_further(opened, self._destination)
-        root = opened.root
+            checkpoint = self._transformed(checkpoint)
+        self._warn_of_optimizers(checkpoint)
+        refuse_further(checkpoint, self._destination)
+        root = checkpoint.root
         save_id = new_save_id() if self._copy_id is None or root is None else self._copy_id(root.save_id)
         if CommitTarget(self._destination, self._overwrite).keeps_others:
             self._layout = self._layout.with_own_names(save_id) or self._layout
-        part = self._part("", "", opened, save_id, own=False)
+        part = self._part("", "", checkpoint, save_id, own=False)
         self._check_left_out(source, source_checkpoint)
-        self._write(save_id, [part], None, opened)
+        self._write(save_id, [part], None, checkpoint)
 
     def _warn_of_optimizers(self, checkpoint: Checkpoint) -> None:
         """Log a warning if weights files for other software will contain an optimizer state."""

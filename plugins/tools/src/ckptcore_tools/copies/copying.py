@@ -166,12 +166,12 @@ def _above_replaced(manifest: Manifest, destination: Location) -> Manifest:
     return replace(manifest, root=replace(manifest.root, data=with_order(manifest.root.data, order)))
 
 
-def _is_same_save(found: bytes, root: bytes) -> bool:
+def _is_same_save(stored: bytes, root: bytes) -> bool:
     """Return True if two roots are equal, apart from their save orders."""
-    if found == root:
+    if stored == root:
         return True
     try:
-        return not is_claim(found) and with_order(found, summarize_root(root).order) == root
+        return not is_claim(stored) and with_order(stored, summarize_root(root).order) == root
     except (CorruptCheckpointError, UnsupportedVersionError):
         return False
 

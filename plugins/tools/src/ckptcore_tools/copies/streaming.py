@@ -203,18 +203,18 @@ def cut_flat_ranges(spec: ArraySpec, bands: Collection[int], *, most_bytes: int,
     itemsize = spec.numpy_dtype.itemsize
     row_bytes = math.prod(rest) * itemsize
     edges = [0, *sorted({bound for bound in bands if 0 < bound < rows}), rows]
-    found: list[Box] = []
+    boxes: list[Box] = []
     first = 0
     for low, high in itertools.pairwise(edges):
         if low > first and (high - first) * row_bytes > most_bytes:
-            found.extend(_rows(first, low, rest))
+            boxes.extend(_rows(first, low, rest))
             first = low
         if (high - first) * row_bytes > max(most_bytes, band_bytes):  # a single band that is too large
-            found.extend(_cut((), first, high, rest, itemsize, most_bytes))
+            boxes.extend(_cut((), first, high, rest, itemsize, most_bytes))
             first = high
     if first < rows:
-        found.extend(_rows(first, rows, rest))
-    return found
+        boxes.extend(_rows(first, rows, rest))
+    return boxes
 
 
 def _rows(first: int, stop: int, rest: tuple[int, ...]) -> Iterator[Box]:

@@ -290,7 +290,9 @@ def plan_running_job(request: PlanRequest, state: object, context: Context) -> S
     def lead() -> JSON:
         written = [simulated.written]
         if agreement.size > 1:
-            trees = [[part.plan.tree for part in one.save.parts if not part.own] for one in simulated.leader_states]
+            trees = [
+                [part.plan.tree for part in leader.save.parts if not part.own] for leader in simulated.leader_states
+            ]
             written = [written_from_json(payload, trees) for payload in payloads]
         plans.append(_plan(request, simulated, written, context))
         return asdict(plans[0]) if agreement.size > 1 else None

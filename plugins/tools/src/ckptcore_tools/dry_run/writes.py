@@ -152,23 +152,26 @@ def run_writes(save: Save, kind: StorageKind, context: Context) -> tuple[Written
             "plan(..., processes=N), where N is the number of workers"
         )
     saves = [save, *save.further]
-    host_bytes = [[_host_bytes(part) for part in one.parts] for one in saves]
+    host_bytes = [[_host_bytes(part) for part in each_save.parts] for each_save in saves]
     snapshots = [
-        [SizeOnlySnapshot(part.plan, nbytes) for part, nbytes in zip(one.parts, of_parts, strict=True)]
-        for one, of_parts in zip(saves, host_bytes, strict=True)
+        [SizeOnlySnapshot(part.plan, nbytes) for part, nbytes in zip(each_save.parts, of_parts, strict=True)]
+        for each_save, of_parts in zip(saves, host_bytes, strict=True)
     ]
-    written = [_run_checkpoint(one, of_parts, kind, context) for one, of_parts in zip(saves, snapshots, strict=True)]
+    written = [
+        _run_checkpoint(each_save, of_parts, kind, context)
+        for each_save, of_parts in zip(saves, snapshots, strict=True)
+    ]
     memory = _memory(
         save.agreement.rank,
         [nbytes for items in host_bytes[0] for nbytes in items],
         [nbytes for of_parts in host_bytes[1:] for items in of_parts for nbytes in items],
         [snapshot for of_parts in snapshots for snapshot in of_parts],
-        max(one.buffer_bytes for one in written),
+        max(result.buffer_bytes for result in written),
         context,
     )
     unplanned = [part.source.name for part in save.parts if isinstance(part.source, FilesDescription)]
-    process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, unplanned=unplanned)
-    return process, [one.leading for one in written if one.leading is not None]
+    process = WrittenProcess(checkpoints=[result.checkpoint for result in written], memory=memory, unplanned=unplanned)
+    return process, [result.leading for result in written if result.leading is not None]
 
 
 def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
@@ -177,8 +180,8 @@ def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
     assert source is not None  # only capturing a part drops its source, and a dry run captures nothing
     if isinstance(source, FilesDescription):
         return ()
-    found = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
-    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in found]
+    taken = [source.boxes(item.leaf, item.boxes) for item in part.plan.items]
+    return [handler.host_bytes(leaf, boxes) for leaf, handler, boxes in taken]
 
 
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
