@@ -19,7 +19,7 @@ StatisticsOf = Callable[[int], ArrayStatistics | None]
 
 _MAX_NAME_WIDTH: Final = 72
 _MIN_NAME_WIDTH: Final = 40
-"""Minimum width of names. Details are shortened before names are."""
+"""Minimum width of names on a terminal that is wide enough. If a line does not fit, its details are shortened first."""
 
 _DETAIL_WIDTH: Final = 28
 """Minimum width of details next to longer names: enough for the numbers of arrays and parameters."""

@@ -307,7 +307,7 @@ def _assign_objects(objects: Sequence[Sequence[WriteItem]], size: int) -> list[l
         size: the number of processes.
 
     Returns:
-        By rank, the numbers of its objects, ascending. The same on every process.
+        The numbers of the objects of each rank, ascending. Every process computes the same result.
     """
     nbytes = [sum(item.nbytes for item in items) for items in objects]
     assigned_bytes = [0] * size
@@ -334,7 +334,7 @@ class _ConsolidatedFiles:
         """See `Captured`.
 
         Raises:
-            CorruptCheckpointError: also `_SourceReplacedError`.
+            CorruptCheckpointError: if the source is damaged or was replaced (`_SourceReplacedError`).
         """
         checkpoint = self._source.opened
         snapshot: Snapshot = self._snapshot

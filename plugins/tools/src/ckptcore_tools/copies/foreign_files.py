@@ -59,7 +59,7 @@ def _expect_values(checkpoint: Checkpoint) -> None:
 
 
 def _expect_arrays(checkpoint: Checkpoint) -> None:
-    """Refuse an array that lacks boxes, or the file of a chunk. `FileCheck` checked those with known extents."""
+    """Refuse an array that lacks boxes or the file of a chunk. `FileCheck` has checked files with known extents."""
     index, tree = checkpoint.index, checkpoint.tree
     arrays = {leaf: record.spec for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
     sizes = dict(_listed(checkpoint))

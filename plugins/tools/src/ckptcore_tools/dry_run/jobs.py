@@ -169,7 +169,7 @@ def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
 
 
 def written_from_json(document: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
-    """Decode the writes of a process. `trees`: shared trees by checkpoint and part."""
+    """Decode the writes of a process. `trees` are the trees that all processes write together, by checkpoint."""
     return WrittenProcess(
         checkpoints=[
             WrittenCheckpoint(
@@ -231,7 +231,7 @@ def _processes_from_json(documents: Sequence[Any]) -> tuple[ProcessPlan, ...]:
 
 
 _NO_LOCATION: Final = "memory://ckptcore-dry-run"
-"""The location of a dry run without a location. It is always empty."""
+"""The location that replaces a missing location in a dry run. It is always empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

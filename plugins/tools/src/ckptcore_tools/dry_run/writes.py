@@ -54,9 +54,9 @@ class WriteForecast(NamedTuple):
 
 @runtime_checkable
 class ForecastingLayout(Protocol):
-    """A layout that encodes elements before it passes objects to the store, so that `write` cannot run without them.
+    """A layout whose `write` needs elements, because it encodes them before it passes objects to the store.
 
-    For other layouts a dry run calls `write`: it needs only the lengths of segments, which are known before opening.
+    For other layouts, a dry run calls `write` itself, and records the lengths of the segments without opening them.
     """
 
     def forecast(self, snapshot: Snapshot, store: WriteStore) -> tuple[JSON, frozenset[str], int]:
@@ -187,7 +187,8 @@ def _host_bytes(part: SavePart) -> Sequence[HostBytes]:
 def _run_checkpoint(save: Save, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context) -> _Written:
     rank = save.agreement.rank
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
-    # A new location, because the first save of a process tests the storage's conditional puts.
+    # A new Location has no record of its storage, so the plan includes the test of conditional puts, which the first
+    # save of a process makes.
     location = Location(save.target.location.display, storage, _NAME)
     claimed = save.info.claimed
     refuse_inside(location)  # the checks of a save before it claims the location
