@@ -81,7 +81,10 @@ def _jax_text(notes: Mapping[str, Any]) -> str:
 def _dtensor_text(notes: Mapping[str, Any]) -> str:
     noted = notes["dtensor"]
     mesh = " × ".join(map(str, _few(noted["mesh"])))
-    kinds = [f"{one['kind']}({one['dim']})" if "dim" in one else str(one["kind"]) for one in _few(noted["placements"])]
+    kinds = [
+        f"{placement['kind']}({placement['dim']})" if "dim" in placement else str(placement["kind"])
+        for placement in _few(noted["placements"])
+    ]
     return f"mesh {mesh}; {', '.join(kinds)}"
 
 

@@ -159,19 +159,19 @@ class Viewed:
             CheckpointError: there is no checkpoint, or it cannot be read.
             Errors of `read`.
         """
-        opened = self._opened(place)
-        if opened is not None:
+        open_tree = self._opened(place)
+        if open_tree is not None:
             try:
-                return read(opened)
+                return read(open_tree)
             except CheckpointNotFoundError:
-                if opened.is_current():
+                if open_tree.is_current():
                     raise
         return read(self._open_tree(place))
 
     def read_current(self, place: str, read: Callable[[OpenTree], T]) -> T:
         """Call a function with the current tree at a place. See `read`."""
-        opened = self._opened(place)
-        if opened is not None and opened.is_current():
+        open_tree = self._opened(place)
+        if open_tree is not None and open_tree.is_current():
             return self.read(place, read)
         return read(self._open_tree(place))
 
@@ -182,13 +182,13 @@ class Viewed:
             return self._open.get(place)
 
     def _open_tree(self, place: str) -> OpenTree:
-        opened = OpenTree(self.locate(place), self.context)
+        open_tree = OpenTree(self.locate(place), self.context)
         with self._lock:
             self._open.pop(place, None)
-            self._open[place] = opened
+            self._open[place] = open_tree
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)  # closed once no thread reads from it
-        return opened
+        return open_tree
 
     def _find_kind(self) -> ViewedKind:
         try:

@@ -31,12 +31,12 @@ _MAX_OWNERS: Final = 16
 
 def array_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
     """Return facts about an array. Parameters: ``at``, the place of its tree, and ``leaf``, its number."""
-    return viewed.read(request.text("at"), lambda opened: _array(opened, request.array_of(opened), request))
+    return viewed.read(request.text("at"), lambda open_tree: _array(open_tree, request.array_of(open_tree), request))
 
 
-def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
-    record, tree = opened.record(leaf), opened.tree
-    stored = opened.stored(leaf)
+def _array(open_tree: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
+    record, tree = open_tree.record(leaf), open_tree.tree
+    stored = open_tree.stored(leaf)
     return {
         "path": format_path(tree.paths[leaf]),
         "kind": record.kind,
@@ -44,7 +44,7 @@ def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
         "shape": list(record.spec.shape),
         "elements": record.spec.size,
         "nbytes": record.spec.nbytes,
-        "tied": [format_path(tree.paths[other]) for other in _tied(opened, stored) if other != leaf],
+        "tied": [format_path(tree.paths[other]) for other in _tied(open_tree, stored) if other != leaf],
         "ranks": list(tree.held_by[leaf]) if leaf in tree.held_by else None,
         "notes": {
             name: json.dumps(note, ensure_ascii=False)
@@ -54,12 +54,12 @@ def _array(opened: OpenTree, leaf: int, request: Request) -> Mapping[str, JSON]:
         "framework": framework_of(record),
         "sharded": sharding_text(record),
         "sharding": _sharding(record),
-        "chunks": _chunks(opened.checkpoint, stored, record, request),
+        "chunks": _chunks(open_tree.checkpoint, stored, record, request),
     }
 
 
-def _tied(opened: OpenTree, stored: int) -> Sequence[int]:
-    aliases = opened.tree.aliases
+def _tied(open_tree: OpenTree, stored: int) -> Sequence[int]:
+    aliases = open_tree.tree.aliases
     return [stored, *(alias for alias, target in aliases.items() if target == stored)]
 
 

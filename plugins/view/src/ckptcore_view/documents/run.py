@@ -149,7 +149,7 @@ def _decisions(
     remembered = viewed.recall(key) if _is_remote(steps) else None
     if remembered is None or remembered[0] != candidates:
         plan = plan_deletions(steps, policy, time.time(), viewed.context)
-        found = {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
-        viewed.remember(key, remembered := (candidates, found))
+        by_step = {decision.status.step: (not decision.delete, decision.reasons) for decision in plan.decisions}
+        viewed.remember(key, remembered := (candidates, by_step))
     decisions: Mapping[int, tuple[bool, Sequence[str]]] = remembered[1]
     return decisions
