@@ -222,7 +222,7 @@ _CONFIG: Final = "config.json"
 _ACTIVATIONS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub", "qscale_act")
 """Scales for activations of a quantised module.
 
-They are not used for weights, and a dequantised module has none.
+They do not scale weights, and a dequantised module does not use them.
 """
 
 _CACHE: Final = (".k_scale", ".v_scale", ".q_scale")

@@ -1,4 +1,4 @@
-"""HTML of single objects for notebooks. It has no scripts, because notebooks remove them, and reads no array."""
+"""HTML of single objects for notebooks. It has no scripts, because notebooks remove them. No array is read."""
 
 from __future__ import annotations
 

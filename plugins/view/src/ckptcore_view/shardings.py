@@ -157,7 +157,7 @@ def _mesh_size(mesh: Sequence[int]) -> int | None:
 
 
 def _chunk(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
-    """Return one of the parts of a range. All but the last ones have the same size, and the last ones may be empty."""
+    """Return a part of a range. All parts have the same size, except that the last parts may be smaller or empty."""
     step = -(-(stop - start) // parts)
     return min(start + step * part, stop), min(start + step * (part + 1), stop)
 

@@ -110,7 +110,7 @@ class Viewed:
         return find_steps(self.locate(place), self._step_names, self.context)
 
     def recall(self, key: Hashable) -> Any:
-        """Return a cached value that is less than a minute old, or None. Older ones may be wrong."""
+        """Return a cached value that is less than a minute old, or None. Older values may be wrong."""
         since, value = self._remembered.get(key, (-math.inf, None))
         return value if time.monotonic() - since < _REMEMBERED_SECONDS else None
 
@@ -153,7 +153,7 @@ class Viewed:
         return members if isinstance(members, CompositeCheckpoint) else None
 
     def read(self, place: str, read: Callable[[OpenTree], T]) -> T:
-        """Call a function with the open tree at a place. If the tree was replaced meanwhile, open it and call again.
+        """Call a function with the open tree at a place. If the tree was replaced, open it again and repeat the call.
 
         Raises:
             CheckpointError: there is no checkpoint, or it cannot be read.
@@ -231,7 +231,7 @@ class Viewed:
         return children
 
     def _is_run(self) -> bool:
-        """Return True for a directory with steps, or an empty one, whose first step may be saved later."""
+        """Return True for a directory with steps. Also for an empty directory, whose first step may be saved later."""
         try:
             steps = self.steps()
         except (CheckpointNotFoundError, InvalidLocationError):

@@ -22,7 +22,7 @@ _MAX_COUNTED: Final = 1 << 16
 """Limit of counted chunks, because a hostile checkpoint of a few bytes may state any number."""
 
 _SHOWN_NOTES: Final = frozenset({"framework", "sharding", "dtensor"})
-"""Notes that the page shows as words of `framework_of` and `sharding_text`."""
+"""Notes that are not shown themselves, because the page shows the results of `framework_of` and `sharding_text`."""
 
 _MAX_SHARDS: Final = 1_024
 _MAX_OWNERS: Final = 16
@@ -78,9 +78,9 @@ def _sharding(record: ArrayRecord) -> JSON:
 
 
 def _chunks(checkpoint: Checkpoint, leaf: int, record: ArrayRecord, request: Request) -> JSON:
-    """Return the first chunks, with their positions if the metadata has them, and all objects with these chunks.
+    """Return the first chunks with their positions, if known, and the objects that contain these chunks.
 
-    If there are too many chunks, ``count`` is the number of counted chunks, and ``is_all`` is False.
+    If there are too many chunks to count, ``count`` is the number of counted chunks, and ``is_all`` is False.
     """
     if checkpoint.derived is not None:
         return {"error": "This checkpoint takes arrays from other checkpoints: look at the base."}
@@ -117,7 +117,7 @@ def _located(checkpoint: Checkpoint, chunks: Sequence[Chunk], itemsize: int) -> 
             stop = located.stops.get(row)
             nbytes = nbytes if stored == "raw" else 0 if stop is None else stop - start
         elif not chunk.is_exact:
-            start, nbytes, stored = 0, 0, "item"  # a native reader finds it
+            start, nbytes, stored = 0, 0, "item"  # only the native reader knows the position
         rows.append({**_box(chunk.box), "key": key, "start": start, "nbytes": nbytes, "stored": stored})
     return rows
 

@@ -29,7 +29,7 @@ from ckptcore_view.viewed import Viewed
 _FILE: Final = "trainer_state.json"
 _MAX_BYTES: Final = 1 << 26
 _MAX_POINTS: Final = 20_000
-"""Limit of the points of one metric. If there are more, every second one is dropped until the rest is few enough."""
+"""Limit of the points of one metric. If there are more, points at regular intervals are kept."""
 
 _MAX_METRICS: Final = 64
 _NEWEST: Final = 3
@@ -102,7 +102,7 @@ def _log_of(document: Mapping[str, Any]) -> TrainerLog:
 
 
 _MAX_RESTARTS: Final = 64
-"""Limit of the restarts that are shown, newest first. Each costs opening one tree to find the framework."""
+"""Limit of the restarts that are shown, from the newest on. For each, a tree is opened to find the framework."""
 
 _MAX_LEAVES: Final = 64
 """Number of leaves that are searched for a framework."""

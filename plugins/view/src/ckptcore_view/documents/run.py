@@ -21,13 +21,13 @@ from ckptcore_view.documents.request import BadRequestError, Request, number_to_
 from ckptcore_view.viewed import Viewed
 
 _STEPS: Final = 200
-"""Default number of steps to read. Each costs a read of its root."""
+"""Default number of steps to read. For each step, its root is read."""
 
 _STEPS_OF_MANY: Final = 50
 """Number of steps to read for each run of a folder."""
 
 _AT_ONCE: Final = 64
-"""Number of steps to read between two checks if the client has disconnected."""
+"""Number of steps to read before checking again whether the client has disconnected."""
 
 
 def run_document(viewed: Viewed, request: Request) -> Mapping[str, JSON]:
