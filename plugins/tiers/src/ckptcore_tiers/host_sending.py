@@ -283,15 +283,15 @@ class LeaderSender:
         """
         for key, size in part.expected.items():
             try:
-                found: int | None = store.size(key)
+                stored: int | None = store.size(key)
             except ObjectNotFoundError:
-                found = None
-            if found != size:
+                stored = None
+            if stored != size:
                 marks = [_mark_key(part.manifest.copy_id, rank) for rank in self._others]
                 self._store.delete(marks)  # so that every host sends its part again
                 raise StorageError(
-                    f"{key} in {self._far.display} {'is missing' if found is None else f'has {found} bytes'}: expected "
-                    f"{size} bytes from the host that wrote it; the hosts send the step again"
+                    f"{key} in {self._far.display} {'is missing' if stored is None else f'has {stored} bytes'}: "
+                    f"expected {size} bytes from the host that wrote it; the hosts send the step again"
                 )
 
     def close(self, run: str, until: Deadline) -> None:
