@@ -295,7 +295,7 @@ class LeaderSender:
                 )
 
     def close(self, run: str, until: Deadline) -> None:
-        """Write a message for the other hosts: this run sends no more steps."""
+        """Notify the other hosts that this run sends no more steps."""
         call_within(until.left_to_stop(), partial(self._close, run))
 
     def _close(self, run: str) -> None:
