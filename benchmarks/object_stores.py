@@ -113,8 +113,8 @@ def _downloads(service: ObjectService, state: State) -> Iterator[Case]:
     def plain(memory: HostArray) -> HostArray:
         def read(part: tuple[int, int]) -> None:
             start, stop = part
-            found = obstore.get_range(store, "by-hand", start=start, end=stop)
-            memory[start:stop] = np.frombuffer(memoryview(found), np.uint8)
+            content = obstore.get_range(store, "by-hand", start=start, end=stop)
+            memory[start:stop] = np.frombuffer(memoryview(content), np.uint8)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(read, ranges))

@@ -102,15 +102,15 @@ def _in_place(
 ) -> Case:
     """Compare slices of checkpoints that are open."""
 
-    def reading(opened: Any) -> None:
+    def reading(checkpoint: Any) -> None:
         for array, start in wanted:
-            opened[array][index(start)]
+            checkpoint[array][index(start)]
 
     def reference() -> None:
         for array, start in wanted:
             theirs.get_slice(array)[index(start)]
 
-    first, *others = [Contender(of_one, partial(reading, opened)) for of_one, opened in ours.items()]
+    first, *others = [Contender(of_one, partial(reading, checkpoint)) for of_one, checkpoint in ours.items()]
     return Case(name, [first, Contender("safe_open, get_slice", reference, target=1.0), *others])
 
 

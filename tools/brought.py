@@ -105,7 +105,7 @@ class Rows:
 def literal_marks(file: str, source: str, mark: str) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the tests of a file that have a mark, and the literal arguments of each mark."""
     for function in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]:
-        for node in [one for decorator in function.decorator_list for one in ast.walk(decorator)]:
+        for node in [part for decorator in function.decorator_list for part in ast.walk(decorator)]:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{mark}":
                 yield f"{file}::{function.name}", [ast.literal_eval(argument) for argument in node.args]
 

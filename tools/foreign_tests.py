@@ -144,7 +144,7 @@ def _runnable(file: str, directory: Path) -> str:
     module = file.removesuffix(".py").replace("/", ".")
     outer = re.findall(r"^class (\w+):(?:\n|.)*?^  class Test\(", (directory / file).read_text(), re.MULTILINE)
     name = f"{module.rpartition('.')[2]}_subclasses.py"
-    classes = [f"class {one}Test({module}.{one}.Test):\n    pass\n" for one in outer]
+    classes = [f"class {outer_class}Test({module}.{outer_class}.Test):\n    pass\n" for outer_class in outer]
     (directory / name).write_text("\n\n".join([f"import {module}", *classes]))
     return name
 

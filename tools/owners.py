@@ -129,8 +129,8 @@ def _read_hdf5(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | No
         if file.read(8) != b"\x89HDF\r\n\x1a\n":
             return None
     h5py = importlib.import_module("h5py")
-    with h5py.File(path) as opened:
-        return "h5py", _hdf5_group(opened)
+    with h5py.File(path) as root:
+        return "h5py", _hdf5_group(root)
 
 
 def _hdf5_group(group: Any) -> dict[str, Any]:
@@ -270,12 +270,12 @@ def _expect_classes(data: bytes) -> None:
 def _read_orbax(path: Path, metadata: CheckpointMetadata) -> tuple[str, Any] | None:
     if metadata.is_composite:
         items = {name: _orbax_item(path / name) for name in metadata.checkpointables}
-        found = {name: item for name, item in items.items() if item is not None}
-        return ("orbax", found) if found else None
+        trees = {name: item for name, item in items.items() if item is not None}
+        return ("orbax", trees) if trees else None
     names = ["", "state", "default", *(child.name for child in path.iterdir() if child.is_dir())]
     for name in names:
-        if (found := _orbax_item(path / name, json_too="JSON" in metadata.writer)) is not None:
-            return "orbax", found
+        if (tree := _orbax_item(path / name, json_too="JSON" in metadata.writer)) is not None:
+            return "orbax", tree
     return None
 
 

@@ -183,14 +183,14 @@ def difference(first: Leaves, second: Leaves, tied: Collection[tuple[str, ...]] 
     if missing := sorted(first.keys() ^ second.keys()):
         side = "only in the load" if missing[0] in first else "not in the load"
         return f"{'/'.join(missing[0])} is {side} ({len(missing)} differ)"
-    for path, one in first.items():
-        if reason := _differ(one, second[path]):
+    for path, value in first.items():
+        if reason := _differ(value, second[path]):
             return f"{'/'.join(path)}: {reason}"
     return ""
 
 
-def _differ(one: Any, other: Any) -> str:
-    arrays = [_array(value) for value in (one, other)]
+def _differ(left: Any, right: Any) -> str:
+    arrays = [_array(value) for value in (left, right)]
     first, second = arrays
     if first is not None and second is not None:
         if (first.shape, first.dtype) != (second.shape, second.dtype):
@@ -198,9 +198,9 @@ def _differ(one: Any, other: Any) -> str:
                 return ""  # a number, and an array of one element
             return f"{first.dtype}{list(first.shape)} and {second.dtype}{list(second.shape)}"
         return "" if first.tobytes() == second.tobytes() else "the bytes differ"
-    if type(one) is type(other) or (first is None) == (second is None):
-        return "" if str(one) == str(other) or one == other else f"{str(one)[:40]} and {str(other)[:40]}"
-    return f"{type(one).__name__} and {type(other).__name__}"
+    if type(left) is type(right) or (first is None) == (second is None):
+        return "" if str(left) == str(right) or left == right else f"{str(left)[:40]} and {str(right)[:40]}"
+    return f"{type(left).__name__} and {type(right).__name__}"
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:

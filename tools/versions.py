@@ -169,9 +169,9 @@ _FRAMEWORKS: Final = Part(
     ["markdown-it-py", "opentelemetry-sdk", "orbax-checkpoint", "safetensors", "tqdm"],
     [
         *[
-            str(found.relative_to(ROOT))
-            for found in sorted(ROOT.glob("plugins/*/tests"))
-            if "integrations" not in str(found)
+            str(directory.relative_to(ROOT))
+            for directory in sorted(ROOT.glob("plugins/*/tests"))
+            if "integrations" not in str(directory)
         ],
         *_CORE.tests[:2],
         "tests/io",
@@ -245,19 +245,19 @@ def requirements(distributions: Iterable[str]) -> tuple[Sequence[str], Sequence[
     ours = projects()
     waiting = [Requirement(text) for text in ("ckptcore", *distributions)]
     seen: set[tuple[str, str]] = set()
-    found: dict[str, None] = {}
+    others: dict[str, None] = {}
     while waiting:
         requirement = waiting.pop()
         table = ours.get(canonicalize_name(requirement.name))
         if table is None:
-            found[str(requirement)] = None
+            others[str(requirement)] = None
             continue
         for extra in ("", *requirement.extras):
             if (table["name"], extra) not in seen:
                 seen.add((table["name"], extra))
                 needed = table.get("optional-dependencies", {})[extra] if extra else table["dependencies"]
                 waiting += [Requirement(text) for text in needed]
-    return sorted({name for name, _ in seen}), sorted(found)
+    return sorted({name for name, _ in seen}), sorted(others)
 
 
 def find_interpreter(python: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -309,7 +309,7 @@ def _link_ours(names: Iterable[str], packages: Path) -> None:
 def _describe(python: Path) -> Iterator[str]:
     """Return the versions in an environment that the docs list."""
     program = "from importlib.metadata import distributions; "
-    program += "print(*sorted({f'{one.name}=={one.version}' for one in distributions()}))"
+    program += "print(*sorted({f'{item.name}=={item.version}' for item in distributions()}))"
     yield from subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.split()
 
 

@@ -76,8 +76,8 @@ def run_steps(report: Report, pretrained: Path, scratch: Path) -> None:
     report.step("Convert the checkpoint of Orbax to safetensors")
     published = scratch / "published"
     ckptcore.copy(theirs, published, layout="safetensors")
-    opened = safetensors.numpy.load_file(published / "model.safetensors")
-    report.claim("the safetensors library reads the bits of the original file", same_bits(opened, original))
+    tensors = safetensors.numpy.load_file(published / "model.safetensors")
+    report.claim("the safetensors library reads the bits of the original file", same_bits(tensors, original))
 
     report.step("Continue a run of Orbax")
     run = scratch / "run"
