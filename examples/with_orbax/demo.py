@@ -121,12 +121,12 @@ def files(directory: Path) -> list[Path]:
 
 
 def megabytes(directory: Path) -> str:
-    """Return the total size of files, in bytes."""
+    """Return the total size of the files below a directory, as text in megabytes."""
     return f"{sum(path.stat().st_size for path in files(directory)) / 1e6:.1f} MB"
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    """Damage the middle of the largest file."""
+    """Flip one bit in the middle of the largest file."""
     path = max(files(checkpoint), key=lambda path: path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
