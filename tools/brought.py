@@ -7,8 +7,8 @@ A test adds a row by a mark, at the function or at a parameter:
 
     @pytest.mark.brings("BatchNorm without a counter", "torch", "same")
 
-The tests are collected and not run, also the slow ones. All libraries of the group `dev` must be installed. Tests with
-trainers, which need other libraries, are only parsed: their marks must have literal texts.
+All tests, also slow ones, are collected but not run. All libraries of the group `dev` must be installed. Tests with
+trainers, which need other libraries, are only parsed, so their marks must have literal texts.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class FileResult:
         replaced: how many of these pass with the replacement.
         reaching: how many tests call ckptcore through the replacement.
         calls: the number of these calls.
-        failed: the first line of the error of each test that passes only with the library, by name.
+        failed: for each test that passes only with the library, by its name: the first line of the error with the
+            replacement.
     """
 
     sha256: str
@@ -73,7 +74,7 @@ def write_results(results: Results, path: Path = RESULTS) -> None:
 
 
 def fill_tables(note: str, results: Results) -> str:
-    """Return the text of the note with a table at each of its marks, which is empty without results."""
+    """Return the text of the note with a table at each of its marks. A library without results gets no table."""
 
     def filled(mark: re.Match[str]) -> str:
         table = f"{_table(mark[2], results[mark[2]])}\n" if mark[2] in results else ""

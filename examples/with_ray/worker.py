@@ -51,7 +51,8 @@ class Worker:
         if self.run is not None:
             with contextlib.suppress(CheckpointError):  # the driver has this error already
                 self.run.close()
-        # A coordinator and a Context count the exchanges of one incarnation of the job, so all objects are new.
+        # A coordinator and a Context count the exchanges of one incarnation of the job. So both are new, and so is the
+        # Checkpointer.
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=RayCoordinator(job, self.rank, size)))
         self.run = ckptcore.Checkpointer(directory, context=context, preservation_policy=LatestN(2))
         if self.run.latest is None:
