@@ -25,7 +25,7 @@ ReaderSet: TypeAlias = frozenset[int]
 """The readers of a box: the numbers of the requests that contain it."""
 
 _LEAST_BYTES: Final = 4 << 20
-"""Minimum size of messages except the last one, because each message costs a request, and ends at a block."""
+"""Minimum size of all messages but the last, because each message costs a request, and ends at a block."""
 
 _TURNS: Final = 4
 """Minimum number of messages that each member reads, if they are larger than `_LEAST_BYTES`."""

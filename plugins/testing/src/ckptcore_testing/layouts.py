@@ -518,7 +518,7 @@ class LayoutTests:
     # --- checkpoints of several checkpointables
 
     def test_several_checkpointables_are_found_by_name(self, storage: StorageBackend) -> None:
-        """Each checkpointable and the list of names can be inspection."""
+        """Each checkpointable and the list of names can be inspected."""
         layout = self.layout()
         written = self._write_several(layout, storage)
         for member in written.values():

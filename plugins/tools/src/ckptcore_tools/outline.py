@@ -56,7 +56,7 @@ class Outline:
             child = self.stops[child]
 
     def rows(self, depth: int | None = None) -> Iterator[int]:
-        """Yield the rows with at most `depth` rows above them. None: all rows."""
+        """Yield the rows that at most `depth` other rows contain. None: all rows."""
         row = 0
         while row < len(self):
             yield row

@@ -64,7 +64,7 @@ def tree_lines(
     Args:
         tree: the tree.
         outline: the outline of the tree, or of some of its leaves.
-        depth: maximum number of rows above a row; deeper rows are left out. None: all rows.
+        depth: maximum number of rows that contain a row; deeper rows are left out. None: all rows.
         statistics_of: statistics of the elements.
     """
     leaf_lines = _LeafLines(tree, statistics_of)
