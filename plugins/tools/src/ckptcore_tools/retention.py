@@ -49,8 +49,8 @@ class DeletionPlan:
 
     Attributes:
         decisions: one per step, ascending.
-        leftovers: leftovers of saves and deletions. The list can include temporary files of running saves,
-            which the deletion recognises and keeps.
+        leftovers: leftovers of saves and deletions. The list can include temporary files of running saves, which the
+            deletion recognises and keeps.
         broken: steps that cannot be loaded, such as those with a missing file, and steps of other software. Policies do
             not count them. Otherwise a policy could keep them and delete steps that can be loaded.
     """

@@ -85,7 +85,7 @@ class RunOwner(NamedTuple):
     """The job that owns a directory of steps.
 
     Attributes:
-        alive: True if the job is running. None if only waiting would show it, as on storage without locks.
+        alive: True if the job is running. None if that is unknown until its lease expires, as on storage without locks.
         host, pid, since: the process, and the time when it became the owner, ISO 8601 in UTC; None if unknown.
         description: these facts as text, or the reason why they are unknown.
     """
@@ -203,7 +203,7 @@ def _read_step(steps: StepDirectory, context: Context, check: FileCheck, step: i
         status = _read_step_once(steps, context, check, step, version)
         if version is None and status.save_id is not None:
             continue  # a save has committed since the root was read
-        # A root of one tree was read with one request, so it is of one save. Other metadata may mix two saves.
+        # A root of one tree was read with one request, so it belongs to one save. Other metadata may mix two saves.
         is_one_tree = isinstance(version, bytes) and b'"members"' not in version
         if (is_one_tree and status.state == "committed") or root_version(store) == version:
             break

@@ -16,7 +16,7 @@ from ckptcore.events import Event, logger_named
 __all__ = ["StepStatisticsObserver", "log_step_statistics"]
 
 _MAX_OPEN_OPERATIONS: Final = 64
-"""Maximum number of unfinished operations. Above it the oldest is dropped: its last event is probably lost."""
+"""Maximum number of unfinished operations. Beyond it, the oldest one is dropped: its last event is probably lost."""
 
 _COMMIT_PHASES: Final = ("write", "exchange", "commit")
 _SAVE_PHASES: Final = ("save", "blocking", "wait_for_previous", *_COMMIT_PHASES)
@@ -68,7 +68,7 @@ class StepStatisticsObserver:
     def _add_load_event(self, event: Event) -> Mapping[str, object] | None:
         phases = self._phases(event)
         if event.phase != "load":
-            # Kept because the record counts the checkpointer's own time from the start of this phase.
+            # Keep the first phase, because the record counts the checkpointer's own time from its start.
             phases.setdefault("first", event)
             return None
         del self._open[event.operation_id]

@@ -73,14 +73,14 @@ def _dequantize(
     """
     all_problems = list(problems)
     replacements: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
-    for one in matches:
+    for match in matches:
         try:
-            array = one.make(tree.array(one.values), tree.array(one.scales))
+            array = match.make(tree.array(match.values), tree.array(match.scales))
         except (ValueError, TransformError) as error:
-            all_problems.append(f"{format_path(one.values)}: {error}")
+            all_problems.append(f"{format_path(match.values)}: {error}")
             continue
-        replacements[one.scales] = {}
-        replacements[one.values] = {one.to: ArrayLeaf.of(array)}
+        replacements[match.scales] = {}
+        replacements[match.values] = {match.to: ArrayLeaf.of(array)}
     if all_problems:
         arrays = "1 array" if len(all_problems) == 1 else f"{len(all_problems)} arrays"
         raise TransformError(f"{arrays} cannot be dequantised:{format_problems(all_problems)}\nNothing was read")
@@ -222,7 +222,7 @@ _CONFIG: Final = "config.json"
 _ACTIVATIONS: Final = ("input_scale", "activation_scale", "output_scale", "input_scale_ub", "qscale_act")
 """Scales for activations of a quantised module.
 
-They are not used for weights, and a dequantised module has none.
+They do not scale weights, and a dequantised module does not use them.
 """
 
 _CACHE: Final = (".k_scale", ".v_scale", ".q_scale")

@@ -164,7 +164,7 @@ class TreeRewriter:
             yield path, fields, self.array(path)
 
     def array(self, path: TreePath) -> DerivedArray:
-        """Return an array for computing.
+        """Return an array that a transform can compute with.
 
         Raises:
             TransformError: if the leaf is not an array, or if its kind has additional meaning.
@@ -341,7 +341,7 @@ def _with_framework_of(old: Leaf, new: Leaf) -> Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """Branch of a container: children by key, None for a leaf."""
+    """The children of a container by key. A child of None is a leaf."""
 
     children: dict[Key, _Branch | None]
 

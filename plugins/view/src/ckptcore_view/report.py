@@ -35,7 +35,7 @@ _MAX_ARRAYS: Final = 2_000
 """Limit of the arrays of one tree that a report describes, unless the caller chooses arrays."""
 
 _MAX_ROWS: Final = 20_000
-"""Limit of the rows of trees, and of chunks, for all older steps of a run. The newest step is always complete."""
+"""Limit of the total number of rows of trees and of chunks in older steps. The newest step is always complete."""
 
 _LIMIT: Final = f"the report has the trees of its newest steps, up to {_MAX_ROWS:,} rows and chunks in all"
 
@@ -66,8 +66,8 @@ def write_report(
         path: the file.
         location: a path or URL of a checkpoint or run.
         arrays: patterns of the paths of the arrays to read for statistics, norms and differences. A pattern is a part
-            of a path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree; but no
-            arrays, if more than 1 GB would be read for all trees, all steps and the other checkpoint together.
+            of a path, or has wildcards as for `ckptcore.select.glob`. None: the first 2,000 arrays of each tree, or no
+            arrays if more than 1 GB would be read for all trees, all steps and the other checkpoint together.
         compare: a checkpoint to compare with.
         policy: the text of a preservation policy; the report of a run shows what it keeps.
         step_names: the names of steps; None for the usual names.
@@ -146,7 +146,7 @@ class _Collector:
         self._reads_all = True
         self._rows_left = _MAX_ROWS
         self._read_paths: dict[tuple[str, str], tuple[str, int]] = {}
-        """Place and number of each array that was read. The key has the place within the step, and the array's path."""
+        """Place and number of each array that was read. A key is the place within the step, and the array's path."""
 
     def collect(self) -> Mapping[str, Document]:
         """Return the documents by name and parameters, as the page requests them."""
@@ -192,7 +192,7 @@ class _Collector:
                 self._add_older(step)
 
     def _add_older(self, place: str) -> None:
-        """Add an older step. Reads no more arrays: arrays for norms were read with those of the newest step."""
+        """Add an older step. Reads no array, because `_add_tree` reads the arrays of all steps for their norms."""
         checkpoint = self._add("checkpoint", at=place)
         for item in checkpoint.get("checkpointables", ()):
             for directory in item["places"][:1]:

@@ -1,4 +1,4 @@
-"""Copies the steps of a run and the metadata of its directory."""
+"""Copies of the steps of a run, and of the metadata of its directory."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class StepsCopyReport:
     Attributes:
         steps: reports of the steps that are at the destination, copied now or before.
         skipped: steps of other software that were not copied, because their directory exists at the destination.
-            Without a root, ckptcore cannot tell whether it is the same checkpoint.
+            Without a root, ckptcore cannot tell whether the directory contains the same checkpoint.
         deleted_at_source: steps that were deleted at the source before they were copied.
-        damaged: the error of each step that is damaged at the source. These were not copied.
-        failed: the error of each step that this process may not read or write, or that is in an archive. These were not
-            copied.
+        damaged: the error of each step that was not copied, because it is damaged at the source.
+        failed: the error of each step that was not copied, because this process may not read or write it, or because it
+            is in an archive.
         left_out: files next to the steps that were not copied, such as ``latest_checkpointed_iteration.txt``.
     """
 
@@ -93,9 +93,9 @@ def copy_steps(
         context: options.
 
     Raises:
-        CheckpointNotFoundError: if a step does not exist, or there are none. Steps that are deleted during the copy are
-            listed in the report.
-        CheckpointExistsError: if the destination has another save of a step. The steps before it are copied.
+        CheckpointNotFoundError: if one of `steps` does not exist, or if the source has no steps. Steps that are deleted
+            during the copy are listed in the report.
+        CheckpointExistsError: if the destination has another save of a step. The steps before this step are copied.
         DirectoryInUseError: if another job writes steps to the destination.
         CheckpointError: see `copy`. Steps that are damaged at the source, or that this process may not read or write,
             are listed in the report. If none can be copied, the first error is raised.
@@ -128,7 +128,7 @@ def _choose_steps(
     The steps are ascending, so that an interrupted copy is an earlier state of the run.
 
     Raises:
-        CheckpointNotFoundError: if a requested step does not exist, or there are none.
+        CheckpointNotFoundError: if a requested step does not exist, or if the source has no steps.
         StorageError: if the storage fails, or no step can be read.
     """
     asked = source.candidates() if steps is None else sorted(set(steps))
