@@ -1,11 +1,11 @@
-"""The layout `deepspeed`: checkpoints of DeepSpeed with any stage of ZeRO, and universal ones. Read-only.
+"""The layout `deepspeed`: DeepSpeed checkpoints of any ZeRO stage, and universal checkpoints. Read-only.
 
 Formats (DeepSpeed 0.14.5, 0.16.9 and 0.19.8: ``runtime/engine.py``, ``runtime/zero``,
 ``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py`` and ``checkpoint/ds_to_universal.py``).
 ZeRO 1 and 2: the parameters of a group are one flat vector, and each process saves a slice of it.
-ZeRO 3: each process saves a slice of each parameter, one after another. The names and shapes are in
-the model file. The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}},
-"param_groups": [...], ...}, ...}``, with the rest of the state next to these keys.
+ZeRO 3: each process saves its slices of all parameters, one after another. The names and shapes are in the model file.
+The tree is ``{"module": {name: array}, "optimizer": {"state": {name: {...}}, "param_groups": [...], ...}, ...}``, with
+the rest of the state next to these keys.
 
 Universal checkpoints do not depend on the parallelism of the job. They have a file for each parameter and state:
 ``ds_to_universal.py`` writes ``zero/NAME/fp32.pt``, ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``,
@@ -80,9 +80,9 @@ def _missing(
 ) -> Iterator[tuple[str, str]]:
     """Yield the parameter name and the kind of state of each missing file.
 
-    Every trained parameter must have a weight. If another parameter has the same states and more, the additional
-    states are missing. Parameters with unrelated states are valid: an optimizer such as Muon combines several
-    optimizers, which have different states.
+    Every trained parameter must have a weight. If another parameter has the same states and additional ones, the
+    additional states count as missing. Parameters with unrelated states are valid: an optimizer such as Muon combines
+    several optimizers, which have different states.
     """
     kinds = sorted({frozenset(state) for state in states.values()}, key=len, reverse=True)
     for name in dict.fromkeys([*trained, *map(str, states)]):
@@ -174,7 +174,7 @@ class DeepSpeedLayout(AssembledLayout):
         return inspection_of(tree, "DeepSpeed", {*reader.keys, *own})
 
     def own_keys(self, keys: Sequence[str], members: Collection[str]) -> Collection[str]:
-        """Return the files that DeepSpeed writes. Empty if they belong to several steps, so to several checkpoints."""
+        """Return the files that DeepSpeed wrote, or none if there are several steps: each step is a checkpoint."""
         own = [key for key in keys if _is_own_key(key.split("/"))]
         return own if len({key.partition("/")[0] for key in own if "/" in key} - {"zero"}) < 2 else ()
 
@@ -184,7 +184,7 @@ def _is_own(name: str) -> bool:
 
 
 def _is_own_key(parts: Sequence[str]) -> bool:
-    """Return True for the parts of the key of a file in the directory of a step, or in its parent directory."""
+    """Return True if DeepSpeed writes files with this key, relative to a step's directory or to its parent."""
     *directories, name = parts
     return "zero" in directories[:2] or (len(directories) < 2 and (name in _OTHERS or _is_own(name)))
 
@@ -194,7 +194,7 @@ def _is_checkpoint(names: Collection[str]) -> bool:
 
 
 def _named_by_pointer(store: ReadStore, names: Sequence[str]) -> str | None:
-    """Return the directory that ``latest`` names, with a slash after it."""
+    """Return the directory that ``latest`` names, with a trailing slash, or None if it does not exist."""
     for pointer in _POINTERS:
         if pointer in names:
             name = store.get(pointer, 0, _MAX_POINTER).decode("utf-8", "replace").strip() + "/"

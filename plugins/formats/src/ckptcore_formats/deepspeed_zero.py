@@ -33,7 +33,7 @@ _MODEL_KEYS: Final = frozenset(
 
 
 def named(part: Part) -> dict[str, Part]:
-    """Return the children with text as key."""
+    """Return the children whose keys are text."""
     return {key: child for key, child in part.children().items() if isinstance(key, str)}
 
 
@@ -51,7 +51,7 @@ def _merged(states: Sequence[Mapping[Key, Part]], without: Collection[Key]) -> M
 
 
 def _shape(value: object, key: str, path: str) -> tuple[int, ...]:
-    """Return a shape of a pickle."""
+    """Check and return a shape from a pickle."""
     is_shape = isinstance(value, tuple) and all(type(extent) is int and 0 <= extent < 1 << 62 for extent in value)
     if is_shape and isinstance(value, tuple) and len(value) <= 64 and ArraySpec(value, "complex128").is_possible:
         return value
@@ -246,7 +246,7 @@ class Zero:
         return groups
 
     def _place(self) -> Mapping[str, tuple[int, int]]:
-        """Return the group and the first element of each parameter in the flat vector.
+        """Return the group of each parameter, and the position of its first element in the flat vector.
 
         With ZeRO 3, the groups of a process form one vector, and the returned group is that of the first element.
 
@@ -455,8 +455,8 @@ class _Vectors:
                     self._expect(runs, self._sizes, path)
                     made = [Vector(each, path) for each in runs]
                 else:
-                    # Do not compare the size of the last process with elements: its states may have padding that its
-                    # weights lack.
+                    # Do not check the size of the last process that has elements, because its states may have padding
+                    # that its weights lack.
                     row = [stored_run(parts[group], path) for parts in self._groups]
                     sizes = [each[group] for each in self._sizes]
                     last = max([rank for rank, size in enumerate(sizes) if size], default=0)

@@ -1,7 +1,7 @@
 """The layout `hdf5`: HDF5 files, and weights and models of Keras (``.weights.h5``, ``.keras``, ``.weights.json``).
 
-A ``.keras`` file is a zip with ``model.weights.h5``. Elements in one byte range are read directly. Elements in chunks,
-which may be compressed, are read by the HDF5 library, which reads the file through the storage.
+A ``.keras`` file is a zip with ``model.weights.h5``. Datasets in one byte range are read directly. The HDF5 library
+reads other datasets, such as compressed chunks, through the storage.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _has_weights(store: ReadStore, key: str) -> bool:
 
 
 def _shards(store: ReadStore, key: str) -> Sequence[str] | None:
-    """Return the files that an index of Keras lists, or None if it is something else.
+    """Return the files that an index of Keras lists, or None if the file is not such an index.
 
     Raises:
         CorruptCheckpointError: it lists a file of another directory, or a missing file.
@@ -240,7 +240,7 @@ def _open(store: ReadStore, key: str, origin: int, size: int, *, check_heaps: bo
 
 @contextlib.contextmanager
 def _damage(key: str) -> Iterator[None]:
-    """Convert the errors by which h5py reports damage."""
+    """Convert errors by which h5py reports damage to `CorruptCheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -293,7 +293,7 @@ def _flattened(tree: _Nested, leaves: list[_Found]) -> Skeleton:
 
 
 class _Hdf5Index(StorageIndex):
-    """Index of datasets. Those in chunks are read by h5py, one at a time."""
+    """Index of datasets. Datasets without a single byte range are read by h5py, one at a time."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the state of `_inspection`, which may be hostile.

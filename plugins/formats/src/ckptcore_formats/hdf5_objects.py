@@ -29,7 +29,7 @@ _HEAP_WINDOW_BYTES: Final = 1 << 14
 
 
 class HeapChecks:
-    """Checks each global heap that begins in bytes that the HDF5 library reads. Not thread-safe."""
+    """Checks the global heaps in the bytes that the HDF5 library reads. Not thread-safe."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
         """Read the width of lengths from the superblock. `fetch` returns bytes `start` to `stop` of the file."""
@@ -90,7 +90,7 @@ _WINDOWS: Final = 8
 """Number of cached ranges. The HDF5 library alternates between the headers of groups, trees and datasets."""
 _DIRECT_BYTES: Final = 1 << 15
 _BEFORE: Final = 8
-"""Bytes before each read that are checked with it, because the magic of a heap may begin in the previous read."""
+"""Number of bytes before each read that are checked too, because the magic of a heap may begin in the previous read."""
 _MAX_DEPTH: Final = 100
 _MAX_OBJECTS: Final = 1 << 20
 _OBJECT_BYTES: Final = 64
@@ -176,11 +176,11 @@ def open_file(file: StoredFile) -> Any:
 
 
 class Dataset(NamedTuple):
-    """A dataset that the library of HDF5 reads, because it is stored in chunks.
+    """A dataset that the HDF5 library reads, because it has chunks or is not stored as NumPy stores its dtype.
 
     Attributes:
         path: its path in the file.
-        rows: extent of its chunks along the first axis.
+        rows: extent of its chunks along the first axis. Without chunks, extent of the dataset.
     """
 
     path: str
@@ -301,7 +301,7 @@ class _Walk:
         nbytes = math.prod(map(int, shape)) * dtype.itemsize
         if nbytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_GROWTH * stored):
             return self._leaf(Unreadable(f"a dataset of {nbytes} bytes that was not filled: the file has {stored}"))
-        storage = str(len(self.leaves))  # a name could end in ">", with which `arrays_of` marks big endian arrays
+        storage = str(len(self.leaves))  # not a name: it could end in ">", by which `arrays_of` marks big endian
         array = arrays_of(dtype, shape, c_strides(shape), storage)
         offset = dataset.id.get_offset()
         if offset is not None and dataset.chunks is None and _is_stored_as(dataset.id.get_type(), dtype):

@@ -117,5 +117,5 @@ class OutputStream(io.BufferedIOBase):
             self.abort()
 
     def __del__(self) -> None:
-        """Abort the file, because an error prevented closing it."""
+        """Abort a file that was not closed."""
         self.abort()

@@ -1,4 +1,4 @@
-"""States of the random generators of processes and of workers of data loaders."""
+"""States of random generators in processes and in workers of data loaders."""
 
 from __future__ import annotations
 

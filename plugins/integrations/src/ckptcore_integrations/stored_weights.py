@@ -33,7 +33,8 @@ class StridedBox(NamedTuple):
 
     Attributes:
         box: the smallest box of the array that contains the elements, and from which the view can be made.
-        offset, strides: the view of the C-contiguous elements of the box, in elements. The shape is that of the view.
+        offset, strides: position and strides of the view in the C-contiguous elements of the box, in elements. The
+            shape of the view does not change.
     """
 
     box: Box
@@ -167,7 +168,7 @@ def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _DataSetters(TorchFunctionMode):
-    """Reads the elements of a stored weight that is assigned to ``data`` of a tensor, because it has no memory."""
+    """Reads a stored weight that is assigned to ``data`` of a tensor, because the weight has no memory of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function."""
@@ -221,7 +222,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         """Yield the name of each array, and the array. The group performs the recorded copies after each batch.
 
         Args:
-            dtype_of: function from the names of a weight and of its dtype to the dtype of PyTorch.
+            dtype_of: returns the dtype of PyTorch for the name of a weight and the name of its stored dtype.
         """
         waiting = 0
         for name, stored in _arrays(self._tree, ""):

@@ -61,10 +61,10 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         metrics: Any = None,
         custom_metadata: Any = None,
     ) -> v1.AsyncResponse[bool] | None:
-        """Begin to save a step, if the policy wants it. An existing step is replaced atomically.
+        """Begin to save a step, if the policy selects it. An existing step is replaced atomically.
 
         Returns:
-            A response with the result True; None if the policy does not want the step.
+            A response with the result True; None if the policy does not select the step.
 
         Raises:
             StepAlreadyExistsError: the step exists, and `overwrite` is False.

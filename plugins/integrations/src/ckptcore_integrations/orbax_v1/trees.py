@@ -136,7 +136,7 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
         context: the Context of Orbax.
 
     Raises:
-        ValueError: the trees differ, or an abstract array has no sharding where one is needed.
+        ValueError: the trees differ, or an abstract array lacks a sharding that the options require.
         NotImplementedError: an option cannot be honoured.
     """
     chosen, matching = context_of(context), matching_of(context)

@@ -173,7 +173,10 @@ def checked_index(index: Any, shape: Sequence[int]) -> tuple[int | slice, ...]:
 
 
 def _fits(item: Any, extent: int) -> bool:
-    """Return True for a non-negative integer or a slice without step, within the bounds. Covers common cases."""
+    """Return True for a non-negative integer or a slice without step, within the bounds.
+
+    A fast path for common indices.
+    """
     if type(item) is int:
         return 0 <= item < extent
     if type(item) is not slice or item.step is not None:
