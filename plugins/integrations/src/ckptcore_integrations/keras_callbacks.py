@@ -72,7 +72,7 @@ def load_counters(callbacks: Iterable[Callback], stored: Mapping[str, Any], epoc
             if isinstance(callback, SwapEMAWeights):
                 callback.on_epoch_begin(epoch)  # call it again: the callback now knows that the model has the averages
             if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
-                callback._set_monitor_op()  # Keras calls it only at the end of an epoch, but a batch may compare
+                callback._set_monitor_op()  # Keras calls it at the end of an epoch, but a batch may compare earlier
 
 
 class RandomGenerators:

@@ -289,7 +289,10 @@ def _wait_for_wrapper(trainer: Any) -> None:
 
 
 def _last_by_step(paths: set[str], saver: CommitsLater) -> set[str]:
-    """Return the path with the largest step. File times are no measure: they differ between machines and copies."""
+    """Return the path with the largest step.
+
+    Ignores file times, because clocks differ, and because copies change times.
+    """
     candidates = {newest_neighbor(path, saver.step) or path if is_dangling(path) else path for path in paths}
     steps = {path: saver.step(path) for path in candidates}
     known = [step for step in steps.values() if step is not None]

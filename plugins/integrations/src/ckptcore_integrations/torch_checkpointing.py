@@ -467,7 +467,7 @@ class _Listed(NamedTuple):
 
     Attributes:
         job: the id of the job that wrote them.
-        sizes: by file, its size in bytes.
+        sizes: the size of each file, in bytes.
     """
 
     job: str

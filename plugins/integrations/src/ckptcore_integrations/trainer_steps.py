@@ -49,7 +49,7 @@ _ZIP_ERRORS = (
     zlib.error,
     struct.error,
     EOFError,
-    RuntimeError,  # it needs a password, or a compression that Python lacks
+    RuntimeError,  # the archive needs a password, or a compression that Python lacks
     ValueError,
 )
 """Errors of `zipfile` for damaged archives."""

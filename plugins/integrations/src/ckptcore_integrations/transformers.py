@@ -270,7 +270,7 @@ class CheckpointMixin(_Trainer):
             for nested in _export(Path(checkpoint_folder), exported, overwrite=False, context=_ALONE):
                 (exported / nested).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(Path(checkpoint_folder, nested), exported / nested)
-            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # upload the model alone from there
+            self.args.hub_strategy = HubStrategy.EVERY_SAVE  # uploads only the exported model
             try:
                 super()._push_from_checkpoint(os.fspath(exported))
             finally:
@@ -414,8 +414,8 @@ def newest_sound(directory: str | os.PathLike[str]) -> str | None:
         The path of ``checkpoint-<step>``, or None if there is no checkpoint to resume from.
 
     Raises:
-        CheckpointError: it is unknown if a step newer than all sound ones is damaged, for example because it has
-            unknown files, or cannot be read.
+        CheckpointError: a step that is newer than all sound steps may be damaged, but this is not certain, for example
+            because the step has unknown files or cannot be read.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     answers: list[str | CheckpointError | None] = [None]

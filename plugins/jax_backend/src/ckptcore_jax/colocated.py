@@ -36,8 +36,8 @@ class _WorkerPlacement:
     """Placement of an array on workers.
 
     Attributes:
-        boxes: for each worker, its boxes. Each box has the position, among all devices, of the
-            worker's first device with this box.
+        boxes: for each worker, its boxes. The value of a box is the position of the worker's first device with this
+            box, counted among all devices.
         workers: for each box, the workers that have it.
         devices: all devices in order, each with its box and its worker.
     """

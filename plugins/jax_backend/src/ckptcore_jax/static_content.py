@@ -54,7 +54,7 @@ _Share: TypeAlias = Literal["none", "some", "all"]
 
 
 def _share_of_static(value: object, depth: int = 0) -> _Share:
-    """Return which share of a child is static: all of a static object, or of a container with only static content."""
+    """Return which share of a child is static. A container with only static content is static as a whole."""
     kind: type = type(value)
     if _is_data_type(kind):
         return "none"

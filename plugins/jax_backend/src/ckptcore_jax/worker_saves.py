@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LeavesAtWorkers(LeafHandler):
-    """A leaf handler of a controller for leaves at its workers. The controller itself has no boxes of them.
+    """A leaf handler of a controller for leaves at its workers. The controller itself has no boxes of such leaves.
 
     The wrapped handler handles other leaves.
     """
@@ -172,7 +172,7 @@ class WorkerSave(PlainSave):
     held: _WorkerElements | None = None
 
     def prepare(self, draft: SaveDraft) -> Save:
-        """Prepare the save, and plan which of its boxes each worker writes, also for its further saves."""
+        """Prepare the save and its further saves, and plan which boxes each worker writes."""
         save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
         held = _WorkerElements(self.executor, save)
         if not held.shares:

@@ -52,10 +52,10 @@ _PICKLE: Final = b"\x80"
 
 
 def missing_metadata(names: Sequence[str]) -> str | None:
-    """Return the first missing metadata file of a directory with one per rank; None if no file is known to be missing.
+    """Return the first missing metadata file if each rank has its own; None if no file is known to be missing.
 
-    Each process writes one, and ranks have no gaps. If the last rank lacks both its metadata and its data file, this is
-    not detected.
+    Each process writes a metadata file, and ranks have no gaps. If the last rank lacks both its metadata and its data
+    file, this is not detected.
     """
     ranks = {int(match[1]) for name in names if (match := _OF_RANK.fullmatch(name))}
     if not ranks or _METADATA in names:

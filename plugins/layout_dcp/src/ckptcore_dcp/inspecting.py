@@ -68,8 +68,8 @@ def with_common(
 ) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
     """Return the metadata, and the values in ``common.pt`` of a Megatron directory; no values for other directories.
 
-    A name that is also in the metadata becomes a leaf that cannot be loaded. So does the file if it is missing or
-    cannot be read.
+    A name that is also in the metadata becomes a leaf that cannot be loaded. If the file is missing or cannot be read,
+    a single leaf with its name is in the tree instead.
 
     Args:
         metadata: the tensors.
@@ -201,7 +201,7 @@ def _find_metadata(store: ReadStore, names: Sequence[str]) -> DcpMetadata | Insp
 def _merge_ranks(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
     """Merge the metadata of processes that saved without communicating.
 
-    An entry that they list differently cannot be loaded.
+    An entry that two processes list differently cannot be loaded.
     """
     tensors: dict[str, DcpTensor] = {}
     chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}

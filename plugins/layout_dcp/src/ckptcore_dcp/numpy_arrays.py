@@ -24,7 +24,10 @@ Fields: TypeAlias = "StoredTensor | str | Mapping[str, Fields]"
 """An array, a description of an array that cannot be loaded, or the arrays of the fields of a structure by name."""
 
 _BFLOAT16: Final = np.dtype("V2")
-"""The dtype that numpy.save stores for bfloat16, whose name it loses. `jax.numpy.load` reads it as bfloat16 too."""
+"""The dtype that numpy.save stores instead of bfloat16, because the format has no name for bfloat16.
+
+`jax.numpy.load` reads it as bfloat16 too.
+"""
 
 
 def arrays_of(
@@ -345,7 +348,7 @@ def _objects(elements: list[Value], shape: tuple[int, ...]) -> Objects | None:
     array: HostArray = np.empty(len(elements), object)
     for number, element in enumerate(elements):
         array[number] = element
-    return Objects(array.reshape(shape).tolist())  # NumPy lists objects in C order, even of a Fortran array
+    return Objects(array.reshape(shape).tolist())  # NumPy pickles objects in C order, also from Fortran arrays
 
 
 def _unit(state: tuple[Value, ...]) -> str:

@@ -6,9 +6,9 @@ All other names are those of `torch.distributed.checkpoint`, submodules included
 
 ::
 
-    writer  a StorageWriter: the items of a plan as a tree that ckptcore saves in the layout dcp
-    reader  a StorageReader: the tree of any checkpoint as entries, and loads of the planned parts
-    names   the tree of named entries, and the reverse; tensors as NumPy arrays over the same memory
+    writer  a StorageWriter that saves the items of a plan as a tree, in the layout dcp
+    reader  a StorageReader that lists the tree of any checkpoint as entries, and loads the planned parts
+    names   conversion between named entries and trees; tensors as NumPy arrays over the same memory
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, 
 def _write_item_ranges(names: Sequence[int], counts: HostArray, columns: DcpChunkColumns, pickle: _OpcodeCache) -> None:
     """Write the location of each chunk.
 
-    The first location in each file and locations with transforms are written one by one. The
-    locations between two of these are written at once.
+    The first location in each file and locations with transforms are written one by one. All locations between two such
+    locations are written at once.
 
     Args:
         names: memo number of the name of each tensor.
