@@ -68,8 +68,8 @@ def with_common(
 ) -> tuple[DcpMetadata, Mapping[str, DecodedValue]]:
     """Return the metadata, and the values in ``common.pt`` of a Megatron directory; no values for other directories.
 
-    A name that is also in the metadata becomes a leaf that cannot be loaded. If the file is missing or cannot be read,
-    a single leaf with its name is in the tree instead.
+    A name that is also in the metadata becomes a leaf that cannot be loaded. If ``common.pt`` is missing or cannot be
+    read, it becomes a leaf that cannot be loaded.
 
     Args:
         metadata: the tensors.

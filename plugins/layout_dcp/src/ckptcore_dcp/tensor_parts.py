@@ -2,7 +2,7 @@
 
 A pickle of one process has the local tensor and the description of the whole (torch 2.13.0,
 ``torch/distributed/tensor/_dtensor_spec.py``, ``placement_types.py`` and
-``torch/distributed/_shard/sharded_tensor/api.py``). Nothing of torch is needed to place the part.
+``torch/distributed/_shard/sharded_tensor/api.py``). This module locates the part in the whole without importing torch.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _read_mesh(subject: _Subject, value: Value) -> tuple[tuple[int, ...], tuple[
 
 
 def _product(subject: _Subject, extent: Value, depth: int) -> int:
-    """Return the number of processes along an axis of a mesh, which may be several axes flattened."""
+    """Return the number of processes along an axis of a mesh. The axis may consist of several flattened axes."""
     if type(extent) is int and 0 < extent < _MAX_COUNT:
         return extent
     if not isinstance(extent, tuple) or not extent or depth > 8 or len(extent) > 64:

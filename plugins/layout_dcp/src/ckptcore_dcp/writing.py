@@ -109,8 +109,8 @@ def _segments(
 ) -> Iterator[Segment]:
     """Yield the segments of the file.
 
-    After the elements of an item come its tail with the checksum as one segment, and the padding
-    with the head of the next item as another. Many small values form one segment.
+    Two segments follow the elements of an item: the tail of the item with its checksum, and the padding with the head
+    of the next item. Many small values form one segment.
     """
     position = 0
     between: list[bytes] = []

@@ -92,7 +92,7 @@ def encode_varint(number: int) -> bytes:
 
 
 def encode_varints(numbers: npt.NDArray[np.uint64]) -> bytes:
-    """Return the concatenated shortest encodings of numbers."""
+    """Return the shortest encoding of each number, concatenated."""
     if not len(numbers):
         return b""
     largest = int(numbers.max())

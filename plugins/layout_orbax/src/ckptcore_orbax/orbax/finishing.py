@@ -59,7 +59,7 @@ class _ReceiptChunks:
         file, offset, length: position in `files` of the data file that contains the chunk, and byte
             range in it. Empty if chunks are objects.
         digested_leaf, digested_chunk: array and number of each chunk that has digests.
-        digest: the digests of all these chunks, one after another.
+        digest: the digests of the chunks in `digested_chunk`, one after another.
     """
 
     files: Sequence[str]

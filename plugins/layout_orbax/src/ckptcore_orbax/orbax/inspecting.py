@@ -36,7 +36,10 @@ from ckptcore_orbax.zarr.state import ArraysState, ZarrArray, array_prefix
 
 _MANIFEST: Final = "manifest.ocdbt"
 _MAX_CUTS: Final = 4096
-"""Maximum number of chunk boundaries per axis that count as shard boundaries. More are those of small read chunks."""
+"""Maximum number of chunk boundaries per axis that count as shard boundaries.
+
+A larger number comes from small read chunks.
+"""
 
 _Problem = CorruptCheckpointError | UnsupportedLeafError
 """The reason why an array cannot be read."""

@@ -91,8 +91,8 @@ class ZarrIndex(ChunkIndex):
 
         Does not look up chunks in a database, but estimates their positions from the extents of the
         array. The positions are exact for uncompressed arrays of this layout whose chunks are in C
-        order: if one process wrote the array, or each process wrote a range of rows. Returns
-        nothing for an array that is stored with an additional axis, such as text.
+        order: this is so if one process wrote the array, or if each process wrote a range of rows. Returns nothing for
+        an array that is stored with an additional axis, such as text.
         """
         stored = self._stored(leaf)
         format = stored.format
