@@ -327,9 +327,9 @@ class _States:
 
     @property
     def agree(self) -> bool:
-        """True if the optimizer is not PyTorch's own and its states have the stored entries.
+        """True if the optimizer is not PyTorch's own and its states have exactly the stored entries.
 
-        For PyTorch's classes, the options are sufficient.
+        For PyTorch's classes, the options are sufficient to detect another class.
         """
         return not self.is_of_torch and bool(self.stored) and self.own == self.stored
 

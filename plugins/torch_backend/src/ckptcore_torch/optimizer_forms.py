@@ -44,7 +44,7 @@ class StoredForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _GroupList:
-    """The nested form, or an unknown form, which is not converted."""
+    """The nested form or an unknown form. Neither of them is converted."""
 
     def nested(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state

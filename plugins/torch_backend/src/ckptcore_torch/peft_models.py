@@ -1,9 +1,8 @@
 """Adapters of models that PEFT created: PEFT selects, names and converts their parameters itself.
 
-PEFT has a rule for each of its methods. For prompt methods it computes the prompts. For AdaLoRA it
-saves the ranks that were kept, and for VB-LoRA the largest logits. For other methods it saves
-matrices that the whole model shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported
-only for models that have a config of PEFT.
+PEFT has a rule for each of its methods. For prompt methods, PEFT computes the prompts. For AdaLoRA, it saves the ranks
+that were kept, and for VB-LoRA the largest logits. For some other methods, it saves matrices that the whole model
+shares (peft 0.21.2, ``get_peft_model_state_dict``). PEFT is imported only for models that have a config of PEFT.
 """
 
 from __future__ import annotations
