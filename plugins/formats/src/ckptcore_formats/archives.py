@@ -347,7 +347,9 @@ class _ArchiveStorage(StorageBackend):
 
     def _of_tar(self, fetch: Callable[[int, int], bytes], size: int) -> Mapping[str, _Content]:
         members = read_members(fetch, size, self._key)
-        return self._named([(one.name, _Content(one.nbytes, _range(fetch, one.start), one.problem)) for one in members])
+        return self._named(
+            [(member.name, _Content(member.nbytes, _range(fetch, member.start), member.problem)) for member in members]
+        )
 
     def _of_zip(self, size: int) -> Mapping[str, _Content]:
         members = read_zip(self._fetch, 0, size, key=self._key, keep_problems=True)

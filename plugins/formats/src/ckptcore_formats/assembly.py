@@ -339,7 +339,7 @@ def inspection_of(entry: Entry, writer: str, files: Collection[str]) -> Inspecti
     state: dict[str, JSON] = {
         **chunks.to_json(),
         "storage": storage_of,
-        "storages": [[one.key, one.start, one.stop, one.crc] for one in storages],
+        "storages": [[storage.key, storage.start, storage.stop, storage.crc] for storage in storages],
         PLACES: columns.to_json(),
     }
     return Inspection(tree, state, writer, files=files)

@@ -67,10 +67,10 @@ def read_universal(reader: PartReader, directory: str, models: Sequence[Part], w
         (values if kind == _WEIGHT else states.setdefault(name, {}))[name if kind == _WEIGHT else kind] = lost
     optimizer: dict[Key, Entry] = {"state": dict(states)}
     if f"optimizer_state{_SUFFIX}" in reader.store.list_names(directory):
-        found = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
-        groups = found.get("param_groups")
+        optimizer_state = reader.read(f"{directory}optimizer_state{_SUFFIX}").children()
+        groups = optimizer_state.get("param_groups")
         optimizer["param_groups"] = [] if groups is None else named_groups([groups], [*map(list, weights.groups)])
-        optimizer.update([(key, part) for key, part in found.items() if key not in PARTITIONS])
+        optimizer.update([(key, part) for key, part in optimizer_state.items() if key not in PARTITIONS])
     module = weights.module({**values, **weights.frozen_in_slices(models)})
     return {"module": module, "optimizer": optimizer, **rest_of(models)}
 
@@ -96,11 +96,11 @@ def _missing(
 
 def _files(store: ReadStore, directory: str, name: str, depth: int) -> Iterator[tuple[str, str, str]]:
     """Yield the parameter name, the kind of state and the key of each parameter file."""
-    for found in store.list_names(f"{directory}{name}"):
-        if found.endswith("/") and depth < _MAX_DEPTH:
-            yield from _files(store, directory, name + found, depth + 1)
-        elif name and found.endswith(_SUFFIX):
-            yield name[:-1], found.removesuffix(_SUFFIX), f"{directory}{name}{found}"
+    for child in store.list_names(f"{directory}{name}"):
+        if child.endswith("/") and depth < _MAX_DEPTH:
+            yield from _files(store, directory, name + child, depth + 1)
+        elif name and child.endswith(_SUFFIX):
+            yield name[:-1], child.removesuffix(_SUFFIX), f"{directory}{name}{child}"
 
 
 def _value(part: Part, shape: tuple[int, ...] | None, path: str) -> Entry:
@@ -164,10 +164,10 @@ class DeepSpeedLayout(AssembledLayout):
         if has_weights(names):
             return None  # other software, such as the Trainer, wrote it, and another layout reads it
         if not _is_checkpoint(names):
-            found = _named_by_pointer(store, names)
-            if found is None or not _is_checkpoint(names := store.list_names(found)):
+            latest = _named_by_pointer(store, names)
+            if latest is None or not _is_checkpoint(names := store.list_names(latest)):
                 return None
-            directory = found
+            directory = latest
         reader = PartReader(store)
         tree = _Directory.of(reader, directory, names).tree()
         own = [directory + name for name in names if _is_own(name)]

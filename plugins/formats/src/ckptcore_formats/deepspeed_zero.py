@@ -155,7 +155,9 @@ class Weights:
                 )
         for name, entry in (*frozen.items(), *weights.items()):
             entries.setdefault(name, entry)
-        entries.update({name: entries[one] for name, one in shared.items() if isinstance(one, str) and one in entries})
+        entries.update(
+            {name: entries[other] for name, other in shared.items() if isinstance(other, str) and other in entries}
+        )
         return entries
 
 
@@ -313,7 +315,7 @@ class Zero:
     def states(self) -> Mapping[Key, Entry]:
         """Return the states of the optimizer by the name of the parameter."""
         by_rank = [self._states_of(rank) for rank in range(self.processes)]
-        found: dict[Key, dict[Key, Entry]] = {
+        states_by_name: dict[Key, dict[Key, Entry]] = {
             name: {} for name, (group, _) in self._positions.items() if any(states[group] for states in by_rank)
         }
         kinds = dict.fromkeys([kind for states in by_rank for state in states for kind in state])
@@ -322,12 +324,12 @@ class Zero:
             if all(self._is_partition(parts, group) for group, parts in enumerate(zip(*in_groups, strict=True))):
                 template = f"optimizer/state/{{}}/{kind}"
                 for name, entry in self._arrays(in_groups, template).items():
-                    found[name][kind] = entry
+                    states_by_name[name][kind] = entry
                 continue
             for name, (group, _) in self._positions.items():
                 if held := [part for parts in in_groups if (part := parts[group]) is not None]:
-                    found[name][kind] = self._of_group(held, kind)
-        return dict(found)
+                    states_by_name[name][kind] = self._of_group(held, kind)
+        return dict(states_by_name)
 
     def _is_partition(self, parts: Sequence[Part | None], group: int) -> bool:
         """Return True if a state of a group has one value per weight element, or if no process has the state.
@@ -388,8 +390,8 @@ class Zero:
     def param_groups(self) -> Entry:
         """Return the groups of the optimizer, with the names of their parameters."""
         key = _STATE_3 if self.stage == 3 else _STATE_12
-        found = [state[key].children() for state in self._states if key in state]
-        groups = [each["param_groups"] for each in found if "param_groups" in each]
+        optimizer_states = [state[key].children() for state in self._states if key in state]
+        groups = [each["param_groups"] for each in optimizer_states if "param_groups" in each]
         names: list[list[str]] = [[] for _ in self._flat[0]]
         for name, (group, _) in self._positions.items():
             names[min(group, len(names) - 1)].append(name)

@@ -162,8 +162,8 @@ def _inspection(store: ReadStore, keys: Sequence[str], entry: str, writer: str) 
     """Return the tree of one or more files. `entry` is the file that the user named."""
     files = [_read_file(store, key) for key in keys]
     leaves: list[_Found] = []
-    skeleton = _flattened(_merged([_nested(one) for one in files], entry), leaves)
-    records: list[LeafRecord] = [leaf_record(one.leaf) for one in leaves]
+    skeleton = _flattened(_merged([_nested(file) for file in files], entry), leaves)
+    records: list[LeafRecord] = [leaf_record(leaf) for leaf, _ in leaves]
     paths = TreeMetadata(skeleton, tuple(records)).paths
     columns = LocationColumns()
     datasets: list[JSON] = []

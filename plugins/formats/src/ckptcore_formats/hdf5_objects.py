@@ -152,11 +152,11 @@ class StoredFile(io.RawIOBase):
         if stop - start >= _DIRECT_BYTES:
             data = self._fetch(first, stop)
         else:
-            found = next((span for span in self._windows if span[0] <= first and stop <= span[0] + len(span[1])), None)
-            if found is None:
-                found = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
-                self._windows.append(found)
-            origin, window = found
+            span = next((span for span in self._windows if span[0] <= first and stop <= span[0] + len(span[1])), None)
+            if span is None:
+                span = first, self._fetch(first, min(first + _WINDOW_BYTES, self._size))
+                self._windows.append(span)
+            origin, window = span
             data = window[first - origin : stop - origin]
         if self._heaps is not None:
             self._heaps.check(data, first)
@@ -356,13 +356,13 @@ def _is_stored_as(stored: Any, dtype: np.dtype[Any]) -> bool:
     return bool(stored == h5py.h5t.py_create(np.dtype(dtype.str), logical=True))
 
 
-def _text(found: Any, dtype: np.dtype[Any]) -> Leaf:
+def _text(dataset: Any, dtype: np.dtype[Any]) -> Leaf:
     """Return a text. Arrays of texts and references to objects cannot be loaded."""
-    if h5py.check_string_dtype(dtype) is None or found.shape != ():
+    if h5py.check_string_dtype(dtype) is None or dataset.shape != ():
         return Unreadable("a dataset of texts or of references: save it as a list")
-    if found.id.get_storage_size() > _MAX_TEXT_BYTES:
+    if dataset.id.get_storage_size() > _MAX_TEXT_BYTES:
         return Unreadable("a text that is too long")
-    value = found[()]
+    value = dataset[()]
     if isinstance(value, bytes) and len(value) <= _MAX_TEXT_BYTES:
         return value.decode("utf-8", "surrogateescape")
     return Unreadable("a text that is too long")

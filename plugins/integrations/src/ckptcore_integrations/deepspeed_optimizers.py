@@ -234,10 +234,10 @@ class OptimizerStateHandler(CheckpointableHandler):
             fragment = fragments[name]
             held = value.slots(fragment)
             state[name] = {
-                slot: fragment.request(held[slot].dtype if slot in held else found.dtype)
+                slot: fragment.request(held[slot].dtype if slot in held else stored_slot.dtype)
                 if slot in elementwise
-                else state_to_load(held.get(slot), found, array=_cpu_tensor)
-                for slot, found in slots.items()
+                else state_to_load(held.get(slot), stored_slot, array=_cpu_tensor)
+                for slot, stored_slot in slots.items()
             }
         return {"state": state, "param_groups": options} if "state" in stored else {"param_groups": options}
 
@@ -317,14 +317,19 @@ def _elementwise(fragments: Mapping[str, Fragment], stored: Mapping[str, Any]) -
 
 def _expect_same_groups(own: list[dict[str, Any]], stored: list[Any], slots: Mapping[Any, Any]) -> None:
     groups = [set(group["params"]) for group in own]
-    found = [set(group.get("params", ())) if isinstance(group, Mapping) else set() for group in stored]
-    if groups == found and slots.keys() <= set().union(*groups):
+    stored_groups = [set(group.get("params", ())) if isinstance(group, Mapping) else set() for group in stored]
+    if groups == stored_groups and slots.keys() <= set().union(*groups):
         return
-    known, names = set().union(*groups), set().union(*found, slots)
+    known, names = set().union(*groups), set().union(*stored_groups, slots)
     differences = [
         *(f"{name} is in no stored group" for name in sorted(known - names, key=str)),
         *(f"{name} is stored but is not a parameter of the optimizer" for name in sorted(names - known, key=str)),
-    ] or [f"{len(found)} groups with the same parameters are stored, and the optimizer divides them in {len(groups)}"]
+    ] or [
+        (
+            f"{len(stored_groups)} groups with the same parameters are stored, and the optimizer divides them "
+            f"in {len(groups)}"
+        )
+    ]
     raise TreeMismatchError(
         f"the stored state does not fit the optimizer: {'; '.join(differences[:20])}. Create the model and the groups "
         "of the optimizer as for the save, with the same frozen parameters",

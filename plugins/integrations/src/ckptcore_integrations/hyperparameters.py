@@ -209,9 +209,9 @@ class _Conversion:
 
     def _of_program(self, kind: str, plain: object, value: object, path: _Path) -> object:
         """Return the plain form of an object whose class is defined by the program. A load finds the class by name."""
-        found = type(value)
-        if _imported(found.__module__, found.__qualname__) is found:
-            self.types.append([*path, f"{kind}:{found.__module__}:{found.__qualname__}"])
+        value_class = type(value)
+        if _imported(value_class.__module__, value_class.__qualname__) is value_class:
+            self.types.append([*path, f"{kind}:{value_class.__module__}:{value_class.__qualname__}"])
         else:
             self._note(value, path)
         return plain
@@ -298,18 +298,22 @@ def _decode(name: str, plain: Any) -> object:
     if name == "type":
         return _class(_TYPES_OF_HYPERPARAMETERS[plain])
     kind, module, qualname = name.split(":")
-    found = _imported(module, qualname)
-    if not isinstance(found, type):
+    value_class = _imported(module, qualname)
+    if not isinstance(value_class, type):
         raise TypeError(f"{module}.{qualname} is no class that is imported")
-    if kind == "enum" and issubclass(found, enum.Flag):
-        members = [found.__members__[member] for member in plain.split("|") if member]
-        return functools.reduce(operator.or_, members, found(0))
-    if kind == "enum" and issubclass(found, enum.Enum):
-        return found.__members__[plain]
-    if kind == "named tuple" and issubclass(found, tuple) and len(plain) == len(getattr(found, "_fields", ())):
-        return tuple.__new__(found, plain)
-    if kind == "fields" and _has_fields(found):
-        return _with_fields(found, plain)
+    if kind == "enum" and issubclass(value_class, enum.Flag):
+        members = [value_class.__members__[member] for member in plain.split("|") if member]
+        return functools.reduce(operator.or_, members, value_class(0))
+    if kind == "enum" and issubclass(value_class, enum.Enum):
+        return value_class.__members__[plain]
+    if (
+        kind == "named tuple"
+        and issubclass(value_class, tuple)
+        and len(plain) == len(getattr(value_class, "_fields", ()))
+    ):
+        return tuple.__new__(value_class, plain)
+    if kind == "fields" and _has_fields(value_class):
+        return _with_fields(value_class, plain)
     raise LookupError(name)
 
 

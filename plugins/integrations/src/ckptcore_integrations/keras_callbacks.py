@@ -98,13 +98,13 @@ class RandomGenerators:
 
 def _named(callbacks: Iterable[Callback]) -> dict[str, Callback]:
     """Return the callbacks that have a state, by the name of their type. Further callbacks of a type get a number."""
-    found: dict[str, Callback] = {}
+    by_name: dict[str, Callback] = {}
     for callback in callbacks:
         if _has_state_dict(callback) or isinstance(callback, tuple(_COUNTERS)):
             name = type(callback).__name__
-            number = sum([other == name or other.startswith(f"{name}_") for other in found])
-            found[f"{name}_{number}" if number else name] = callback
-    return found
+            number = sum([other == name or other.startswith(f"{name}_") for other in by_name])
+            by_name[f"{name}_{number}" if number else name] = callback
+    return by_name
 
 
 def _has_state_dict(callback: Callback) -> bool:

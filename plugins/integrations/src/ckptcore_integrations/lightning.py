@@ -511,8 +511,8 @@ def _by_leader(strategy: Strategy, call: Callable[[], _T]) -> _T:
         raise failure
     if message:
         raise CheckpointError(message)
-    found: _T = result
-    return found
+    value: _T = result
+    return value
 
 
 def _alone(context: Context | None) -> Context:

@@ -136,7 +136,7 @@ def to_load(path: _Path, context: Context) -> _Path:
     replacing = replacing_path(path)
     if "://" not in replacing:
         _rename_back(path)
-        return newest_neighbor(path, lambda found: step_of(found, context)) or path if is_dangling(path) else path
+        return newest_neighbor(path, lambda neighbor: step_of(neighbor, context)) or path if is_dangling(path) else path
     return replacing if not _is_complete(path, context) and _is_complete(replacing, context) else path
 
 

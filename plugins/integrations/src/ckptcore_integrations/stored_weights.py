@@ -277,12 +277,12 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         """Load the boxes of all copies at once, and copy."""
         if not copies and context is self._alone:
             return
-        found = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]
+        views = [strided_box(copy.weight._source.shape, copy.weight._view) for copy in copies if copy.weight.numel()]
         copies = [copy for copy in copies if copy.weight.numel()]
         boxes: dict[int, list[Box]] = {}
         sources: dict[int, StoredArray] = {}
         shared = context is not self._alone
-        for copy, copied in zip(copies, found, strict=True):
+        for copy, copied in zip(copies, views, strict=True):
             source = copy.weight._source
             sources[id(source)] = source
             # Shards can divide a block, for example by columns, but a block is read and verified whole. So a group
@@ -295,7 +295,7 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             _container(request, stored)[_plain(stored.path[-1])] = ShardedArray(stored.shape, stored.dtype, shards)
         loaded = ckptcore.load(self._location, request, matching=_PART, context=context)
         with torch.no_grad():
-            for copy, copied in zip(copies, found, strict=True):
+            for copy, copied in zip(copies, views, strict=True):
                 stored = copy.weight._source
                 array = _container(loaded, stored)[_plain(stored.path[-1])]
                 shard = next(shard for shard in array.shards if _contains(shard.box, copied.box))
@@ -332,8 +332,8 @@ def _separate(boxes: Sequence[Box]) -> Sequence[Box]:
             separate = [other for other in separate if other not in touched]
             touched.append(box)
             box = Box(
-                tuple([min(starts) for starts in zip(*[one.start for one in touched], strict=True)]),
-                tuple([max(stops) for stops in zip(*[one.stop for one in touched], strict=True)]),
+                tuple([min(starts) for starts in zip(*[part.start for part in touched], strict=True)]),
+                tuple([max(stops) for stops in zip(*[part.stop for part in touched], strict=True)]),
             )
         separate.append(box)
     return separate

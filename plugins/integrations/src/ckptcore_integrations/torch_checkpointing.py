@@ -380,11 +380,11 @@ class CkptcoreStorage(Storage):
             files = [key.removeprefix(start).partition("/")[2] for key in storage.list(start.removesuffix("/"))]
             return _first_names(files, place.file)
         storage = self._open(url)
-        found = storage.list_names()
-        if f"{_OBJECTS}/" in found:
+        entries = storage.list_names()
+        if f"{_OBJECTS}/" in entries:
             return []  # a checkpoint that is not committed
-        names = [name for name in found if not name.endswith("/")]
-        for name in [name[:-1] for name in found if name.endswith("/")]:
+        names = [name for name in entries if not name.endswith("/")]
+        for name in [name[:-1] for name in entries if name.endswith("/")]:
             within = storage.list_names(name)
             pending = f"{_OBJECTS}/" in within and _LIST not in within
             names.append(f"{self._prefix}{name}" if pending else name)

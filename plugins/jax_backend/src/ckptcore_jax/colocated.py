@@ -150,7 +150,9 @@ class ColocatedExecutor(StagedExecutor):
             numbers: dict[int, int] = {}
             of_leaf = []
             for box in leaf.boxes:
-                outer, position = next((outer, found) for outer, found in positions.items() if outer.contains(box))
+                outer, position = next(
+                    (outer, position) for outer, position in positions.items() if outer.contains(box)
+                )
                 if position not in numbers:
                     numbers[position] = len(parts)
                     parts.append(array.addressable_data(position))  # a reference, not a copy

@@ -85,11 +85,11 @@ def service_of_job() -> JobService | None:
     return JobService(client, int(rank), int(size))
 
 
-def _unsupported_version(found: str) -> PluginError:
+def _unsupported_version(problem: str) -> PluginError:
     version = getattr(sys.modules.get("jax"), "__version__", "unknown")
     return PluginError(
         f"jax {version} is not supported: ckptcore-jax expects the key-value service of a job in "
-        f"{_MODULE}.global_state: {found}; upgrade ckptcore-jax, or use "
+        f"{_MODULE}.global_state: {problem}; upgrade ckptcore-jax, or use "
         "Context(job=JobOptions(coordinator=...)) with another coordinator"
     )
 

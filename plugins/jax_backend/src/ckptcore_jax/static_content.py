@@ -40,8 +40,8 @@ _STATIC_TYPES: Final = (
     type,  # classes, also dtypes such as jax.numpy.float32
     jax.Device,
     tree_util.PyTreeDef,
-    *(found for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
-      if isinstance(found := getattr(jax.sharding, name, None), type)),
+    *(sharding_type for name in ("Sharding", "PartitionSpec", "Mesh", "AbstractMesh")
+      if isinstance(sharding_type := getattr(jax.sharding, name, None), type)),
 )  # fmt: skip
 """Other types of static content. Their objects describe a program or its devices, and are leaves for JAX."""
 

@@ -173,13 +173,15 @@ class WorkerSave(PlainSave):
 
     def prepare(self, draft: SaveDraft) -> Save:
         """Prepare the save and its further saves, and plan which boxes each worker writes."""
-        save = self.strategy.prepare(draft._replace(descriptions=[self._cut(draft, one) for one in draft.descriptions]))
+        save = self.strategy.prepare(
+            draft._replace(descriptions=[self._cut(draft, description) for description in draft.descriptions])
+        )
         held = _WorkerElements(self.executor, save)
         if not held.shares:
             return save
-        for one in (save, *save.further):
-            one.strategy.begin(one)  # raises errors before any array is captured
-        further = [self._with_workers(one, held) for one in save.further]
+        for prepared in (save, *save.further):
+            prepared.strategy.begin(prepared)  # raises errors before any array is captured
+        further = [self._with_workers(further_save, held) for further_save in save.further]
         own = self._with_workers(save, held)
         return own._replace(further=further, capture_elsewhere=held.start, nbytes_elsewhere=held.nbytes)
 

@@ -123,12 +123,12 @@ def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
     checkpoints: list[str] = []
     for name in directories:
         inside = store.list_names(f"{name}/")
-        found, files = find_dcp_files(inside)
-        if files and not found:
+        metadata_keys, files = find_dcp_files(inside)
+        if files and not metadata_keys:
             raise unfinished(store, f"{name}/", files[0])
-        if found:
+        if metadata_keys:
             checkpoints.append(name)
-        if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
+        if metadata_keys or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
             members[name] = "tree"
     if not any(_PART.fullmatch(name) for name in checkpoints):
         return None

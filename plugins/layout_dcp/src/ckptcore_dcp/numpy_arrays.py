@@ -321,20 +321,20 @@ def _structure(state: tuple[Value, ...], depth: int) -> np.dtype[Any] | None:
         return None
     if not isinstance(names, tuple) or not isinstance(fields, dict) or type(size) is not int:
         return None
-    found: list[tuple[str, np.dtype[Any], int]] = []
+    parsed_fields: list[tuple[str, np.dtype[Any], int]] = []
     for name in names:
         match fields.get(name):
             case (Call() as inner, int() as offset, *_) if isinstance(name, str):
                 kind = numpy_dtype(inner, depth + 1)
                 if kind is None:
                     return None
-                found.append((name, kind, offset))
+                parsed_fields.append((name, kind, offset))
             case _:
                 return None
     columns: Any = {
-        "names": [name for name, _, _ in found],
-        "formats": [kind for _, kind, _ in found],
-        "offsets": [offset for _, _, offset in found],
+        "names": [name for name, _, _ in parsed_fields],
+        "formats": [kind for _, kind, _ in parsed_fields],
+        "offsets": [offset for _, _, offset in parsed_fields],
         "itemsize": size,
     }
     structure: np.dtype[Any] = np.dtype(columns)

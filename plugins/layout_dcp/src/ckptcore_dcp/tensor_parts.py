@@ -256,24 +256,24 @@ def _chunk(intervals: Sequence[Interval], count: int, number: int) -> Sequence[I
     total = sum([stop - start for start, stop in intervals])
     extent = -(-total // count)
     first, last = min(number * extent, total), min((number + 1) * extent, total)
-    found: list[Interval] = []
+    chunk: list[Interval] = []
     position = 0
     for start, stop in intervals:
         low, high = max(first, position), min(last, position + stop - start)
         if low < high:
-            found.append((start + low - position, start + high - position))
+            chunk.append((start + low - position, start + high - position))
         position += stop - start
-    return found
+    return chunk
 
 
 def _joined(intervals: itertools.chain[Interval]) -> Sequence[Interval]:
-    found: list[Interval] = []
+    joined: list[Interval] = []
     for start, stop in intervals:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _cut(

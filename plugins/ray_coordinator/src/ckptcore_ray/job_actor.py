@@ -113,7 +113,7 @@ class JobActor:
     async def _probe(self, exchanges: Exchanges, rank: int, member: Any, token: str) -> None:
         """Probe an actor once. Its rank is lost if the actor failed or was restarted in another process."""
         try:
-            found = await member.__ray_call__.remote(_return_token)
+            current_token = await member.__ray_call__.remote(_return_token)
         except ActorUnavailableError:
             return  # restarting or unreachable: wait for the next probe
         except RayActorError as error:
@@ -121,5 +121,5 @@ class JobActor:
         except RayError:
             return  # only the call failed, not the actor; the timeout of the exchange still applies
         else:
-            if found != token:
+            if current_token != token:
                 exchanges.lose(rank, "its actor died and was restarted by Ray")

@@ -116,7 +116,7 @@ class JsonRequests:
             # Raise a permanent failure if one exists, because it ends the retries. After a
             # transient failure, all remaining deletions are retried.
             refused = [failure for failure in failures if failure is not None]
-            for failure in sorted(refused, key=lambda found: found.kind.is_transient):
+            for failure in sorted(refused, key=lambda failure: failure.kind.is_transient):
                 raise RequestFailed(failure)
 
         if left:

@@ -71,7 +71,7 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         """
         self._wait_for_deletion()
         validate_save_checkpointables(checkpointables)
-        exists = any(one.step == step for one in self.checkpoints)
+        exists = any(checkpoint.step == step for checkpoint in self.checkpoints)
         if exists and not overwrite:
             raise errors.StepAlreadyExistsError(f"Step {step} already exists.")
         if exists:

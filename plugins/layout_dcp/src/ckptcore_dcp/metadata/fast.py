@@ -227,12 +227,12 @@ class FastObjectReader:
         known = self._sizes.get(numbers)
         if known is not None:
             return known
-        found = tuple(map(_decode_int, _ONE_NUMBER.findall(numbers)))
-        if found and numbers[0] != _MARK and len(found) != numbers[-2] - _TUPLE0:
+        size = tuple(map(_decode_int, _ONE_NUMBER.findall(numbers)))
+        if size and numbers[0] != _MARK and len(size) != numbers[-2] - _TUPLE0:
             return None
-        self._check_size(found)
-        self._sizes[numbers] = found
-        return found
+        self._check_size(size)
+        self._sizes[numbers] = size
+        return size
 
 
 def _memo_entry(reference: bytes, memo: list[Any]) -> Any:

@@ -95,19 +95,19 @@ class MetadataDecoder:
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
         columns = DcpChunkColumns.from_parts(chunks.offsets, chunks.sizes, chunks.item_ranges)
-        found = {
+        stored_tensors = {
             name: DcpTensor(dtype, shape, ChunkRows(columns, start, stop), requires_grad)
             for (name, (dtype, shape, requires_grad)), start, stop in zip(
                 tensors.items(), bounds, bounds[1:], strict=False
             )
         }
         unlisted: dict[str, list[str]] = {}
-        known = found.keys() | values.keys() | unreadable.keys()
+        known = stored_tensors.keys() | values.keys() | unreadable.keys()
         for (name, _), (file, *_) in item_ranges.items():
             if name not in known:
                 unlisted.setdefault(file, []).append(name)
         files = frozenset([file for file, *_ in item_ranges.values()])
-        return DcpMetadata(found, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
+        return DcpMetadata(stored_tensors, values, paths, save_id, checkpoint_id, unreadable, files, unlisted)
 
     def item_ranges(self, value: Value) -> _ItemRanges:
         """Return the byte ranges of all items."""

@@ -137,11 +137,11 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], options: Layo
 
 def _check_options(receipts: Sequence[Receipt], options: LayoutOptions) -> None:
     for receipt in receipts:
-        found = receipt.state.get("options") if isinstance(receipt.state, Mapping) else None
-        if found != options.description:
+        description = receipt.state.get("options") if isinstance(receipt.state, Mapping) else None
+        if description != options.description:
             raise CheckpointError(
                 f"rank {receipt.rank} wrote arrays with other options than rank 0: expected {options.description}, "
-                f"found {found or 'another layout'}; give every rank the same layout with the same options"
+                f"found {description or 'another layout'}; give every rank the same layout with the same options"
             )
 
 

@@ -324,12 +324,14 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str], checkpoi
     )
 
 
-def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
+def _add_custom(custom: dict[str, JSON], tree_custom: JSON) -> None:
     """Merge the metadata of a tree into that of the checkpoint. If they conflict, add it as ``tree``."""
-    if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
-        custom.update(found)
-    elif found is not None:
-        custom["tree"] = found
+    if isinstance(tree_custom, dict) and not any(
+        name in custom and custom[name] != tree_custom[name] for name in tree_custom
+    ):
+        custom.update(tree_custom)
+    elif tree_custom is not None:
+        custom["tree"] = tree_custom
 
 
 def _with_values(tree: OrbaxTree, aggregate: OrbaxTree) -> OrbaxTree:
@@ -458,5 +460,5 @@ def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Ite
         tree = OrbaxTree(LEAF, (TreeLeaf(_ARRAY),))
     else:
         tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")
-    one = next(iter(formats)) if len(formats) == 1 else None
-    return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=one)
+    zarr_format = next(iter(formats)) if len(formats) == 1 else None
+    return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=zarr_format)

@@ -232,10 +232,10 @@ def read_native(
     try:
         for leaves in _batches(list(wanted), _OPENED):
             opening = [(leaf, _open(state.arrays[leaf], native, context)) for leaf in leaves]
-            for leaf, opened in opening:
+            for leaf, pending in opening:
                 stored = state.arrays[leaf]
                 with ReadErrors(stored.name):
-                    array = opened.result()
+                    array = pending.result()
                 for target in wanted[leaf]:
                     expect_usable()
                     with ReadErrors(stored.name):
