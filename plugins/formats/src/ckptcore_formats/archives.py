@@ -120,7 +120,10 @@ def _has_checksum(header: bytes) -> bool:
 
 
 def _number(field: bytes, key: str, position: int) -> int:
-    """Decode octal digits, or a big-endian binary number, by which GNU tar sets the highest bit of large numbers."""
+    """Decode octal digits, or a big-endian binary number.
+
+    GNU tar writes large numbers in binary, with the highest bit set.
+    """
     if field[0] & 0x80:
         number = int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
     else:
@@ -314,7 +317,7 @@ class _ArchiveStorage(StorageBackend):
         try:
             return self._members_after(head, size)
         except (CorruptCheckpointError, InvalidLocationError):
-            # Tested after the error, because a complete archive may have the name of a part.
+            # Check this only after an error, because a complete archive may also have the name of a part.
             if (part := part_of_archive(head, self._key)) is None:
                 raise
             raise InvalidLocationError(f"{self._display} is {part}, by naming a member of it") from None

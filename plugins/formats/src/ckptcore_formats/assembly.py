@@ -115,7 +115,7 @@ class Part:
 
     @property
     def tensor(self) -> StoredTensor | None:
-        """The tensor, if the part is one."""
+        """The tensor, if the part is a tensor; else None."""
         leaf = self.leaves[0] if not isinstance(self.skeleton, Node) else None
         return leaf if isinstance(leaf, StoredTensor) else None
 

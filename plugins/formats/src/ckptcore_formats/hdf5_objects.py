@@ -387,7 +387,7 @@ def _plain(value: Any) -> str:
 
 
 def _json(value: Any) -> JSON:
-    """Return an attribute as JSON, or None if it is something else."""
+    """Return an attribute as JSON, or None if JSON cannot represent it."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, str):  # h5py escapes bytes that are not UTF-8

@@ -110,9 +110,9 @@ class CheckpointMixin(_Accelerator):
 
         Args:
             output_dir: the new directory. A checkpoint of ckptcore there is replaced atomically. Not used with
-                ``automatic_checkpoint_naming``: then it is ``checkpoints/checkpoint_<iteration>`` in the project. After
-                the commit, directories beyond ``total_limit`` are deleted, those with the lowest numbers first. The
-                new checkpoint, and directories with higher numbers, are never deleted.
+                ``automatic_checkpoint_naming``, which saves to ``checkpoints/checkpoint_<iteration>`` in the project.
+                After the commit, directories beyond ``total_limit`` are deleted, those with the lowest numbers first.
+                The new checkpoint, and directories with higher numbers, are never deleted.
             safe_serialization: must be True, because nothing is pickled.
             kwargs: must be empty. Accelerate passes them to DeepSpeed.
 
@@ -167,7 +167,7 @@ class CheckpointMixin(_Accelerator):
         ``project_configuration.iteration`` is set to a higher one.
 
         Args:
-            input_dir: the directory. None with ``automatic_checkpoint_naming``: the newest one.
+            input_dir: the directory. With ``automatic_checkpoint_naming``, None means the newest directory.
             load_kwargs, kwargs: only for directories that Accelerate wrote. Must be empty for others.
 
         Raises:

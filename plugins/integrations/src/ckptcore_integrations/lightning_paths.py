@@ -222,7 +222,7 @@ def install(load: Callable[[Any, Any], dict[str, Any]], is_ours: Callable[[Any],
 
     Args:
         load: returns the checkpoint of a path, with tensors on a device.
-        is_ours: returns True for a path or URL of a checkpoint that is no file of Lightning.
+        is_ours: returns True for a path or URL of a checkpoint that is not a file of Lightning.
     """
     file_exists, link_checkpoint = ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint
     find_last, remove = ModelCheckpoint._find_last_checkpoints, ModelCheckpoint._remove_checkpoint

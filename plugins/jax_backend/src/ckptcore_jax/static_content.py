@@ -54,7 +54,10 @@ _Share: TypeAlias = Literal["none", "some", "all"]
 
 
 def _share_of_static(value: object, depth: int = 0) -> _Share:
-    """Return which share of a child is static. A container with only static content is static as a whole."""
+    """Return whether none, some or all of a child is static.
+
+    A container with only static content is static as a whole.
+    """
     kind: type = type(value)
     if _is_data_type(kind):
         return "none"
@@ -74,7 +77,7 @@ def _share_of_static(value: object, depth: int = 0) -> _Share:
 def _is_data_type(kind: type) -> bool:
     """Return True for types of arrays and plain values.
 
-    Their objects are not inspected, because a state can have a million.
+    Their objects are not inspected, because a state can have a million of them.
     """
     is_container = kind in PYTHON_TYPES - {type(None)} or issubclass(kind, tuple)
     is_callable = any("__call__" in vars(base) for base in kind.__mro__)

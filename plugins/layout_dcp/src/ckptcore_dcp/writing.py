@@ -84,7 +84,7 @@ def data_file_name(rank: int, *, spread: bool, tag: str = "") -> str:
 def write_items(
     snapshot: Snapshot, values: Sequence[ValueEntry], store: WriteStore, file: str, encoded: Collection[str] = ()
 ) -> WrittenItems:
-    """Write the boxes of this process, and `values`, to its file. Writes no file if there are none.
+    """Write the boxes of this process, and `values`, to its file. Writes no file if there are neither boxes nor values.
 
     A value named in `encoded` consists of the bytes of its item, which are written unchanged.
     """

@@ -91,7 +91,7 @@ def size_fields(axes: HostArray, numbers: HostArray, class_opcodes: bytes) -> Se
 
 
 def encode_rows(fields: Sequence[OpcodeField], count: int) -> tuple[bytes, HostArray]:
-    """Return the bytes of all rows, concatenated, and the offset of each row plus the end of the last."""
+    """Return the bytes of all rows, concatenated, and the offset of each row, followed by the end of the last row."""
     lengths = np.zeros(count, np.int64)
     for field in fields:
         lengths += field.data.shape[1] if field.nbytes is None else field.nbytes
@@ -198,7 +198,7 @@ def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
 
 
 def _chunk_rows(columns: DcpChunkColumns, pickle: _OpcodeCache) -> tuple[bytes, list[int]]:
-    """Return the opcodes of all chunks, and the offset of each, plus the end of the last."""
+    """Return the opcodes of all chunks, and the offset of each chunk, followed by the end of the last chunk."""
     class_opcodes = pickle["torch", "Size"]
     fields = [
         bytes_field(pickle[_CHUNK] + _BEGIN + pickle["offsets"]),
