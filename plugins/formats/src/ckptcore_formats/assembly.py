@@ -380,7 +380,7 @@ _SLAB_BYTES: Final = 1 << 24
 
 
 class _AssembledIndex(ChunkTable):
-    """Index of an assembled tree: a table of pieces, and whole tensors, which it reads as a `NativeReader`."""
+    """Index of an assembled tree. It has a table of pieces, and reads whole tensors as a `NativeReader`."""
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the state that `inspection_of` built.

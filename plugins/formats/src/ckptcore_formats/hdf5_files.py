@@ -347,7 +347,7 @@ class _Hdf5Index(StorageIndex):
             yield from numbers
 
     def _file(self, store: ReadStore, key: str, origin: int, size: int) -> Any:
-        """Return an open file. It stays open, so that its metadata are read once."""
+        """Return an open file. It stays open, so that its metadata is read only once."""
         known = self._open.get((key, origin, size))
         if known is None or known[0] is not store:
             file = _open(store, key, origin, size, check_heaps=False)

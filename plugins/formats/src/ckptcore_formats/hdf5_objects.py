@@ -3,8 +3,8 @@
 The HDF5 library reads through `StoredFile`, so it cannot open other files. Links to other files, external storage and
 virtual datasets are not followed; they become leaves that cannot be loaded.
 
-Global heaps contain the texts and lists of attributes. They are checked before the HDF5 library reads them, because it
-trusts the sizes in them: a size of zero makes it loop forever.
+Global heaps contain the texts and lists of attributes. This module checks the heaps before the HDF5 library reads them,
+because the library trusts the sizes in them. A size of zero would make the library loop forever.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HeapChecks:
             header = window[position - origin : position - origin + aligned]
             number = int.from_bytes(header[:2], "little")
             nbytes = int.from_bytes(header[8 : 8 + self._length], "little")
-            step = aligned + -(-nbytes // 8) * 8 if number else nbytes  # number 0 is the free space, with its header
+            step = aligned + -(-nbytes // 8) * 8 if number else nbytes  # number 0: free space, header included
             if not aligned <= step <= stop - position:
                 self._damaged(start, f"has an object of {nbytes} bytes at byte {position} (number {number})")
             position += step

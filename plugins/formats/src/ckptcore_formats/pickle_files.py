@@ -197,7 +197,8 @@ def _is_pickle(head: bytes, name: str) -> bool:
         return False  # a file of safetensors: it begins with the length of its header
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return not is_legacy(head)  # a file of torch.save
-    # Only a pickle of protocol 0 or 1 begins with these opcodes: MARK, EMPTY_DICT, EMPTY_LIST, GLOBAL.
+    # Pickles of protocols 0 and 1 have no magic number. They begin with one of these opcodes: MARK, EMPTY_DICT,
+    # EMPTY_LIST, GLOBAL.
     return name.endswith(_SUFFIXES) and head[:1] in (b"(", b"}", b"]", b"c") and kind_in_place_of(head) is None
 
 
@@ -255,7 +256,8 @@ def _decompress(store: ReadStore, key: str) -> _Decompressed:
 class _Decompressed(ReadStore):
     """A store of one decompressed object. Thread-safe.
 
-    Does not refer to the store with the compressed file, which would keep its entry in `_Contents` alive forever.
+    Has no reference to the store with the compressed file, because such a reference would keep the store's entry in
+    `_Contents` alive forever.
     """
 
     def __init__(self, store: ReadStore, key: str, codec: Codec) -> None:

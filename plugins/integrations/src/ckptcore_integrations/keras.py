@@ -78,7 +78,7 @@ class CkptcoreCheckpoint(OrbaxCheckpoint):
             save_freq: ``"epoch"``, or a number of batches. The step is the epoch, or the number of batches since the
                 beginning.
             initial_value_threshold: the best value of the metric so far.
-            max_to_keep: number of steps to keep, the newest ones; None: all.
+            max_to_keep: number of the newest steps to keep; None to keep all.
             save_on_background: True to continue to train while a step is written.
             save_weights_only: True to save only the variables of the model, without the optimizer, the metrics and
                 the configuration.

@@ -80,7 +80,7 @@ def as_directory(path: _Path) -> str:
 
 def delete(path: _Path, context: Context) -> None:
     """Delete a checkpoint of ckptcore or of Lightning, if it exists. If it is a symbolic link, delete only the link."""
-    with contextlib.suppress(CheckpointNotFoundError):  # first the one that `recover` would move here
+    with contextlib.suppress(CheckpointNotFoundError):  # delete first what `recover` would move here
         ckptcore.delete(replacing_path(path), other_files=True, context=context)
     if is_of_lightning(path):
         _remove(path)
@@ -282,7 +282,10 @@ def _wait(trainer: Any) -> None:
 
 
 def _wait_for_wrapper(trainer: Any) -> None:
-    """Wait for Lightning's `AsyncCheckpointIO` around ours, which saves in the background but removes immediately."""
+    """Wait for an `AsyncCheckpointIO` of Lightning that wraps ours.
+
+    It saves in the background but removes immediately.
+    """
     io = trainer.strategy.checkpoint_io
     if isinstance(io, _WrappingCheckpointIO) and _saver(trainer) is not None:
         io.teardown()

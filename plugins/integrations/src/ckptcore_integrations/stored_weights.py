@@ -204,7 +204,8 @@ class WeightReader(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         Args:
             location: the path or URL of the checkpoint.
             tree: the container with the weights, of the open checkpoint.
-            contexts: options for loads of this process alone, and for loads of its group. Equal if there is no group.
+            contexts: options for loads of this process alone, and for loads of its group. Both are equal if there is no
+                group.
             targets: tensors, such as parameters. Copies into their memory are performed later, in batches. Other copies
                 are performed immediately.
             batch_bytes: size of the arrays of a batch of recorded copies, in bytes.

@@ -72,7 +72,7 @@ class CkptcoreStorageConfig(StorageConfig):
     Can be pickled, so that it can be sent to the process that writes.
 
     Attributes:
-        context: options, such as those of storages; None: the default.
+        context: options, such as those of storages; None for the default.
         temp_dir_prefix: the option of the same name of the `CheckpointWriterConfig`.
     """
 

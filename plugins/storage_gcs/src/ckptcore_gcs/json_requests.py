@@ -48,8 +48,8 @@ class JsonRequests:
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, put_id: str) -> str:
         """Put an object in one request, without retries. Return its generation.
 
-        Uses a multipart upload, which has metadata and data in one body, because all servers
-        enforce conditions on such uploads.
+        Uses a multipart upload, because all servers enforce conditions on such uploads. Its body has the metadata and
+        the data.
         """
         boundary = uuid.uuid4().hex
         resource = json.dumps({"name": key, **_properties(put_id)})

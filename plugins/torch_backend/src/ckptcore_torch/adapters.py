@@ -179,7 +179,7 @@ def save_adapter(
     Args:
         location: path or URL of the directory to create.
         model_or_state: a model with the adapter, or arrays of any framework by PEFT's names.
-        config: a config of PEFT, or its JSON; None: the config of the model.
+        config: a config of PEFT, or its JSON; None for the config of the model.
         adapter_name: name of the adapter in the model.
         overwrite, metadata, context: see `ckptcore.save`. The metadata gets the config as
             ``adapter_config``.

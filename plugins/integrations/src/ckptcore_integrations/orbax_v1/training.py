@@ -102,18 +102,18 @@ class Checkpointer(v1.training.Checkpointer):  # type: ignore[misc]  # Orbax has
         return Response(wait)
 
     def load_checkpointables(self, step: Any = None, abstract_checkpointables: Any = None) -> dict[str, Any]:
-        """Load several objects of a step; None: the latest step."""
+        """Load several objects of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             loaded: dict[str, Any] = super().load_checkpointables(step, abstract_checkpointables)
         return loaded
 
     def metadata(self, step: Any = None) -> Any:
-        """Return the metadata of the tree of a step; None: the latest step."""
+        """Return the metadata of the tree of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             return super().metadata(step)
 
     def checkpointables_metadata(self, step: Any = None) -> Any:
-        """Return the metadata of the objects of a step; None: the latest step."""
+        """Return the metadata of the objects of a step. If `step` is None, use the latest step."""
         with with_tree_handler(get_context(self._context)):
             return super().checkpointables_metadata(step)
 

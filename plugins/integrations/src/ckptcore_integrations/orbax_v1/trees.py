@@ -132,7 +132,7 @@ def _load_tree(location: str, abstract: Any, context: v1.Context) -> Any:
 
     Args:
         location: directory of the tree.
-        abstract: the abstract tree; None: dicts and lists, and leaves with their saved types.
+        abstract: the abstract tree; None to get dicts and lists, and leaves with their saved types.
         context: the Context of Orbax.
 
     Raises:

@@ -1,8 +1,8 @@
 """Replacement for `torch.distributed.checkpoint` that saves and loads with ckptcore.
 
-`save`, `async_save` and `load` have the arguments and results of the replaced functions, which still plan, stage and
-exchange. The checkpoints are written by `Writer` and read by `Reader`, which the original functions accept as well.
-All other names are those of `torch.distributed.checkpoint`, submodules included.
+`save`, `async_save` and `load` have the arguments and results of the replaced functions. The replaced functions still
+plan, stage and exchange. The checkpoints are written by `Writer` and read by `Reader`, which the original functions
+accept as well. All other names are those of `torch.distributed.checkpoint`, submodules included.
 
 ::
 

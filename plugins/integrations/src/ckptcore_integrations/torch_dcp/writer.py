@@ -331,7 +331,10 @@ class _Groups:
         self._by_job: MutableMapping[Any, dict[tuple[int, ...], _Group]] = weakref.WeakKeyDictionary()
 
     def join(self, ranks: tuple[int, ...], *, everyone: bool) -> tuple[StoreCoordinator, str]:
-        """Return the coordinator of some ranks, and the key of their next save, which is equal on all of them."""
+        """Return the coordinator of some ranks, and the key of their next save.
+
+        The key is equal on all of these ranks.
+        """
         with self._lock:
             groups = self._by_job.setdefault(dist.group.WORLD, {})
             if ranks not in groups:

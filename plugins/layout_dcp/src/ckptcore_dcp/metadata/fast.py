@@ -33,7 +33,7 @@ _NEXT: Final = b"(?:" + _REFERENCE + b"(?=" + _NEW + b"))?"
 """A reference to the class of the next object, if the next object follows directly."""
 _BOX: Final = _NEW + _REFERENCE + _SIZE + _REFERENCE + _SIZE + b"ub"
 _PROPERTIES: Final = rb"(?:%b\)\x81\x94\(((?:h.|j.{4}|\x88|\x89){3,8})t\x94b|%b)" % (_REFERENCE, _REFERENCE)
-"""New `TensorProperties` whose state is a tuple of references and booleans, or a reference to existing ones."""
+"""Existing `TensorProperties`, by reference, or new ones whose state is a tuple of references and booleans."""
 
 
 def _compiled(*parts: bytes) -> re.Pattern[bytes]:

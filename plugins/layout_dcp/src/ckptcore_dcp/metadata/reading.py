@@ -49,7 +49,7 @@ class MetadataDecoder:
     Attributes:
         key: the file, for errors.
         remaining: number of chunks and transforms that may still be read; initially the length of
-            the pickle in bytes. Rejects a small pickle that refers to one list many times.
+            the pickle in bytes. This limit rejects a small pickle that refers to one list many times.
         classes: name of the torch class, or "", by ``id()`` of a `Global` of the pickle.
         size_class: the `Global` for ``torch.Size`` of this pickle, once seen.
     """

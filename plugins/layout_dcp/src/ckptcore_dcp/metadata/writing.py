@@ -31,7 +31,7 @@ class OpcodeField:
 
     Attributes:
         data: bytes, of equal width for each row; a single row if all rows are equal.
-        nbytes: number of leading bytes in use, per row; None: all.
+        nbytes: number of leading bytes in use, per row; None if all are in use.
     """
 
     data: HostArray
@@ -187,8 +187,8 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
 def _tensor_head(tensor: DcpTensor, pickle: _OpcodeCache) -> bytes:
     """Return the opcodes of a tensor up to its shape.
 
-    They are equal for all tensors with the same dtype and ``requires_grad``, except the first,
-    which defines the classes and texts.
+    They are equal for all tensors with the same dtype and ``requires_grad``, except that those of the first tensor
+    define the classes and texts.
     """
     parts = [pickle[_METADATA, "TensorStorageMetadata"], _BEGIN, pickle["properties"]]
     parts += [pickle[_METADATA, "TensorProperties"], b")\x81(", pickle["torch", tensor.dtype]]

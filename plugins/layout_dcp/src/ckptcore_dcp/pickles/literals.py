@@ -42,7 +42,7 @@ class Window:
         Args:
             fetch: reads bytes of the file.
             size: length of the file.
-            most_bytes: maximum total bytes to read; `DenseFileError` is raised beyond it. None: no limit.
+            most_bytes: maximum total bytes to read; `DenseFileError` is raised beyond it. None for no limit.
         """
         self._fetch = fetch
         self._size = size

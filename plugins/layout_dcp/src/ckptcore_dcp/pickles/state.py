@@ -18,11 +18,11 @@ class _Unset:
 
 UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
-"""Reads objects in one step and adds the memo entries that their opcodes set; None: use the machine.
+"""Reads objects in one step, and adds the memo entries that their opcodes set.
 
 Receives the class of the object, the offset of EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE,
-MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the
-offset after them. Memo entries without a value are `UNSET`; a pickle that refers to one is
+MARK in the pickle, and the memo, in which no entry was ever replaced. Returns the objects and the offset after them, or
+None if the machine must execute the opcodes. Memo entries without a value are `UNSET`; a pickle that refers to one is
 rejected.
 """
 RawReader: TypeAlias = Callable[[Call, int], tuple[Value, int] | None]

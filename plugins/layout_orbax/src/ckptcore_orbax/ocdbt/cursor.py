@@ -1,4 +1,4 @@
-"""Cursor over bytes of a database, which checks each number against a limit, and the encoding of varints."""
+"""Cursor that reads bytes of a database and checks each number against a limit, and the encoding of varints."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _OrbaxLayout(Layout):
 
     Attributes:
         chunk_bytes: target size of a read chunk, in bytes. A larger part of an array that one
-            process writes is divided into several read chunks. None: do not divide.
+            process writes is divided into several read chunks. With None, no part is divided.
         compression: compression of every read chunk: ``zstd``, ``gzip`` or ``blosc``, also with a level
             as in ``zstd:3``, or None.
         rules: other options for arrays selected by patterns, applied in order.

@@ -154,8 +154,8 @@ class ArrayOptions:
     """Storage options of an array.
 
     Attributes:
-        chunk_bytes: target size of a read chunk, in bytes; None: one read chunk per write chunk.
-        compression: compression of read chunks; None: uncompressed.
+        chunk_bytes: target size of a read chunk, in bytes; None for one read chunk per write chunk.
+        compression: compression of read chunks; None for no compression.
         checksum: store the CRC32C of each read chunk, if the format supports it.
     """
 
