@@ -39,7 +39,7 @@ class WorkerLink:
     """
 
     def __init__(self, name: str, lead: Any) -> None:
-        """Compile nothing.
+        """Create the link. Compiles nothing.
 
         Raises:
             PluginError: if colocated Python is unavailable.
