@@ -1,4 +1,4 @@
-"""Random derived arrays, with NumPy's results and the stored elements that they need."""
+"""Random derived arrays, each with NumPy's result and the stored elements that it needs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Chain:
 
     Attributes:
         derivation: the derivation.
-        expected: the whole array, by NumPy.
-        origins: by element, numbers of the stored elements that it depends on, along the last axis;
-            -1 for none.
+        expected: the whole array, computed by NumPy.
+        origins: for each element, the numbers of the stored elements that it depends on, along the last axis.
+            Unused places are -1.
     """
 
     derivation: DerivedArray
@@ -49,7 +49,7 @@ class Chain:
 
 @st.composite
 def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain:
-    """Arrays of a checkpoint, split and joined in a few steps."""
+    """Generate an array that is split and joined in a few steps from arrays of a checkpoint."""
     firsts = np.cumsum([0, *[array.size for array in stored]])
     pool = [
         Chain(
@@ -118,7 +118,7 @@ def _step(draw: st.DrawFn, chain: Chain) -> Chain:
 
 @st.composite
 def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
-    """A shape of that many elements."""
+    """Generate a shape with this number of elements."""
     shape: list[int] = []
     left = size
     while left > 1 and len(shape) < 4:
@@ -129,13 +129,13 @@ def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @dataclass
 class Counted:
-    """A layout whose reads are counted."""
+    """A layout that counts the elements that are read."""
 
     opened: Checkpoint
     plans: list[Sequence[ReadItem]] = field(default_factory=list)
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the index of the layout, watched."""
+        """Return the index of the layout, with counted reads."""
         return WatchedIndex(self.opened.layout.index(tree, state), self._read)
 
     def _read(
@@ -157,6 +157,6 @@ def open_counted(location: str) -> tuple[Checkpoint, Counted]:
     """Open a checkpoint whose reads are counted."""
     opened = open_checkpoint(location, Context())
     counted = Counted(opened)
-    # other attributes are the layout's
+    # `Counted` takes all other attributes from the layout
     stored = StoredFormat(counted, opened.state)  # type: ignore[arg-type]
     return dataclasses.replace(opened, stored=stored), counted

@@ -1,4 +1,4 @@
-"""Invalid arguments are refused when a transform is created, with the argument and the expected type."""
+"""Creating a transform with an invalid argument is an error that names the argument and the expected type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import ckptcore
 from ckptcore import transforms
 
-t: Any = transforms  # users may pass these wrong types
+t: Any = transforms  # without types, because users may pass wrong types
 
 
 @pytest.mark.parametrize(

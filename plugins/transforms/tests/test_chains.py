@@ -1,4 +1,4 @@
-"""Random chains of transforms of random trees equal NumPy on whole arrays, and read only required elements."""
+"""Random chains of transforms of random trees: results equal NumPy's, and only the required elements are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 
 
 def test_every_transform_is_one_of_those_in_chains() -> None:
-    """Transforms of quantized weights have their own property tests in test_quantized.py and
+    """Except transforms of quantised weights, whose property tests are in test_quantized.py and
     test_dequantizing_parts.py.
     """
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}
@@ -48,7 +48,7 @@ def _saved(data: st.DataObject) -> Chain:
 
 
 def _check_reading(data: st.DataObject) -> None:
-    """Load every array by the boxes of a random partition, and count the stored elements read."""
+    """Load each array in random boxes that cover it, and count the stored elements that are read."""
     chain = _saved(data)
     opened, counted = open_counted(LOCATION)
     load_bytes = data.draw(st.sampled_from([None, 1, 100]))

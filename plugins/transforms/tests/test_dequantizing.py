@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints load with the values of their own tools, or all mismatches are refused."""
+"""Quantised Hugging Face checkpoints load with the values that their own tools restore. Mismatches are errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _same(array: Any, tensor: torch.Tensor) -> bool:
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Return values times scales of blocks, as the format is described."""
+    """Multiply values by the scales of their blocks, as the description of the format says."""
     wide = scales.float()
     for axis, size in enumerate(block):
         wide = wide.repeat_interleave(size, axis)
@@ -93,25 +93,28 @@ def test_blocks_of_float8_are_what_transformers_makes_of_them(files: int, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_what_torch_makes_of_quantised_checkpoints_has_the_same_bits(tmp_path: Path) -> None:
-    """Its reader knows blocks of 128 x 128. For MXFP4, torch 2.13's fills few columns: it plans with stored extents."""
+    """Torch's reader supports blocks of 128 x 128.
+
+    MXFP4 is not compared: the reader of torch 2.13 plans with the stored extents, so it fills only a few columns.
+    """
     stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
     publish(tmp_path, stored, FP8, files=2)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     reader = QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=torch.bfloat16)
     theirs = {name: torch.zeros(array.shape, dtype=torch.bfloat16) for name, array in loaded.items()}
-    dcp.load(theirs, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]  # it is public all the same
+    dcp.load(theirs, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]  # public, but not in `__all__`
     assert all(_same(loaded[name], theirs[name]) for name in expected)
 
 
 def test_blocks_that_the_end_of_an_axis_cuts_off(tmp_path: Path) -> None:
-    """DeepSeek-V3's kv_a_proj_with_mqa has 576 rows: the fifth block has 64."""
+    """The array ``kv_a_proj_with_mqa`` of DeepSeek-V3 has 576 rows, so its fifth block has only 64."""
     weight = minilm()["embeddings.word_embeddings.weight"]  # 300 by 384
     values, scales = fp8_blocks(weight[:, :200].contiguous())
     assert scales.shape == (3, 2)
     publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, FP8)
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert _same(loaded["a.weight"], _times(values, scales))
-    # Blocks of 100 rows would fit, too.
+    # The stored scales fit blocks of 100 rows as well.
     with pytest.raises(TransformError, match="do not determine the blocks"):
         ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale_inv")])
 
@@ -128,8 +131,8 @@ def test_compressed_tensors_and_fbgemm_have_a_scale_for_each_row(tmp_path: Path)
         loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
         assert loaded.keys() == expected.keys()
         assert all(_same(loaded[name], expected[name]) for name in expected)
-    # compressed-tensors computes in the dtype of its scales; of bfloat16 ones the products are exact in float32, and
-    # rounded as here
+    # compressed-tensors computes in the dtype of the scales. If they are bfloat16, the products are exact in float32,
+    # and are then rounded as they are here.
     halved = {name: one.to(torch.bfloat16) if name.endswith("_scale") else one for name, one in stored.items()}
     publish(tmp_path, halved, None)
     loaded = ckptcore.load(tmp_path, transforms=[Dequantize("{name...}", "{name}_scale")])
@@ -141,7 +144,7 @@ def test_one_scale_for_an_array_and_scales_of_activations(tmp_path: Path) -> Non
     stored, expected = _quantized_minilm(per_tensor, "_scale")
     for name in list(filter(quantized, stored)):
         stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
-    stored["other.input_scale"] = expected["other.input_scale"] = torch.tensor(1.0)  # of nothing that is quantised
+    stored["other.input_scale"] = expected["other.input_scale"] = torch.tensor(1.0)  # belongs to no quantised weight
     publish(tmp_path, stored, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
     assert loaded.keys() == expected.keys()
@@ -152,7 +155,7 @@ def test_whole_numbers_of_compressed_tensors(tmp_path: Path) -> None:
     weight = minilm()["encoder.layer.0.output.dense.weight"]
     scales = weight.float().abs().amax(1, keepdim=True) / 127
     stored = {"a.weight": torch.round(weight.float() / scales).to(torch.int8), "a.weight_scale": scales}
-    stored["a.mask"] = torch.ones(3, dtype=torch.int8)  # no weight
+    stored["a.mask"] = torch.ones(3, dtype=torch.int8)  # not a weight
     config = {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}
     publish(tmp_path, stored, {"format": "int-quantized", **config})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured("float32")])
@@ -172,7 +175,7 @@ def test_mxfp8_scales_are_bytes_of_exponents(tmp_path: Path) -> None:
 
 
 def _experts() -> torch.Tensor:
-    """Four experts of 192 outputs and 96 inputs."""
+    """Return four experts with 192 outputs and 96 inputs."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"]  # 1536 by 384
     return torch.stack([weight[:192, 96 * number : 96 * (number + 1)] for number in range(4)])
 
@@ -201,7 +204,10 @@ def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) 
 
 
 def test_experts_of_two_numbers_in_a_byte_next_to_blocks_of_float8(tmp_path: Path) -> None:
-    """As in DeepSeek-V4: int8 of half the columns, ``.scale`` of powers of two (transformers' ``Fp8Dequantize``)."""
+    """As in DeepSeek-V4, two numbers of 4 bits are in one int8, and each ``.scale`` is a power of two.
+
+    Transformers reads this format with ``Fp8Dequantize``.
+    """
     blocks, scales = mxfp4_experts(_experts()[:1])
     packed, of_packed = blocks[0].reshape(192, 48).view(torch.int8), scales[0].view(torch.float8_e8m0fnu)
     values, of_values = fp8_blocks(_experts()[0].contiguous())
@@ -403,7 +409,7 @@ def test_patterns_of_arrays_and_scales_have_the_same_fields(tmp_path: Path) -> N
 
 
 def test_stacks_of_quantised_arrays_are_made_of_one_recipe(tmp_path: Path) -> None:
-    """Scales that are stacked are for arrays that are stacked: a block is 1 along the axes before."""
+    """Stacked scales belong to stacked arrays. Along the axis of the stack, a block has the extent 1."""
     weights = [minilm()[f"encoder.layer.0.attention.self.{part}.weight"] for part in ("query", "key")]
     pairs = [fp8_blocks(weight) for weight in weights]
     stored = {f"e.{number}.w": values for number, (values, _) in enumerate(pairs)}

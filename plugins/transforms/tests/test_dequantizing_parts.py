@@ -1,4 +1,4 @@
-"""A load of a part of a quantised weight reads only its values and scales, and has the bits of the whole."""
+"""Loads of parts of a quantised weight read only the values and scales of the part, and equal a slice of the whole."""
 
 # mypy: allow-untyped-calls
 
@@ -38,7 +38,7 @@ Published = tuple[Path, dict[str, HostArray]]
 
 
 def _array(tensor: torch.Tensor) -> HostArray:
-    """A tensor of bfloat16 as an array."""
+    """Return a tensor of bfloat16 as an array."""
     array: HostArray = tensor.contiguous().view(torch.int16).numpy().view(BFLOAT16)
     return array
 
@@ -50,7 +50,7 @@ def _whole(values: torch.Tensor, scales: torch.Tensor) -> HostArray:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Two experts of 2000 by 1536: the sixteenth block of rows is cut off."""
+    """Publish two experts of 2000 x 1536 elements. Their sixteenth block of rows is smaller than the others."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"].T.contiguous()  # 384 by 1536
     stored: dict[str, torch.Tensor] = {}
     whole: dict[str, HostArray] = {}
@@ -63,7 +63,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    """Eight experts of 1536 outputs and 384 inputs in MXFP4, as gpt-oss has them."""
+    """Publish eight experts with 1536 outputs and 384 inputs in MXFP4, as gpt-oss stores them."""
     weight = minilm()["encoder.layer.0.intermediate.dense.weight"]
     blocks, scales = mxfp4_experts(torch.stack([weight * (number + 1) for number in range(8)]))
     stored = {"m.experts.up_blocks": blocks, "m.experts.up_scales": scales}
@@ -72,7 +72,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 
 def _boxes(shape: Sequence[int], axis: int, count: int) -> list[Box]:
-    """Shards of equal extents along an axis."""
+    """Return shards of equal extent along an axis."""
     step = shape[axis] // count
     whole = Box.whole(tuple(shape))
     return [
@@ -108,7 +108,7 @@ def test_a_rank_reads_its_rows_and_their_scales(fp8: Published, load_bytes: int 
 
 
 def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
-    """Rows of 256 KiB: what lies between the parts of one is left out."""
+    """Rows have 256 KiB, so the bytes between two parts of a column shard are not read."""
     values = torch.arange(16 << 18, dtype=torch.int64).remainder(120).to(torch.uint8).reshape(16, -1)
     scales = torch.rand(1, (1 << 18) // 128)
     publish(tmp_path, {"w.weight": values.view(torch.float8_e4m3fn), "w.weight_scale_inv": scales}, FP8)
@@ -123,7 +123,7 @@ def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> None:
-    """As large as gpt-oss in the axes that count: scales closer than 64 KiB are read together."""
+    """Experts are as large as those of gpt-oss, because scales that are closer than 64 KiB are read together."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.integers(0, 256, (4, 8192, 32, 16), dtype=np.uint8))
     scales = torch.from_numpy(rng.integers(100, 150, (4, 8192, 32), dtype=np.uint8))
@@ -212,7 +212,7 @@ def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
 
 
 def test_one_part_of_an_open_checkpoint_of_ours_reads_its_blocks(tmp_path: Path) -> None:
-    """Blocks of 1 MiB are read whole: a quarter of 8 MiB is in three of them, and the scales in one."""
+    """Blocks of 1 MiB are read whole. A quarter of 8 MiB is in three blocks, and the scales are in one."""
     values = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8).reshape(4096, 2048) & np.uint8(0x77)
     scales = np.ones((32, 16), np.float32)
     state = {"w": values.view(dtype_from_name("float8_e4m3fn")), "w_scale": scales}

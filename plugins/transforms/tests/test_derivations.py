@@ -1,4 +1,4 @@
-"""Derived arrays equal NumPy on whole arrays, and read only required elements."""
+"""Derived arrays equal NumPy's results, and only the required stored elements are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tree(derivations: Sequence[DerivedArray]) -> TreeMetadata:
 
 
 def _read(opened: Checkpoint, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
-    """Boxes, read in one plan."""
+    """Read boxes in one plan."""
     buffers = []
     for leaf, box in wanted:
         record = opened.tree.leaves[leaf]
@@ -210,7 +210,7 @@ def test_pieces_are_all_of_an_array_and_no_larger_than_they_are_to_be() -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_sums_are_computed_with_little_memory(merged: bool) -> None:
-    """In float32 a whole array would be twice as large as the stored one, and several are in memory at once."""
+    """A whole array in float32 would be twice as large as the stored array, and a sum would need several of them."""
     shape = (4096, 2048)
     base, up, down = [
         Stored(ArraySpec(of, "bfloat16"), number) for number, of in enumerate((shape, (4096, 4), (4, 2048)))

@@ -54,7 +54,7 @@ def _array(*shape: int) -> Any:
 
 
 def _layers() -> dict[str, Any]:
-    """Names of other software, in one dict."""
+    """Return arrays in one dict, named as other software names them."""
     named = {"embed.weight": _array(10, 4), "norm": _array(4)}
     for number in range(3):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
@@ -129,7 +129,7 @@ def test_every_transform_is_described_and_taken_back_or_says_that_nothing_does()
 
 
 def _texts(transform: Transform) -> list[str]:
-    """The texts in a transform: patterns, paths and dtypes."""
+    """Return the texts in a transform: patterns, paths and dtypes."""
     if isinstance(transform, IfPresent):
         return _texts(transform.transform)
     fields = [getattr(transform, field.name) for field in dataclasses.fields(transform)]  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
     location = f"memory://transforms/inverses-{next(_numbers)}"
     ckptcore.save(location, state)
     applied: list[Transform] = []
-    for transform in picked:  # transforms that fit their input
+    for transform in picked:  # apply only the transforms that fit the tree
         try:
             ckptcore.metadata(location, transforms=[*applied, transform])
         except TransformError:
@@ -157,7 +157,7 @@ def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
     both = ckptcore.load(location, transforms=[*applied, *inverse(applied)])
     assert_same_tree({name: both[name] for name in state}, state)
     if any(isinstance(one, Pad) for one in applied):
-        return  # a slice does not know that it removes a padding
+        return  # the inverse of a padding is a slice, whose own inverse is an error
     again = inverse(inverse(applied))
     assert_same_tree(ckptcore.load(location, transforms=again), made)
     assert inverse(inverse(again)) == again and len(describe(again).splitlines()) == len(applied)

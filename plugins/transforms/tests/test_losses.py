@@ -1,4 +1,4 @@
-"""Transforms do not lose data silently: dropped data, overflow and guesses are errors."""
+"""Transforms do not lose data silently. Dropped data, overflow and ambiguous matches are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a load besides its result is within the configured limit, for every computation."""
+"""A load needs no more memory in addition to its result than the configured limit, for every computation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROWS, COLUMNS = 8192, 4096
 LOAD_BYTES = 32 * MIB
 
 SLACK_BYTES = 16 * MIB
-"""The buffers of 4 MiB of some threads, and pieces in float32 that are computed at a time."""
+"""Memory in addition to the limit: buffers of 4 MiB for each thread, and pieces in float32 that are being computed."""
 
-# A separate process, so that its memory is independent. The peak is reset before each load.
+# The loads run in a separate process, so that the tests do not add to its memory. It resets the peak before each load.
 PROGRAM = """
 import gc
 import json
@@ -93,7 +93,7 @@ def _save(directory: Path, rows: int) -> None:
 
 @pytest.mark.slow
 def test_a_load_holds_as_much_as_it_is_given_next_to_its_result(tmp_path: Path) -> None:
-    """Two arrays of 64 MiB, each larger than the limit."""
+    """Load two arrays of 64 MiB, each larger than the limit."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""Parts of results of transforms equal NumPy's, and read only the required parts of stored arrays."""
+"""Parts of transformed arrays equal NumPy's, and a load reads only the required parts of stored arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def _shards(shape: tuple[int, ...], dtype: Any, boxes: list[Box]) -> ShardedArra
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Layers of 4 MiB, as other software names them; without checksums, for which whole blocks would be read."""
+    """Save layers of 4 MiB, named as other software names them.
+
+    No checksums are stored, because verifying them would need reads of whole blocks.
+    """
     rng = np.random.default_rng(0)
     state = {f"layers.{layer}.w": rng.integers(0, 99, (ROWS, COLUMNS), np.int32) for layer in range(LAYERS)}
     location = tmp_path_factory.mktemp("layers")

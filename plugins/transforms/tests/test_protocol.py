@@ -52,7 +52,7 @@ class Negate:
 
 
 class Loses:
-    """A transform whose result lacks a declared array."""
+    """A transform whose tree declares an array that it does not return."""
 
     def apply(self, tree: TransformedTree) -> TransformedTree:
         before = tree.finish()

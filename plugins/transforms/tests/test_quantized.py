@@ -1,6 +1,6 @@
-"""Dequantized arrays equal bit by bit those of the formats' own code.
+"""Dequantised arrays equal those of each format's own code, bit by bit.
 
-Parts read only the scales of their boxes.
+A load of a part reads only the scales of its box.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8
 _OWNER = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
 
 SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 0.0123, 2**-130, 7 / 3]
-"""Zero, negative, subnormal, near the maximum, NaN, and values that round."""
+"""Scales: zero, negative, subnormal, near the maximum, NaN, and values that round."""
 
 
 def _stored(array: HostArray, leaf: int = 0) -> DerivedArray:
@@ -60,14 +60,14 @@ def _read(opened: Checkpoint, box: Box) -> HostArray:
 
 
 def _made(one: DerivedArray, arrays: Sequence[HostArray]) -> HostArray:
-    """Compute a whole array from these stored ones."""
+    """Compute a whole array from the given stored arrays."""
     ckptcore.save("memory://derivations/made", list(arrays), overwrite="non-atomic")
     opened, _ = open_counted("memory://derivations/made")
     return _read(_derived(opened, one), Box.whole(one.spec.shape))
 
 
 def _torch(array: HostArray) -> Any:
-    """A tensor with the bytes of an array."""
+    """Return a tensor with the bytes of an array."""
     if array.dtype.isbuiltin == 1:
         return torch.from_numpy(array.copy())
     names = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
@@ -117,7 +117,7 @@ def test_mxfp8_is_as_transformers_makes_it(scale_dtype: str) -> None:
 
 
 def test_every_mxfp4_number_times_every_scale_is_as_transformers_makes_it() -> None:
-    bytes_of_all = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)  # both halves have all 16 codes
+    bytes_of_all = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)  # each half of a byte has all 16 codes
     blocks = np.tile(bytes_of_all, (1, 255, 1, 1))
     scales = np.broadcast_to(np.arange(255, dtype=np.uint8)[None, :, None], (1, 255, 16)).copy()
     made = _made(permute(mxfp4(*_pair(blocks, scales), "bfloat16"), (0, 2, 1)), [blocks, scales])
@@ -126,7 +126,7 @@ def test_every_mxfp4_number_times_every_scale_is_as_transformers_makes_it() -> N
 
 
 def test_a_scale_of_mx_that_is_no_number_makes_none() -> None:
-    """OCP Microscaling Formats 1.0, 5.4.1: 0xFF is NaN; 0 is 2 ** -127."""
+    """By OCP Microscaling Formats 1.0, section 5.4.1, the scale 0xFF is NaN, and 0 is 2 ** -127."""
     codes, scales = np.full((2, 32), 0x38, np.uint8).view(E4M3FN), np.array([[255], [0]], np.uint8).view(E8M0)
     made = _made(block_scaled(*_pair(codes, scales), (1, 32), "float32"), [codes, scales])
     assert np.isnan(made[0]).all() and (made[1] == 2.0**-127).all()
@@ -181,7 +181,7 @@ def test_boxes_of_fp4_read_the_bytes_and_scales_that_they_touch(data: st.DataObj
 
 
 def test_kernels_of_convolutions_are_made_in_few_steps() -> None:
-    """Many small matrices are computed at a time. One by one they would take a second."""
+    """Each step computes many small matrices. One step for each matrix would take a second."""
     shape, rng = (256, 128, 3, 3), np.random.default_rng(4)
     codes = rng.integers(0, 127, shape, dtype=np.uint8).view(E4M3FN)
     scales = rng.normal(size=(256, 1, 1, 1)).astype(np.float32)
@@ -231,7 +231,7 @@ def test_bytes_are_read_into_their_place_as_another_dtype() -> None:
 
 
 def test_memory_is_that_of_batches() -> None:
-    """The memory besides the result is for stored bytes, read in bands of limited size."""
+    """In addition to the result, memory is needed for stored bytes, which are read in bands of limited size."""
     rows, columns = 8192, 8192
     codes, scales = ArraySpec((rows, columns), "float8_e4m3fn"), ArraySpec((64, 64), "float32")
     one = block_scaled(Stored(codes, 0), Stored(scales, 1), (128, 128), "bfloat16")

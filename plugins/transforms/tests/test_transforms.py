@@ -49,7 +49,7 @@ def _array(*shape: int, dtype: str = "float32") -> Any:
 
 
 def _layers(count: int = 3) -> dict[str, Any]:
-    """Names of other software in one dict."""
+    """Return arrays in one dict, named as other software names them."""
     named = {"embed.weight": _array(10, 4)}
     for number in range(count):
         named[f"layers.{number}.q.weight"] = _array(4, 4) + number
