@@ -258,7 +258,7 @@ def _apply(draw: st.DrawFn, chain: Chain, path: str) -> None:
         )
         return
     if part.elements.shape[0]:
-        first = Apply(exactly(path), lambda array: array[0], lambda told: AbstractArray(told.shape[1:], told.dtype))
+        first = Apply(exactly(path), lambda array: array[0], lambda spec: AbstractArray(spec.shape[1:], spec.dtype))
         chain.change(path, first, Part(part.elements[0], of_all[0]))
 
 
@@ -315,32 +315,32 @@ def _stack(draw: st.DrawFn, chain: Chain, path: str) -> None:
             shape[axis] = 0
         return array.dtype, shape
 
-    like = [other for other, found in chain.tree.items() if likeness(found.elements) == likeness(part.elements)]
+    like = [other for other, piece in chain.tree.items() if likeness(piece.elements) == likeness(part.elements)]
     chosen = draw(st.permutations(like))[: draw(st.integers(1, 3))]
-    if sum([chain.tree[one].elements.size for one in chosen]) > 600:
+    if sum([chain.tree[name].elements.size for name in chosen]) > 600:
         return
     members, new = chain.name(), chain.name()
-    parts = [chain.tree.pop(one) for one in chosen]
-    width = max([found.origins.shape[-1] for found in parts])
+    parts = [chain.tree.pop(name) for name in chosen]
+    width = max([piece.origins.shape[-1] for piece in parts])
     origins = [
         np.pad(
-            found.origins,
-            [*[(0, 0)] * (found.origins.ndim - 1), (0, width - found.origins.shape[-1])],
+            piece.origins,
+            [*[(0, 0)] * (piece.origins.ndim - 1), (0, width - piece.origins.shape[-1])],
             constant_values=-1,
         )
-        for found in parts
+        for piece in parts
     ]
-    table = {one: f"{members}.{number}" for number, one in enumerate(chosen)}
+    table = {name: f"{members}.{number}" for number, name in enumerate(chosen)}
     put = np.stack if stacks else np.concatenate
-    chain.tree[new] = Part(put([found.elements for found in parts], axis), put(origins, axis))
+    chain.tree[new] = Part(put([piece.elements for piece in parts], axis), put(origins, axis))
     chain.transforms.append(RenameTable(table))
     rank = part.elements.ndim + stacks
-    told = axis - rank * draw(st.integers(0, 1))
+    signed_axis = axis - rank * draw(st.integers(0, 1))
     if stacks:
-        chain.transforms.append(Stack(f"{members}.{{i}}", new, told))
+        chain.transforms.append(Stack(f"{members}.{{i}}", new, signed_axis))
     else:
-        sizes = [found.elements.shape[axis] for found in parts]
-        chain.transforms.append(Fuse(list(table.values()), new, told, sizes))
+        sizes = [piece.elements.shape[axis] for piece in parts]
+        chain.transforms.append(Fuse(list(table.values()), new, signed_axis, sizes))
 
 
 def _lora(draw: st.DrawFn, chain: Chain, path: str) -> None:

@@ -36,7 +36,7 @@ def quantized(name: str) -> bool:
 
 
 def fp8_blocks(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values in float8 and scales of blocks. The last blocks may be smaller (DeepSeek-V3's README_WEIGHTS.md)."""
+    """Return values in float8 and scales of blocks. Edge blocks may be smaller (DeepSeek-V3: README_WEIGHTS.md)."""
     rows, columns = weight.shape
     grid = [-(-rows // block[0]), -(-columns // block[1])]
     values, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(grid)

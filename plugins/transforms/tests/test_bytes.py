@@ -210,10 +210,10 @@ CASES |= {
 }
 
 
-def test_every_transform_is_counted() -> None:
+def test_every_transform_has_a_case() -> None:
     import ckptcore_transforms
 
-    kinds = {type(one).__name__ for make, *_ in CASES.values() for one in make(Path())}
+    kinds = {type(transform).__name__ for make, *_ in CASES.values() for transform in make(Path())}
     assert {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")} - {
         "TreeTransform"
     } == kinds
@@ -239,7 +239,9 @@ def _loaded(
 
 @pytest.mark.parametrize("load_bytes", [None, 1 << 20])
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None) -> None:
+def test_a_load_reads_the_needed_bytes_only(
+    saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None
+) -> None:
     directory, state = saved
     make, expected, axis, of_all, of_one = CASES[name]
     whole, chain = expected(state), make(directory)
@@ -250,11 +252,11 @@ def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], nam
         location = directory / ("quantised" if name.startswith("dequantize") else "c")
         report = _loaded(location, whole, own, chain, load_bytes)
         assert report.bytes_read <= 1.1 * share * WHOLE
-        assert report.bytes_read >= 0.99 * share * WHOLE, "or this counts what is not read"
+        assert report.bytes_read >= 0.99 * share * WHOLE, "reads are not counted completely"
 
 
 @pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack", "dequantize"])
-def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Path, dict[str, Any]], name: str) -> None:
+def test_devices_of_one_process_share_reads(saved: tuple[Path, dict[str, Any]], name: str) -> None:
     """The shards are cut across the rows of the stored arrays, and the memory is enough for one shard.
 
     If each shard had its own read, each would read the whole array.
@@ -269,7 +271,7 @@ def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Pa
     assert report.bytes_read <= 1.1 * of_all * WHOLE
 
 
-def test_casts_by_matching_do_not_read_again_either(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_devices_share_reads_of_casts_by_matching(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     boxes = Box.whole((SIDE, SIDE)).bands(1, SIDE // SHARDS)
     for chain in ([], [Scale("l.0", 2)]):
@@ -327,7 +329,7 @@ def test_a_function_is_called_once_for_all_boxes(saved: tuple[Path, dict[str, An
     assert counted.calls == 2
 
 
-def test_layers_that_a_function_makes_are_called_for_once_each(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_function_is_called_once_for_each_stacked_layer(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     calls: list[float] = []
 
@@ -341,7 +343,7 @@ def test_layers_that_a_function_makes_are_called_for_once_each(saved: tuple[Path
     assert len(calls) == 4 and report.bytes_read <= 1.1 * 4 * WHOLE
 
 
-def test_an_abstract_array_reads_the_whole_once(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_load_of_a_whole_stack_reads_each_byte_once(saved: tuple[Path, dict[str, Any]]) -> None:
     directory, state = saved
     report = LoadReport()
     loaded = ckptcore.load(

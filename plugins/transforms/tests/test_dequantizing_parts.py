@@ -107,7 +107,7 @@ def test_a_rank_reads_its_rows_and_their_scales(fp8: Published, load_bytes: int 
         assert report.bytes_read <= 1.1 * (box.size + 4 * 12 * blocks)
 
 
-def test_a_rank_reads_its_columns_where_these_are_long(tmp_path: Path) -> None:
+def test_a_rank_reads_its_columns_only_if_rows_are_long(tmp_path: Path) -> None:
     """Rows have 256 KiB, so the bytes between two parts of a column shard are not read."""
     values = torch.arange(16 << 18, dtype=torch.int64).remainder(120).to(torch.uint8).reshape(16, -1)
     scales = torch.rand(1, (1 << 18) // 128)
@@ -136,12 +136,12 @@ def test_a_rank_reads_its_experts_or_its_outputs(axis: int, tmp_path: Path) -> N
         loaded = ckptcore.load(location, wanted, transforms=[DequantizeAsConfigured()], report=report)
         assert loaded["m.experts.up"].shards[0].elements.tobytes() == whole[box.slices].tobytes()
         needed = box.size // 2 + box.size // 32
-        assert report.bytes_read <= 1.1 * needed, "and no neighbouring bytes"
+        assert report.bytes_read <= 1.1 * needed, "neighbouring bytes were read"
 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_random_shardings_have_the_bits_of_the_whole(fp8: Published, experts: Published, data: st.DataObject) -> None:
+def test_random_shards_equal_slices_of_the_whole(fp8: Published, experts: Published, data: st.DataObject) -> None:
     location, expected = data.draw(st.sampled_from([fp8, experts]))
     name = data.draw(st.sampled_from(sorted(expected)))
     whole = expected[name]
@@ -174,7 +174,7 @@ def test_ranks_load_together(fp8: Published, reads: Any) -> None:
     job.run(load)
 
 
-def test_eight_devices_of_jax_get_their_shards_and_all_is_read_once(fp8: Published, experts: Published) -> None:
+def test_eight_devices_of_jax_get_their_shards_and_bytes_are_read_once(fp8: Published, experts: Published) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
     def abstract(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
@@ -200,7 +200,7 @@ def test_eight_devices_of_jax_get_their_shards_and_all_is_read_once(fp8: Publish
         assert report.bytes_read <= 1.1 * math.prod(whole.shape) * (1 / 2 + 1 / 32)
 
 
-def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
+def test_conversions_write_dequantised_weights(fp8: Published, tmp_path: Path) -> None:
     location, expected = fp8
     context = Context(memory=MemoryOptions(load_bytes=1 << 20), durability="none")
     ckptcore.copy(
@@ -211,7 +211,7 @@ def test_conversions_write_the_numbers(fp8: Published, tmp_path: Path) -> None:
     assert all(loaded[name].tobytes() == expected[name].tobytes() for name in expected)
 
 
-def test_one_part_of_an_open_checkpoint_of_ours_reads_its_blocks(tmp_path: Path) -> None:
+def test_a_part_of_a_checkpoint_with_checksums_reads_whole_blocks(tmp_path: Path) -> None:
     """Blocks of 1 MiB are read whole. A quarter of 8 MiB is in three blocks, and the scales are in one."""
     values = np.arange(8 << 20, dtype=np.uint32).astype(np.uint8).reshape(4096, 2048) & np.uint8(0x77)
     scales = np.ones((32, 16), np.float32)

@@ -97,7 +97,7 @@ def test_a_transform_that_does_not_fit(
     assert np.array_equal(loaded, expected)
 
 
-def test_a_field_names_the_parts_that_wildcards_confuse(tmp_path: Path) -> None:
+def test_a_field_replaces_wildcards_that_match_several_parts(tmp_path: Path) -> None:
     location = checkpoint(tmp_path, {f"{layer}.{part}": FOUR + layer for layer in range(2) for part in "qk"})
     refused(
         lambda: ckptcore.load(location, transforms=[Fuse(["*.q", "*.k"], "qk")]), "use fields such as {name} instead"
@@ -107,7 +107,7 @@ def test_a_field_names_the_parts_that_wildcards_confuse(tmp_path: Path) -> None:
     assert np.array_equal(loaded["qk.1"], np.concatenate([FOUR + 1, FOUR + 1]))
 
 
-def test_sizes_are_not_advised_for_arrays_that_do_not_fit(tmp_path: Path) -> None:
+def test_an_error_suggests_no_sizes_for_arrays_that_cannot_be_joined(tmp_path: Path) -> None:
     """No sizes can help if other extents or the number of axes differ."""
     location = checkpoint(tmp_path)
     for axis in (0, 1):
@@ -130,7 +130,7 @@ def test_sizes_are_not_advised_for_arrays_that_do_not_fit(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_inverses_of_what_the_text_says_to_set(
+def test_an_option_that_an_error_names_gives_an_inverse(
     tmp_path: Path, transform: Transform, advice: str, right: Transform
 ) -> None:
     refused(lambda: inverse([transform]), advice)
