@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def documents() -> Callable[..., Load]:
-    """Returns a function that loads the documents of a location."""
+    """Return a function that loads the documents of a location."""
 
     def of(location: object, **options: Any) -> Load:
         viewed = Viewed(str(location), default_context(), **options)

@@ -131,7 +131,7 @@ def test_too_many_axes_and_elements(tmp_path: Path, documents: Documents) -> Non
 def test_indices_as_text(text: str) -> None:
     array = np.arange(60).reshape(6, 10)
     index = parse_index(text)
-    assert np.array_equal(array[index], eval(f"array{text if text != '[]' else '[()]'}"))  # our own text
+    assert np.array_equal(array[index], eval(f"array{text if text != '[]' else '[()]'}"))  # text from this test
     assert parse_index(format_index(index)) == index
 
 
@@ -430,7 +430,7 @@ def test_steps_in_object_stores_are_read_again_after_a_minute(run: Path, monkeyp
     first = created()
     ckptcore.save(run / "10", state(), overwrite=True)
     with monkeypatch.context() as patched:
-        patched.setattr("ckptcore_view.documents.run.plan_deletions", None)  # nothing is decided again
+        patched.setattr("ckptcore_view.documents.run.plan_deletions", None)  # a cached decision needs no plan
         assert created() == first
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)

@@ -1,4 +1,4 @@
-"""Remedies in the errors of the viewer: each is followed as the text says, and shows the requested data."""
+"""Remedies in the errors of the viewer. Each test follows the text of an error, and gets the requested data."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ OWNER = Path(".ckptcore/owner/owner.json")
 
 
 def save(run: Path, steps: range, value: Any = 1.0, **metrics: float) -> None:
-    """Save steps in one process: one owner of the run."""
+    """Save steps as one job, which owns the run meanwhile."""
     with ckptcore.Checkpointer(run) as checkpointer:
         for step in steps:
             checkpointer.save(step, {"w": value}, metrics=metrics or {"loss": 1 / step})
 
 
 def kill(run: Path) -> None:
-    """Leave the record of the owner as a killed process leaves it: not released."""
+    """Mark the record of the owner as not released, as a killed process leaves it."""
     record = json.loads((run / OWNER).read_bytes())
     (run / OWNER).write_text(json.dumps({**record, "released": False}))
 
 
 def trainer_run(run: Path, **state: Any) -> Path:
-    """A run as the Trainer of Hugging Face saves it."""
+    """Create a run as the Trainer of Hugging Face saves it."""
     history = [{"step": step, "epoch": step / 10, "loss": 1 / step, "learning_rate": 1e-3} for step in range(1, 21)]
     history += [{"step": 10, "eval_loss": 0.5}, {"step": 20, "eval_loss": 0.7, "eval_runtime": 3.0}]
     for step in (10, 20):

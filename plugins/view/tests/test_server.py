@@ -1,4 +1,4 @@
-"""The server: who may ask, and what it answers."""
+"""The server: access control and answers."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_single_device() -> None:
 
 
 class FakeMesh(DeviceMesh):
-    """A mesh without processes: only its shape and names are noted."""
+    """A mesh without processes. The notes need only its shape and the names of its axes."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.__dict__.update(_mesh=np.arange(int(np.prod(shape))).reshape(shape), _mesh_dim_names=None)

@@ -1,4 +1,4 @@
-"""Accessibility: WCAG 2.2 AA by axe-core, on a wide screen and on a phone, in both colour schemes."""
+"""Accessibility on a wide screen and on a phone, in both colour schemes. axe-core checks WCAG 2.2 AA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VIEWS = {
     "#at=30&tab=differences": "[aria-label='Elements of arrays']",
     "#at=30&tab=origin": "code",
 }
-"""The address of each view, and what is visible once it is complete."""
+"""The address of each view, and a selector of an element that is visible once the view is complete."""
 
 
 def violations(page: Page) -> list[str]:

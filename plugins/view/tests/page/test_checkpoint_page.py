@@ -207,7 +207,7 @@ def test_hostile_names_are_text(report: bool, tmp_path: Path, show: Show) -> Non
             checkpointer.save(step, {**arrays, "value": HOSTILE[0]}, metrics=metrics, metadata={"note": HOSTILE})
     page = show(tmp_path / "run", report=report)
     expect(page.locator("figcaption", has_text="<script>alert(1)</script>").first).to_be_visible()
-    expect(page.locator(".plot-container")).to_have_count(6 if report else 5)  # a report shows the norms at once
+    expect(page.locator(".plot-container")).to_have_count(6 if report else 5)  # a report shows norms without a click
     for tab in ("tab=norms", "at=2&tab=timeline", "at=2&tab=origin", "at=2&tab=differences", "at=2&tab=files"):
         page.goto(f"{page.url.split('#')[0]}#{tab}")
         expect(page.locator("main")).to_have_attribute("data-shown", f"#{tab}")

@@ -166,7 +166,7 @@ def test_older_steps_are_shown_on_demand(tmp_path: Path, show: Show) -> None:
 
 
 def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
-    """The best step, a kill, a folder of runs and a phone, on one page of one server."""
+    """Show the best step, a killed job, a folder of runs and the layout of a phone in one page."""
     for name in ("first", "second"):
         for numbers in (range(10, 30, 10), range(30, 50, 10)):
             with ckptcore.Checkpointer(tmp_path / name) as checkpointer:
@@ -233,4 +233,4 @@ def test_every_step_of_a_report_opens_or_says_why_not(run: Path, show: Show, mon
     expect(page.locator(".panel")).to_contain_text("maximum 1")
     expect(page.locator(".panel")).to_contain_text("for its newest step only")
     expect(page.locator(".panel")).to_contain_text("1 chunk in 1 object")
-    expect(page.locator("svg.boxes")).to_have_count(0)  # one chunk is not drawn
+    expect(page.locator("svg.boxes")).to_have_count(0)  # the page draws chunks only if there are several
