@@ -67,8 +67,8 @@ def assert_linear(make: Callable[[int], Callable[[], object]], sizes: tuple[int,
     for attempt in attempts:
         attempt()  # fill caches, whose cost does not depend on the size
     for measure, least in ((calls_of, _CALLS), (bytes_of, _BYTES)):
-        found = [max(measure(attempt), least) for attempt in attempts]
-        assert found[1] <= _GROWTH * found[0] and found[2] <= _GROWTH * found[1], (measure.__name__, found)
+        costs = [max(measure(attempt), least) for attempt in attempts]
+        assert costs[1] <= _GROWTH * costs[0] and costs[2] <= _GROWTH * costs[1], (measure.__name__, costs)
 
 
 # --- numbers in notes and requests, without a checkpoint
@@ -105,7 +105,7 @@ def test_shardings(notes: str) -> None:
     assert_linear(NOTES[notes], (1024, 2048, 4096))
 
 
-def test_an_axis_that_is_named_often_is_refused() -> None:
+def test_an_axis_that_is_named_many_times_is_refused() -> None:
     """The viewer once worked for minutes on such a root of 13 kB."""
     assert sharding_of(ArrayRecord(ArraySpec((4,), "int8"), notes=_named({"x": 4096}, [["x"] * 3000]))) is None
     assert calls_of(_shards(_named({"x": 4096}, [["x"] * 3000]))) < 20_000
@@ -164,12 +164,12 @@ def test_chunks() -> None:
     assert_linear(lambda n: lambda: _chunk_document(_Grid(n), Request()), (4096, 8192, 16384))
     for count, shown, is_all in ((1 << 16, 1 << 16, True), ((1 << 16) + 1, 1 << 16, False), (1 << 40, 1 << 16, False)):
         grid = _Grid(count)
-        found = _chunk_document(grid, Request())
-        assert (found["count"], found["is_all"]) == (shown, is_all)
+        document = _chunk_document(grid, Request())
+        assert (document["count"], document["is_all"]) == (shown, is_all)
         assert grid.made <= (1 << 16) + 1
 
 
-def test_the_work_stops_when_the_client_is_gone() -> None:
+def test_listing_chunks_stops_when_the_client_disconnects() -> None:
     grid = _Grid(1 << 40)
     with pytest.raises(CancelledError):
         _chunk_document(grid, Request({}, lambda: grid.made >= 5_000))
@@ -189,7 +189,9 @@ def test_the_work_stops_when_the_client_is_gone() -> None:
         ("checkpoint", {"at": "1"}),
     ],
 )
-def test_no_document_is_made_for_a_client_that_is_gone(name: str, parameters: dict[str, str], tmp_path: Path) -> None:
+def test_no_document_is_made_after_the_client_disconnects(
+    name: str, parameters: dict[str, str], tmp_path: Path
+) -> None:
     with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, {"w": np.ones(4)})
         checkpointer.save(2, {"w": np.zeros(4), "b": 1})

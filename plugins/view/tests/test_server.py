@@ -65,7 +65,7 @@ def test_other_hosts_are_refused(host: str, client: TestClient) -> None:
     assert client.get(f"/{TOKEN}/documents/view", headers={"Host": host}).status_code == 400
 
 
-def test_nothing_is_stored_and_no_referrer_is_sent(client: TestClient) -> None:
+def test_pages_are_not_cached_and_send_no_referrer(client: TestClient) -> None:
     for path in ("", "app.js", "documents/view"):
         headers = client.get(f"/{TOKEN}/{path}").headers
         assert headers["cache-control"] == "no-store"
@@ -129,7 +129,7 @@ def test_names_that_utf8_cannot_encode(tmp_path: Path) -> None:
     assert client.get(f"/{TOKEN}/documents/tree?at=").json()["names"][1] == "\ud800x"
 
 
-def test_a_defect_is_an_answer_and_no_traceback(
+def test_a_bug_is_reported_in_the_answer_without_a_traceback(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: object) -> Document:
@@ -149,10 +149,10 @@ def test_reads_stop_when_the_server_ends(checkpoint: Path) -> None:
 
 
 def test_the_browser_gets_the_token_from_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Path] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(Path(url.removeprefix("file://"))))
+    files: list[Path] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: files.append(Path(url.removeprefix("file://"))))
     with _redirect("http://127.0.0.1:80/a-token/"):
-        [file] = opened
+        [file] = files
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert "url=http://127.0.0.1:80/a-token/" in file.read_text()
     assert not file.exists()

@@ -71,7 +71,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
             page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
             page.on("console", lambda message: message.type == "error" and problems.append(f"console: {message.text}"))
             own = (url.split("#")[0], "data:", "blob:")
-            page.on("request", lambda one: one.url.startswith(own) or problems.append(f"request: {one.url}"))
+            page.on(
+                "request", lambda request: request.url.startswith(own) or problems.append(f"request: {request.url}")
+            )
             page.goto(url + address)
             return page
 

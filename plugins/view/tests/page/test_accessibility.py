@@ -27,9 +27,10 @@ VIEWS = {
 
 def violations(page: Page) -> list[str]:
     options: Any = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
-    found = Axe().run(page, options=options).response["violations"]
     return [
-        f"{one['id']}: {node['html'][:200]} {node['failureSummary'][:300]}" for one in found for node in one["nodes"]
+        f"{violation['id']}: {node['html'][:200]} {node['failureSummary'][:300]}"
+        for violation in Axe().run(page, options=options).response["violations"]
+        for node in violation["nodes"]
     ]
 
 
@@ -62,7 +63,7 @@ def test_a_phone_scrolls_only_down(address: str, run: Path, show: Show) -> None:
     assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
 
 
-def test_a_phone_shows_the_tree_or_the_array(run: Path, show: Show) -> None:
+def test_a_phone_shows_either_the_tree_or_the_array(run: Path, show: Show) -> None:
     page = show(run, "#at=30", viewport=PHONE)
     page.locator(".tree .row .name", has_text="weight").first.click()
     expect(page.get_by_role("heading", name="model['layers.0.weight']")).to_be_visible()

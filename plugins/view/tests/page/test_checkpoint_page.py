@@ -31,7 +31,7 @@ def choose(page: Page, name: str) -> None:
 
 
 @BOTH
-def test_the_tree_with_totals(report: bool, checkpoint: Path, show: Show) -> None:
+def test_the_tree_shows_totals(report: bool, checkpoint: Path, show: Show) -> None:
     page = show(checkpoint, report=report)
     expect(page.get_by_role("heading", name=str(checkpoint))).to_be_visible()
     rows = page.get_by_role("treegrid").get_by_role("row")
@@ -249,7 +249,7 @@ def test_the_ranks_of_states_that_exist(tmp_path: Path, show: Show) -> None:
     expect(page.locator(".panel")).to_contain_text("minimum 2")
 
 
-def test_a_checkpoint_that_was_replaced(checkpoint: Path, show: Show) -> None:
+def test_a_page_of_a_replaced_checkpoint(checkpoint: Path, show: Show) -> None:
     page = show(checkpoint, expected="400 (Bad Request)")
     expect(page.get_by_role("treegrid").get_by_role("row")).to_have_count(13)
     ckptcore.save(checkpoint, {"aaa": np.full(4, 7.0), **state()}, overwrite=True)

@@ -44,7 +44,7 @@ def test_a_step(report: bool, run: Path, show: Show) -> None:
 
 
 @BOTH
-def test_what_a_policy_keeps(report: bool, run: Path, show: Show) -> None:
+def test_the_steps_that_a_policy_keeps(report: bool, run: Path, show: Show) -> None:
     page = show(run, report=report, policy="latest_n=1")
     steps = page.get_by_role("region", name="Steps")
     expect(steps.get_by_text("would be deleted")).to_have_count(2)
@@ -143,7 +143,7 @@ def test_steps_that_a_policy_does_not_decide(run: Path, show: Show) -> None:
     expect(page.get_by_text("would be deleted")).to_have_count(0)
 
 
-def test_norms_have_gaps_where_a_step_cannot_be_read(run: Path, show: Show) -> None:
+def test_norms_have_gaps_for_unreadable_steps(run: Path, show: Show) -> None:
     file = run / "20" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
