@@ -117,7 +117,7 @@ def test_boxes_make_up_an_array(shape: tuple[int, ...], dtype: str, max_bytes: i
         seen[box.slices] += 1
         assert box.size * spec.numpy_dtype.itemsize <= max(max_bytes, spec.numpy_dtype.itemsize)
         if box.size:
-            assert order[box.slices].min() > last  # in C order, so that it is read from front to back
+            assert order[box.slices].min() > last  # boxes are in C order, so that files are read from front to back
             last = int(order[box.slices].max())
     assert (seen == 1).all()
 

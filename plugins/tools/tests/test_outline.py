@@ -112,5 +112,5 @@ def test_some_leaves_with_the_rows_above_them(tmp_path: Path) -> None:
     ]
     assert (some.kinds, some.nbytes[0], some.arrays[0]) == ({0: "dict", 1: "dict", 3: "list"}, 59, 3)
     assert [some.names[row] for row in some.children(0)] == ["a", "b", "c"]
-    assert found.only(range(6)).stops[0] == len(found) - 1  # without the empty container
+    assert found.only(range(6)).stops[0] == len(found) - 1  # the empty container is not included
     assert drawn(found.only(())) == ["<root> -1 0"]

@@ -31,7 +31,7 @@ def edges(histogram: Histogram) -> HostArray:
 
 
 def counts(array: HostArray) -> tuple[int, ...]:
-    """Return the counts that NumPy has for the bins of our histogram."""
+    """Return NumPy's counts for the bins of our histogram."""
     found = statistics_of([array])
     assert found is not None
     assert found.histogram is not None

@@ -8,13 +8,13 @@ from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_t
 
 
 def problems(found: object, expected: Any, where: str = "$") -> list[str]:
-    """Return the places of a parsed JSON document that do not match a type, including unknown members."""
+    """Return the places of a parsed JSON document that do not match a type. Unknown members do not match."""
     if is_typeddict(expected):
         return _problems_of_object(found, expected, where)
     origin, arguments = get_origin(expected), get_args(expected)
     if origin in (Union, types.UnionType):
         if any(get_origin(choice) is Mapping for choice in arguments):
-            return []  # JSON of any kind: the only union with a mapping in it
+            return []  # the type `JSON`: no other union contains a mapping
         return [] if any(not problems(found, choice, where) for choice in arguments) else [f"{where}: {found!r}"]
     if origin is Literal:
         return [] if found in arguments else [f"{where}: {found!r} is not one of {arguments}"]

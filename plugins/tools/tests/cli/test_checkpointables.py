@@ -99,7 +99,7 @@ def test_a_member_by_its_own_location(run: Run, run_json: RunJson, several: Path
 
 
 def headline(lines: list[str]) -> str:
-    """The first line of a timeline, which names the save."""
+    """Return the first line of a timeline, which names the save."""
     (line,) = [line for line in lines if line.startswith("save ")]
     return line
 

@@ -22,7 +22,7 @@ from plugins.tools.tests.cli.expected_documents import DiffDocument, ErrorDocume
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    """Saves a second checkpoint."""
+    """Return a function that saves a second checkpoint."""
 
     def save(value: object) -> Path:
         ckptcore.save(tmp_path / "other", value)
@@ -32,7 +32,7 @@ def other(tmp_path: Path) -> Any:
 
 
 def differences(document: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the contents of A and B by path and kind."""
+    """Return the contents of A and B for each difference. The keys contain its path and kind."""
     return {f"{one['path']} {one['kind']}": (one["a"], one["b"]) for one in document["differences"]}
 
 

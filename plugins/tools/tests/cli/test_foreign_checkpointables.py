@@ -1,4 +1,4 @@
-"""The commands, on checkpoints of several checkpointables that other software wrote."""
+"""The commands on checkpoints with several checkpointables that other software wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CREATED = "2026-01-02T03:04:05+00:00"
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The commands know installed plugins only: for these tests the layout is one."""
+    """Install the plugin of the test layout, because commands use only installed plugins."""
     having = plugins.installed_plugins().with_plugins([ShelfPlugin()], {})
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", lambda: having)
     default_context.cache_clear()
@@ -40,7 +40,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Path:
-    """A tree and files."""
+    """A checkpoint with a tree and files."""
     directory = tmp_path / "theirs" / "step_7"
     params = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
     put_on_shelf(

@@ -186,7 +186,7 @@ def test_wrong_calls(run: Run, directory: Path) -> None:
         [],
         ["--policy", "latest_n"],
         ["--policy", "nonsense"],
-        ["--policy", "latest_n=1"],  # there is no terminal to ask
+        ["--policy", "latest_n=1"],  # without a terminal, the command cannot ask
         ["--policy", "latest_n=1", "--json"],
         ["--policy", "latest_n=1", "--yes", "--named", "epoch"],
     ):
@@ -225,7 +225,7 @@ def test_asks_on_a_terminal(directory: Path) -> None:
     assert (code, names(directory)) == (130, ["1", "2", "3", "4"])
     assert "to delete: 2 of 4 steps" in seen
     assert "nothing was deleted" in seen
-    code, seen = asked(directory, b"\x04")  # the end of what is typed
+    code, seen = asked(directory, b"\x04")  # Ctrl-D, the end of the input
     assert (code, names(directory)) == (130, ["1", "2", "3", "4"])
     assert "interrupted" in seen
     assert "Traceback" not in seen

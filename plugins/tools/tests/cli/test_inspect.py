@@ -140,7 +140,7 @@ def test_statistics_read_no_text(run: Run, run_json: RunJson, tmp_path: Path) ->
     ckptcore.save(
         tmp_path / "c", {"none": np.empty(0, "U3"), "text": np.full(1 << 9, "a" * (1 << 10)), "x": np.ones(2)}
     )
-    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of the text alone
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block that contains only text
     result = run("inspect", tmp_path / "c", "--statistics")
     assert result.exit_code == 0, result.stderr
     _, document = run_json(InspectDocument, "inspect", tmp_path / "c", "--statistics")
@@ -151,14 +151,14 @@ def test_statistics_read_no_text(run: Run, run_json: RunJson, tmp_path: Path) ->
 def test_statistics_read_only_what_is_shown(run: Run, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     state = {"params": {"a": np.ones(3), "b": np.ones(1 << 18)}, "x": np.full(5, 2.0)}
     ckptcore.save(tmp_path / "c", state)
-    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block of "b" alone
+    flip(tmp_path / "c" / "model.safetensors", 3 << 19)  # in a block that contains only "b"
     result = run("inspect", tmp_path / "c", "--statistics", *arguments)
     assert result.exit_code == 0, result.stderr
     assert run("inspect", tmp_path / "c", "--statistics").exit_code == 4
 
 
 class _Terminal(io.StringIO):
-    """A terminal that keeps what is printed."""
+    """A terminal that records its output."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Orbax checkpoints with items that are no arrays: JSON, protobuf, random keys. Orbax writes them."""
+"""Checkpoints that Orbax writes with items other than arrays: JSON, protobuf and random keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.arange(3, dt
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of every kind of item that Orbax has handlers for."""
+    """A step with every kind of item that Orbax has a handler for."""
     message = pytest.importorskip("google.protobuf.struct_pb2").Struct()
     message["a"] = 1
     directory = tmp_path_factory.mktemp("orbax") / "step"

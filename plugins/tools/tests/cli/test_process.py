@@ -1,4 +1,4 @@
-"""The command as a program: what it imports, where its output goes, what its exit code is."""
+"""The command as a program: its imports, output streams and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = [sys.executable, "-m", "ckptcore"]
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
+    """Run the command in a new process."""
     return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
@@ -184,7 +184,7 @@ EACH = (
     "    except SystemExit as ended:\n"
     "        sys.stderr.write(f'{arguments[0]} {int(ended.code or 0)}\\n')\n"
 )
-"""Runs several commands, and writes the exit code of each to stderr."""
+"""A program that runs several commands, and writes the exit code of each to stderr."""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -259,7 +259,7 @@ def test_a_malformed_option_is_not_repeated(run: Run, option: str, checkpoint: P
 
 
 def on_terminal(*arguments: object) -> tuple[int, str, str]:
-    """Run the command with its stderr on a terminal: exit code, stdout, what the terminal got."""
+    """Run the command with a terminal as stderr. Return the exit code, stdout and the output on the terminal."""
     master, slave = pty.openpty()
     process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)

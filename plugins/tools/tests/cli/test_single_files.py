@@ -1,4 +1,4 @@
-"""The commands for directories, on a file. PyTorch writes it."""
+"""The commands for directories, used on a single file that PyTorch wrote."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_text(run: Run, tmp_path: Path) -> None:
     nbytes = (tmp_path / "run" / "100" / "model.safetensors").stat().st_size
     with ckptcore.CheckpointReader(tmp_path / "run").pin(1000):
         lines = run("steps", tmp_path / "run").stdout.splitlines()
-    ages = [line.split()[5:7] for line in lines[1:3]]  # "0 s", or more on a slow machine
+    ages = [line.split()[5:7] for line in lines[1:3]]  # "0 s", or older on a slow machine
     first, second = (" ".join(one).rjust(3) for one in ages)
     assert lines == [
         f"step  name  state         size  {'age':>3}  metrics   notes",
@@ -183,7 +183,7 @@ def test_who_owns_the_directory(run: Run, run_json: RunJson, tmp_path: Path) -> 
         _, document = run_json(StepsDocument, "steps", tmp_path / "run")
         assert (document["owner"]["alive"], document["owner"]["pid"]) == (True, os.getpid())
         assert "this process, process " in run("steps", tmp_path / "run").stdout
-        checkpointer.save_blocking(2, {"x": 1})  # it still owns it
+        checkpointer.save_blocking(2, {"x": 1})  # the command did not take the ownership away
     _, document = run_json(StepsDocument, "steps", tmp_path / "run")
     assert document["owner"] is None
 

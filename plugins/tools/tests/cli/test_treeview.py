@@ -1,4 +1,4 @@
-"""Details of arrays in the tree of `inspect`."""
+"""The tree that `inspect` prints, and details of its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptcore.model.tree import LEAF, Node
 
 
 def text(lines: Sequence[TreeLine], width: int | None) -> list[str]:
-    """Return lines as they are printed."""
+    """Return lines as the command prints them."""
     return ["".join(cell if isinstance(cell, str) else cell[0] for cell in line) for line in format_lines(lines, width)]
 
 

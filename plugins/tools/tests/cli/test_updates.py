@@ -14,7 +14,7 @@ from plugins.tools.tests.cli.expected_documents import InspectDocument, StepsDoc
 
 @pytest.fixture
 def updated(tmp_path: Path) -> Path:
-    """Steps of which 3 has arrays of 1, 4 of 2, and "best" of 1 and 4."""
+    """A run with four steps. Step 3 is an update of step 1, and step 4 is an update of step 2."""
     place = tmp_path / "run"
     for step in (1, 2):
         ckptcore.save(place / str(step), {"a": np.ones(4), "n": step})

@@ -1,4 +1,4 @@
-"""Checkpoints of any layout as one directory of safetensors, by one process."""
+"""Consolidation: one process converts checkpoints of any layout to one directory of safetensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ckptcore.errors import (
 )
 
 FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
-"""Pieces of 8 KiB."""
+"""A Context with memory for pieces of 8 KiB."""
 
 
 def sample() -> dict[str, Any]:
-    """A model of every kind of array, and what is around it."""
+    """Return a state whose model has every kind of array."""
     shared = np.arange(6000, dtype=np.float32).reshape(60, 100)
     model = {
         "embed.weight": shared,
@@ -54,7 +54,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
-    """Everything in a directory but what names the save."""
+    """Return the files of a directory, except the checkpoint's own metadata, which contains the save id."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith("checkpoint.")}
 
 
@@ -96,7 +96,7 @@ def test_hugging_face_reads_the_index(source: Path, tmp_path: Path) -> None:
     assert np.array_equal(loaded["layers.0.w"], sample()["model"]["layers"][0]["w"])
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / "hf" / file, "np") as opened:
-            assert name in opened.keys()  # noqa: SIM118  # it is no mapping
+            assert name in opened.keys()  # noqa: SIM118  # not a mapping
 
 
 def test_a_tree_can_be_written_as_one_file(source: Path, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_invalid_arguments_are_refused(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"subtree": ()}, {"layout": "safetensors"}], ids=["part", "whole"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_replaced_checkpoint_cannot_contain_the_source(options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
-    """Neither where the destination is around the source, nor where it is one of its checkpointables."""
+    """The destination may be neither a parent directory of the source nor one of the source's checkpointables."""
     steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{next(iter(options))}"
     ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
     make: Any = functools.partial(ckptcore.copy, **options, overwrite="non-atomic", context=FAST)
@@ -235,7 +235,9 @@ def test_damage_is_reported_and_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_source_replaced_meanwhile_is_read_again(late: bool, source: Path, tmp_path: Path) -> None:
-    """Early: what is read next is gone. Late: all was read, perhaps some of it of the other save."""
+    """An early replacement removes objects before they are read. After a late one, all objects were read, perhaps from
+    two saves.
+    """
 
     def replace(done: int, total: int) -> None:
         if not replaced and (done >= total - 1 or not late):  # `total` is reported after the commit

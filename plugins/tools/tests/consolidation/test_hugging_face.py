@@ -1,4 +1,4 @@
-"""Published weights and the programs that load them: tied arrays, and the metadata of files."""
+"""Published weights load in other programs: tied arrays, and the metadata of files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAST = ckptcore.Context(durability="none")
 
 
 class Tied(torch.nn.Module):
-    """The second weight is the first."""
+    """A model with two layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
     config.save_pretrained(tmp_path / "config")
     ckptcore.save(tmp_path / "source", model.state_dict(), context=FAST)
     files = [tmp_path / "config" / "config.json"]
-    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), tied=tied, files=files, context=FAST)  # type: ignore[call-overload]  # one of the two
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), tied=tied, files=files, context=FAST)  # type: ignore[call-overload]  # `tied` needs a literal type
     read: Any = transformers.GPT2LMHeadModel.from_pretrained
     loaded, report = read(tmp_path / "hf", output_loading_info=True, local_files_only=True)
     assert not any(report.values())
@@ -108,7 +108,7 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_save_pretrained_wrote_loads_into_a_model(tied: bool, tmp_path: Path) -> None:
-    """Of tied weights, `save_pretrained` writes the embedding alone."""
+    """If weights are tied, `save_pretrained` writes only the embedding."""
     config = transformers.LlamaConfig(
         vocab_size=7, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1
     )
@@ -132,7 +132,7 @@ def test_a_save_accepts_metadata(tmp_path: Path) -> None:
     layout = ckptcore.SafetensorsLayout(metadata={"by": "us", "b": "a name of the user's"})
     shared = np.arange(3)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared}, layout=layout, context=FAST)
-    # As in save_model, what the user says is not replaced by the name of an array.
+    # As in `save_model`, the user's metadata has priority over the entry for a tied array.
     assert _header_metadata(tmp_path / "c" / "model.safetensors") == {
         "by": "us",
         "b": "a name of the user's",

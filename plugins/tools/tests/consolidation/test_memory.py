@@ -1,4 +1,4 @@
-"""A tree of one array that is much larger than the memory that copying it takes."""
+"""Copying one large array needs much less memory than the array has bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 MIB = 1 << 20
 ARRAY_BYTES = 512 * MIB
 
-# In a new process, for the peak of its memory.
+# The copy runs in a new process, whose peak memory is measured.
 PROGRAM = """
 import sys
 import ckptcore
@@ -40,7 +40,7 @@ print(peak() - before)
 """
 
 SLACK_BYTES = 64 * MIB
-"""Buffers of the threads that read and of those that write: 4 MiB for each."""
+"""Memory for the buffers of reading and writing threads, 4 MiB for each thread."""
 
 
 @pytest.mark.slow

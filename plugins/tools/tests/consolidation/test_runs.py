@@ -1,4 +1,4 @@
-"""Cutting arrays into runs of elements."""
+"""Cutting of arrays into runs of elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
 def elements_of(shape: tuple[int, ...], box: Box) -> list[int]:
-    """The numbers of the elements of a box, as NumPy finds them."""
+    """Return the flat indices of the elements of a box, computed by NumPy."""
     found: list[int] = np.arange(prod(shape)).reshape(shape)[box.slices].ravel().tolist()
     return found
 
@@ -57,7 +57,7 @@ def test_larger_bands_are_not_cut_on_request() -> None:
 
 
 def test_of_a_band_that_is_cut_no_piece_is_half() -> None:
-    """Else a reader that has one checksum for all of it would read all of it for each half."""
+    """If the whole band has one checksum, a reader of either half would read the whole band."""
     boxes = cut_flat_ranges(ArraySpec((100,), "uint8"), (), most_bytes=60, band_bytes=0)
     assert len(boxes) == 3 and max(box.size for box in boxes) < 50
 

@@ -1,4 +1,4 @@
-"""Arrays that are read ahead of who writes them."""
+"""Streaming of arrays: a reader thread reads ahead of the writer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = StreamSizes(slice=16_000, item=16_000, buffered=24_000)
 
 
 class Watched(ckptcore.SafetensorsLayout):
-    """Counts what is read, may wait before it reads, and may not read at all."""
+    """A layout that records its reads. It can wait before a read, fail, or skip arrays."""
 
     gate: threading.Event
     batches: list[list[int]]
@@ -54,7 +54,7 @@ class Watched(ckptcore.SafetensorsLayout):
 
 
 def watched() -> Watched:
-    """One that does as it should."""
+    """Return a layout that reads without waits and errors."""
     layout = Watched()
     for name, value in (("gate", threading.Event()), ("batches", []), ("fault", None), ("silent", False)):
         object.__setattr__(layout, name, value)
@@ -87,7 +87,7 @@ def first_element(snapshot: StreamedSnapshot, item: int) -> float:
 
 
 class WatchedCondition(threading.Condition):
-    """Counts how often another thread than the main one waits."""
+    """A condition that counts the waits of all threads except the main thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class WatchedCondition(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         if threading.current_thread() is not threading.main_thread():
-            self.waits.release()  # holding the lock: nothing changes before it waits
+            self.waits.release()  # this thread holds the lock, so nothing changes before it waits
         return super().wait(timeout)
 
 
@@ -104,10 +104,10 @@ def test_read_ahead_stays_within_the_memory_limit(opened: Checkpoint) -> None:
     changed = snapshot._changed = WatchedCondition()
     try:
         assert first_element(snapshot, 0) == 0
-        assert changed.waits.acquire(timeout=60)  # for room
+        assert changed.waits.acquire(timeout=60)  # the reader waits for free memory
         assert sum(map(len, layout_of(opened).batches)) == 3
         snapshot.release(0)
-        snapshot.release(0)  # again is no error
+        snapshot.release(0)  # a second release is not an error
         assert changed.waits.acquire(timeout=60)
         assert sum(map(len, layout_of(opened).batches)) == 4
         assert [first_element(snapshot, item) for item in range(1, ARRAYS)] == list(range(1, ARRAYS))
@@ -131,7 +131,7 @@ def test_a_writer_can_read_in_any_order(opened: Checkpoint) -> None:
     snapshot = snapshot_of(opened)
     try:
         order = [9, 3, 4, 0, 8, 1, 7, 2, 6, 5]
-        assert [first_element(snapshot, item) for item in order] == order  # and releases nothing
+        assert [first_element(snapshot, item) for item in order] == order  # without any release
     finally:
         snapshot.close()
     assert sorted(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
@@ -227,7 +227,7 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
     assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
-    # In addition to the chunks there are the root and shard indices.
+    # The root and the shard indices are read in addition to the chunks.
     assert stored < storage.plan.bytes_read < stored + 30_000
 
 
@@ -243,7 +243,7 @@ def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
 
 
 def test_a_layout_without_pieces_gets_complete_arrays(opened: Checkpoint) -> None:
-    whole = ShelfLayout()  # has the default of `Layout.arrays_by_object`
+    whole = ShelfLayout()  # inherits `Layout.arrays_by_object`
     (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
     spec = ArraySpec((ARRAY_BYTES // 4,), "float32")
     assert items == [WriteItem(leaf, spec, (Box.whole(spec.shape),)) for leaf in range(ARRAYS)]
@@ -251,7 +251,7 @@ def test_a_layout_without_pieces_gets_complete_arrays(opened: Checkpoint) -> Non
 
 @pytest.mark.parametrize(("load_bytes", "times"), [(None, 1), (60_000, 3)])
 def test_a_tied_array_is_read_once_if_it_can_be_kept(load_bytes: int | None, times: int, tmp_path: Path) -> None:
-    """It is written under each of its names. A limit of memory precedes."""
+    """The array is written under each of its names. If the limit of memory is too low to keep it, it is read again."""
     tied = np.arange(50_000, dtype=np.float32)
     ckptcore.save(tmp_path / "source", {"a": tied, "b": tied, "m": tied[:9] + 1, "z": tied}, context=CONTEXT)
     storage = CountedFiles()

@@ -1,4 +1,4 @@
-"""Copies that something else happens to: another copy of the same, a save at the source, a save at the destination."""
+"""Copies during other operations: another copy to the same destination, and a save at the source or destination."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_source_replaced_meanwhile_is_detected(several: bool, tmp_path: Path) 
             save(here, _OLD)
             meanwhile = InterruptedPlan(operation.number, functools.partial(save, here, _NEW))
             context = faulty_context(here, meanwhile)
-            # The other end is what the plugins have, so the destination meets no interruption.
+            # The destination is opened without faults, so only operations at the source are interrupted.
             ckptcore.copy(through(here), there, context=context)
             expected = {_NEW} if operation.number < plan.operations[-1].number else {_OLD, _NEW}
             assert version_at(there) in expected, f"interrupted at {operation}"
@@ -115,7 +115,7 @@ def test_a_concurrent_save_at_the_destination_is_detected(tmp_path: Path) -> Non
                 assert not refused, f"no copy committed, interrupted at {operation}"
                 before = operations[operation.number - 1]
                 if operation.changes and before.name == "get" and before.keys == ("step/checkpoint.json",):
-                    continue  # the claim was checked right before: no storage combines that and the change
+                    continue  # the save came after the check of the claim, which no storage combines with the change
                 assert version_at(there) == _OTHER, f"interrupted at {operation}"
             else:
                 assert version_at(there) == _NEW, f"interrupted at {operation}"

@@ -1,4 +1,4 @@
-"""Checkpoints of other software that list what is missing: each says so, and no copy loses it silently."""
+"""Other software's checkpoints with missing files: errors or warnings name them, and no copy omits them silently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNIVERSAL: Final = "global_step2_universal/zero/scale"
 
 
 class _Missing(NamedTuple):
-    """A golden checkpoint, the file or directory that is removed, and what the errors name."""
+    """A golden checkpoint, the file or directory that is removed, and the text that the errors must contain."""
 
     golden: Path
     removed: str
@@ -97,7 +97,7 @@ def test_a_file_that_is_missing_is_an_error(missing: _Missing, tmp_path: Path) -
 
 
 def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
-    """The arrays lack what it saved. Those that do not can be loaded, but no copy loses it silently."""
+    """Some arrays lack the shards of the missing process. Other arrays can be loaded, but a copy is an error."""
     source = _without(_FILES["DCP, arrays"], tmp_path / "c")
     (source / "__1.metadata").unlink()
     _assert_not_copied(source, "by_rows (float32[5, 3]) is incomplete", tmp_path)
@@ -107,7 +107,7 @@ def test_a_process_that_is_missing_with_its_metadata(tmp_path: Path) -> None:
 def test_a_checkpointable_that_is_missing_is_an_error(
     missing: _Missing, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The remedy that the errors name is followed."""
+    """The test also follows the remedy in the error."""
     name = missing.removed
     source = _without(missing, tmp_path / "c")
     found = ckptcore.metadata(source).checkpointables
@@ -148,7 +148,7 @@ def test_nothing_that_is_listed_exists(tmp_path: Path) -> None:
 
 
 def test_what_orbax_deleted_is_not_missing(tmp_path: Path) -> None:
-    """Orbax removes the name at the end of a deletion. Until then, a file names what it deletes."""
+    """Orbax removes the name at the end of a deletion. Until then, a file names the item that is being deleted."""
     source = _without(_ITEMS["Orbax v1"], tmp_path / "c")
     record = {"operation_id": "0", "checkpointable_name": "ema", "destination": None}
     (source / "_CHECKPOINT_DELETION").write_text(json.dumps(record))
@@ -164,7 +164,7 @@ def test_parts_of_a_pipeline_without_weights_may_be_missing(part: str, tmp_path:
 
 
 def test_a_model_of_a_pipeline_without_its_weights_is_an_error(tmp_path: Path) -> None:
-    """As a download of the configs alone has it."""
+    """A download of only the configs leaves such a directory."""
     source = tmp_path / "c"
     shutil.copytree(_PIPELINE, source)
     for path in (source / "unet").glob("*.safetensors*"):

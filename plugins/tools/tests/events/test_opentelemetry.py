@@ -1,4 +1,4 @@
-"""Events become spans with their true times below the span of their operation, and numbers by phase."""
+"""Events become spans and metrics. A span has the times of its event, and the span of the operation as its parent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Collected:
         return found
 
     def points(self, name: str) -> Mapping[str, HistogramDataPoint | NumberDataPoint]:
-        """The points of a metric by phase."""
+        """Return the points of a metric by phase."""
         data = self.reader.get_metrics_data()
         assert data is not None
         found: dict[str, HistogramDataPoint | NumberDataPoint] = {}
