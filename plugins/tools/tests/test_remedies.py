@@ -99,7 +99,7 @@ def test_a_copy_that_is_damaged_before_its_commit(tmp_path: Path) -> None:
     assert_saved(tmp_path / "b")
 
 
-def test_a_copy_of_an_update_that_is_deleted_at_once(tmp_path: Path) -> None:
+def test_a_copy_that_is_deleted_right_after_its_commit(tmp_path: Path) -> None:
     def delete(event: Event) -> None:
         if event.phase == "commit":
             ckptcore.delete(tmp_path / "b")

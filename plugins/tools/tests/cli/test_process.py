@@ -189,15 +189,15 @@ EACH = (
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
-    run, one = tmp_path / "größe", tmp_path / "größe" / "漢字"
+    run, checkpoint = tmp_path / "größe", tmp_path / "größe" / "漢字"
     save_run(run, {1: 0.5})
-    ckptcore.save(one, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
+    ckptcore.save(checkpoint, {"größe": {"漢字": np.ones((3, 3))}, "zähler": list(range(50))})
     commands: list[list[object]] = [
-        ["inspect", one],
-        ["verify", one],
+        ["inspect", checkpoint],
+        ["verify", checkpoint],
         ["ls", run],
         ["steps", run],
-        ["diff", one, run / "1"],
+        ["diff", checkpoint, run / "1"],
         ["--help"],
     ]
     finished = subprocess.run(

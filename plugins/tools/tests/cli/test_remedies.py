@@ -26,7 +26,7 @@ def message(run: Run, *arguments: object) -> str:
 
 def commands(text: str) -> list[list[str]]:
     """Return the arguments of the commands that an error names."""
-    return [shlex.split(found) for found in re.findall(r"`ckptcore ([^`]+)`", text)]
+    return [shlex.split(command) for command in re.findall(r"`ckptcore ([^`]+)`", text)]
 
 
 def test_a_directory_of_steps_is_not_a_checkpoint(tmp_path: Path, run: Run) -> None:
@@ -98,7 +98,7 @@ def test_maps_and_their_options(tmp_path: Path, run: Run) -> None:
     assert "does not use --head-dim=4: remove it" in text
 
 
-def test_leaves_that_a_map_does_not_know(tmp_path: Path, run: Run) -> None:
+def test_leaves_that_are_unknown_to_a_map(tmp_path: Path, run: Run) -> None:
     """The command cannot drop leaves, so the error names functions that can."""
     pytest.importorskip("ckptcore_transforms")
     ckptcore.save(tmp_path / "a", _bert() | {"encoder.layer.0.odd": np.ones(2)})

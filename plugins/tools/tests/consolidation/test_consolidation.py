@@ -95,8 +95,8 @@ def test_hugging_face_reads_the_index(source: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in loaded.values())
     assert np.array_equal(loaded["layers.0.w"], sample()["model"]["layers"][0]["w"])
     for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "hf" / file, "np") as opened:
-            assert name in opened.keys()  # noqa: SIM118  # not a mapping
+        with safe_open(tmp_path / "hf" / file, "np") as reader:
+            assert name in reader.keys()  # noqa: SIM118  # not a mapping
 
 
 def test_a_tree_can_be_written_as_one_file(source: Path, tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_a_part_can_contain_arrays_tied_to_others(tmp_path: Path) -> None:
     shared = np.arange(10.0)
     ckptcore.save(tmp_path / "source", {"a": shared, "b": {"c": shared, "d": shared}}, context=FAST)
     ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert {name: array.tolist() for name, array in found.items()} == {"c": shared.tolist(), "d": shared.tolist()}
+    arrays = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {name: array.tolist() for name, array in arrays.items()} == {"c": shared.tolist(), "d": shared.tolist()}
     loaded = ckptcore.load(tmp_path / "hf")
     assert loaded["d"].tolist() == shared.tolist() and loaded["d"] is loaded["c"]
 
@@ -234,7 +234,7 @@ def test_damage_is_reported_and_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_source_replaced_meanwhile_is_read_again(late: bool, source: Path, tmp_path: Path) -> None:
+def test_a_source_that_is_replaced_during_the_copy_is_read_again(late: bool, source: Path, tmp_path: Path) -> None:
     """An early replacement removes objects before they are read. After a late one, all objects were read, perhaps from
     two saves.
     """
@@ -267,7 +267,7 @@ def test_a_source_may_change_before_each_operation(task: str, tmp_path: Path) ->
         if task != "delete":
             save(place, 2)
 
-    found = set()
+    values = set()
     for scheme in ("file", "memory"):
         for number in itertools.count():
             place, copied = new_place(scheme, tmp_path), new_place("memory", tmp_path)
@@ -278,14 +278,14 @@ def test_a_source_may_change_before_each_operation(task: str, tmp_path: Path) ->
             except CheckpointNotFoundError:
                 assert task == "delete"
             else:
-                found.add(int(ckptcore.load(copied)["w"][0]))
+                values.add(int(ckptcore.load(copied)["w"][0]))
             if not plan.interrupted:
                 break
-    assert found <= {1, 2} and (2 in found) == (task != "delete")
+    assert values <= {1, 2} and (2 in values) == (task != "delete")
 
 
 def test_progress_ends_at_the_total(source: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: told.append(amounts), context=FAST)
+    reports: list[tuple[int, int]] = []
+    ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: reports.append(amounts), context=FAST)
     nbytes = sum(array.nbytes for array in load_file(tmp_path / "hf" / "model.safetensors").values())
-    assert told[-1] == (nbytes, nbytes)
+    assert reports[-1] == (nbytes, nbytes)

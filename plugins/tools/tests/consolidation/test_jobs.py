@@ -119,7 +119,7 @@ def test_an_error_on_one_process_fails_all(source: Path, tmp_path: Path) -> None
     damaged = bytearray(data.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
-    found = run_ranks(
+    errors = run_ranks(
         lambda rank: ckptcore.copy(
             source,
             tmp_path / "hf",
@@ -128,7 +128,7 @@ def test_an_error_on_one_process_fails_all(source: Path, tmp_path: Path) -> None
             context=context_of(rank),
         )
     )
-    assert sum(kind is not RankFailedError for kind in found) >= 1 and None not in found
+    assert sum(kind is not RankFailedError for kind in errors) >= 1 and None not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -169,8 +169,8 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
         context = context_of(rank, plugins=ckptcore.context.PluginOptions(handlers={np.ndarray: OneRankEach()}))
         ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
 
-    found = run_ranks(work, 2)
-    assert found == [None, None]
+    errors = run_ranks(work, 2)
+    assert errors == [None, None]
     files = sorted(path.name for path in (tmp_path / "c").glob("*.safetensors"))
     assert ckptcore.verify(tmp_path / "c").ok and len(files) == (2 if max_file_bytes == 1 << 30 else 4)
     assert all(name.startswith("shard-") for name in files) == (max_file_bytes == 1 << 30)

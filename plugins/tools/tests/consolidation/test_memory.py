@@ -58,9 +58,9 @@ def test_the_largest_array_can_exceed_the_memory(layout: str, form: str, bound_b
     ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=context)
     ckptcore.save(tmp_path / "warm", {"w": np.zeros(8 * MIB)}, layout=layout, context=context)
     arguments = [str(tmp_path / "source"), str(tmp_path / "made"), form, str(bound_bytes), str(tmp_path / "warm")]
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < (bound_bytes or 192 * MIB) + SLACK_BYTES
+    assert completed.returncode == 0, completed.stderr
+    assert int(completed.stdout) < (bound_bytes or 192 * MIB) + SLACK_BYTES
     assert np.array_equal(ckptcore.load(tmp_path / "made")["w"], array)

@@ -52,7 +52,7 @@ def test_two_copies_of_one_checkpoint_can_run_at_once(scheme: str, tmp_path: Pat
     assert not lost, "the checkpoint that a copy was to make was there, and it said that it was lost"
 
 
-def test_a_copy_detects_that_another_one_took_over(tmp_path: Path) -> None:
+def test_a_copy_detects_that_another_copy_took_over(tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW))
 
@@ -70,7 +70,7 @@ def test_a_copy_detects_that_another_one_took_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_source_replaced_meanwhile_is_detected(several: bool, tmp_path: Path) -> None:
+def test_a_replacement_of_the_source_during_the_copy_is_detected(several: bool, tmp_path: Path) -> None:
     def save(place: str, version: int) -> None:
         if several:
             ckptcore.save_checkpointables(place, make_composite(version), overwrite="non-atomic")
@@ -121,7 +121,7 @@ def test_a_concurrent_save_at_the_destination_is_detected(tmp_path: Path) -> Non
                 assert version_at(there) == _NEW, f"interrupted at {operation}"
 
 
-def test_a_source_deleted_meanwhile_is_an_error(tmp_path: Path) -> None:
+def test_a_deletion_of_the_source_during_the_copy_is_an_error(tmp_path: Path) -> None:
     first = new_place("memory", tmp_path)
     ckptcore.save(first, make_state(_OLD))
     plan = FaultPlan()

@@ -26,7 +26,11 @@ def _leave_dead_save(location: str) -> None:
     plan = FaultPlan()
     spare = location + "-spare"
     ckptcore.save(through(spare), _state(1), context=faulty_context(spare, plan))
-    commit = [one for one in plan.operations if one.name == "put" and one.keys[0].endswith("checkpoint.json")][-1]
+    commit = [
+        operation
+        for operation in plan.operations
+        if operation.name == "put" and operation.keys[0].endswith("checkpoint.json")
+    ][-1]
     with pytest.raises(SimulatedCrash):
         ckptcore.save(through(location), _state(1), context=faulty_context(location, FaultPlan(CrashAt(commit.number))))
 

@@ -90,9 +90,9 @@ def test_a_copy_resumes_after_a_crash_at_any_operation(name: str, tmp_path: Path
         else:
             # An operation that itself fails, such as a read of a missing object, has no moment after it.
             assert moment == "after", f"{where} and it went on"
-        found = version_at(trial.location)
-        assert found in allowed, where
-        outcomes.add(found)
+        version = version_at(trial.location)
+        assert version in allowed, where
+        outcomes.add(version)
         trial.go_on()
         assert version_at(trial.location) == _NEW, where
         trial.assert_whole()
@@ -125,7 +125,11 @@ def test_complete_objects_are_not_sent_again(scheme: str, tmp_path: Path) -> Non
     ckptcore.save(source, make_state(_NEW, LARGE), layout=layout, context=_FAST)
     operations = _Trial(scheme, tmp_path, source, False).copy()
     # A small object is written with one `put`.
-    finishes = [one for one in operations if one.name in ("finish", "put") and "safetensors" in one.keys[0]]
+    finishes = [
+        operation
+        for operation in operations
+        if operation.name in ("finish", "put") and "safetensors" in operation.keys[0]
+    ]
     assert len(finishes) > 3
     sizes = {key: len(data) for key, data in objects_at(source).items()}
     before = -1
@@ -134,7 +138,8 @@ def test_complete_objects_are_not_sent_again(scheme: str, tmp_path: Path) -> Non
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(finish.number, "after"))
         complete = sum(
-            sizes[one.keys[0].removeprefix("step/").rpartition(".ckptcore/")[2]] for one in finishes[: number + 1]
+            sizes[operation.keys[0].removeprefix("step/").rpartition(".ckptcore/")[2]]
+            for operation in finishes[: number + 1]
         )
         report = trial.go_on()
         assert report.kept_bytes == complete > before
@@ -150,7 +155,9 @@ def test_partial_objects_are_sent_again(scheme: str, tmp_path: Path) -> None:
     source = new_place("memory", tmp_path)
     ckptcore.save(source, make_state(_NEW, LARGE), context=_FAST)
     operations = _Trial(scheme, tmp_path, source, False).copy()
-    for operation in [one for one in operations if one.name in ("open_writer", "write_at")]:
+    for operation in operations:
+        if operation.name not in ("open_writer", "write_at"):
+            continue
         trial = _Trial(scheme, tmp_path, source, False)
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(operation.number, "after"))

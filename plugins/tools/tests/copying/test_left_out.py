@@ -178,7 +178,7 @@ def test_files_next_to_the_steps_of_a_run(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "iter_0000020" / "common.pt").exists()
 
 
-def test_empty_files_and_steps_next_to_a_model_are_no_loss(tmp_path: Path) -> None:
+def test_empty_files_and_steps_next_to_a_model_are_not_lost_data(tmp_path: Path) -> None:
     """PyTorch writes empty files for ranks without items. A Trainer writes the final model next to its steps."""
     state = {"a": torch.ones(2), "b": torch.zeros(3)}
     save(state, storage_writer=FileSystemWriter(tmp_path / "dcp", thread_count=8))

@@ -77,7 +77,7 @@ def test_steps_count_as_one_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, (2, 3)])
-def test_steps_are_looked_for_together(chosen: Sequence[int] | None, tmp_path: Path) -> None:
+def test_steps_are_searched_concurrently(chosen: Sequence[int] | None, tmp_path: Path) -> None:
     meeting = Meeting()
     with ckptcore.Checkpointer("far://run", context=meeting.context) as run:
         save_steps(run, [1, 2, 3, 4])

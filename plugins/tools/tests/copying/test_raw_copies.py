@@ -123,7 +123,7 @@ def test_a_partial_copy_is_refused_or_reports_missing_files(kind: str, tmp_path:
     keys = list(_open(places[0]).list())
     for number, missing in enumerate(keys):
         copy = f"{places[2]}-{number}"
-        _copy(places[0], copy, lambda found, missing=missing: [key for key in found if key != missing])  # type: ignore[misc]  # binds the current value of the loop
+        _copy(places[0], copy, lambda listed, missing=missing: [key for key in listed if key != missing])  # type: ignore[misc]  # binds the current value of the loop
         if missing == "step/checkpoint.json":
             continue  # without the root, the directory is like one of other software
         try:
