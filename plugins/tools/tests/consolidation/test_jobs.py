@@ -161,7 +161,7 @@ def test_only_the_leader_needs_the_extra_files(source: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("max_file_bytes", [1, 30, 1 << 30])
 def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, tmp_path: Path) -> None:
-    """The processes have different arrays, as with pipelines. One process writes a file, or several write slices."""
+    """In pipeline parallelism, processes have different arrays. One process writes a file, or several write slices."""
     state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
     layout = ckptcore.SafetensorsLayout(max_file_bytes=max_file_bytes)
 
