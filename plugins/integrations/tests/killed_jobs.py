@@ -16,13 +16,13 @@ import ckptcore
 
 
 def numbers(*seed: int) -> dict[str, Any]:
-    """Return arrays of more than one block of a checksum, and of less."""
+    """Return an array that is larger than one checksum block, and a smaller one."""
     chance = np.random.default_rng(seed)
     return {"large": chance.random((600, 500), np.float32), "small": chance.random(37, np.float32)}
 
 
 class Careless:
-    """Deletes the old checkpoint before it writes the new one: what `random_kills` must notice."""
+    """A job that deletes the old checkpoint before it writes the new one. `random_kills` must detect this."""
 
     size, keeps, has_savers = 1, 1, False
 
@@ -44,12 +44,12 @@ class Careless:
 
 
 class _TorchJob:
-    """A job of processes of PyTorch, which shard the large array."""
+    """A job whose processes use PyTorch and shard the large array."""
 
     size, keeps, has_savers = 2, 1, False
 
     def __init__(self) -> None:
-        # Not at the top, because other jobs do not need them.
+        # Imported here, because other jobs do not need these libraries.
         import ckptcore_integrations.torch_dcp as dcp
         import torch
         import torch.distributed as dist
@@ -61,7 +61,7 @@ class _TorchJob:
 
     def run(self, directory: Path, process: Process) -> None:
         """Save three times."""
-        store = join(process, self.size)  # noqa: F841  # lives as long as the job
+        store = join(process, self.size)  # noqa: F841  # must exist until the job ends
         self.dist.init_process_group("gloo")
         self.mesh = self.dist.device_mesh.init_device_mesh("cpu", (self.size,))
         first = 3 * process.attempt
@@ -93,8 +93,8 @@ class _TorchJob:
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load with ckptcore, the replacement and PyTorch.
 
-        PyTorch can find the old checkpoint: if a save is killed between the renames of the root and of the index, the
-        next one renames the index.
+        PyTorch may load the previous step. If a save is killed between the renames of the root and the index, the old
+        index remains until the next save replaces it.
         """
         found = []
         assert ckptcore.verify(directory).ok
@@ -110,7 +110,7 @@ class _TorchJob:
 
 
 def join(process: Process, size: int) -> Any:
-    """Set the environment of a process of PyTorch, as torchrun does. Return the store of the job, to be kept alive."""
+    """Set the environment of a process as torchrun does. Return the store of the job, which the caller must keep."""
     from torch.distributed import TCPStore
 
     with socket.socket(fileno=os.dup(process.listener)) as bound:
@@ -125,7 +125,7 @@ def join(process: Process, size: int) -> Any:
 
 
 class CoreSave(_TorchJob):
-    """`ckptcore.save` with overwriting."""
+    """A job that calls `ckptcore.save` and overwrites its checkpoint."""
 
     def save_one(self, directory: Path, state: dict[str, Any]) -> None:
         """Save a step."""
@@ -133,12 +133,12 @@ class CoreSave(_TorchJob):
 
 
 class CoreCheckpointer(_TorchJob):
-    """A `Checkpointer` that keeps two steps, and writes in the background."""
+    """A job with a `Checkpointer` that keeps two steps and writes in the background."""
 
     keeps = 2
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
-        """Save steps, and wait for them at the end."""
+        """Save steps, and wait for all of them at the end."""
         policy = ckptcore.policies.LatestN(2)
         with ckptcore.Checkpointer(directory, preservation_policy=policy) as checkpointer:
             handles = [checkpointer.save(step, self.state(process, step)) for step in steps]
@@ -159,7 +159,7 @@ class CoreCheckpointer(_TorchJob):
 
 
 class DcpSave(_TorchJob):
-    """`save` of the replacement for torch.distributed.checkpoint."""
+    """A job that calls `save` of the replacement for torch.distributed.checkpoint."""
 
     def save_one(self, directory: Path, state: dict[str, Any]) -> None:
         """Save a step."""
@@ -167,13 +167,13 @@ class DcpSave(_TorchJob):
 
 
 class DcpSaveOfFour(DcpSave):
-    """The same with four processes."""
+    """The job `DcpSave` with four processes."""
 
     size = 4
 
 
 class DcpAsyncSave(_TorchJob):
-    """`async_save` of the replacement, in a thread."""
+    """A job that calls `async_save` of the replacement. A thread saves."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -183,7 +183,7 @@ class DcpAsyncSave(_TorchJob):
 
 
 class DcpProcess(DcpAsyncSave):
-    """`async_save` of the replacement, in a process. PyTorch starts it: it cannot be forked."""
+    """A job that calls `async_save` of the replacement. A process saves, which PyTorch starts without a fork."""
 
     has_savers = True
 
@@ -193,12 +193,12 @@ class DcpProcess(DcpAsyncSave):
 
 
 class OrbaxSave:
-    """`save` of the replacement for Orbax."""
+    """A job that calls `save` of the replacement for Orbax."""
 
     size, keeps, has_savers = 1, 1, False
 
     def __init__(self) -> None:
-        # Importing JAX does not make its backend, which must not be forked.
+        # Importing JAX is safe before a fork, because it does not create the backend.
         from ckptcore_integrations import orbax_v1 as ours
         from orbax.checkpoint import v1 as original
 
@@ -237,7 +237,7 @@ class OrbaxSave:
 
 
 class OrbaxSaveAsync(OrbaxSave):
-    """`save_async` of the replacement."""
+    """A job that calls `save_async` of the replacement for Orbax."""
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
         """Save steps one after another."""
@@ -247,12 +247,12 @@ class OrbaxSaveAsync(OrbaxSave):
 
 
 class OrbaxCheckpointer(OrbaxSave):
-    """The `Checkpointer` of the replacement, which keeps two steps."""
+    """A job with the `Checkpointer` of the replacement for Orbax, which keeps two steps."""
 
     keeps = 2
 
     def save(self, directory: Path, process: Process, steps: list[int]) -> None:
-        """Save steps one after another. Orbax skips a step while another one is saved."""
+        """Save steps one after another, because Orbax skips a step while another save is running."""
         policy = self.original.training.preservation_policies.LatestN(2)
         with self.ours.training.Checkpointer(
             directory, preservation_policy=policy, cleanup_tmp_directories=True

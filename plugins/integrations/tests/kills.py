@@ -1,7 +1,7 @@
-"""Overwrites a checkpoint again and again, and is killed at the first, second, ... access to a file of the save.
+"""A program that kills a save at its first, second, ... access to a file, and checks which checkpoint is left.
 
-``kills.py LIBRARY WAY DIRECTORY [EVERY]`` kills at each access, or at every n-th one. It prints the number of kills,
-and what was found after each: the step, or "none".
+``kills.py LIBRARY WAY DIRECTORY [EVERY]`` kills at each access, or only at every n-th access. After each kill, it loads
+the checkpoint. It prints the number of kills, and for each kill the loaded step, or "none".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kill_at(number: int, directory: Path) -> None:
 
 
 def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
-    """Return functions that save a step, and load it with both libraries."""
+    """Return two functions: one saves a step, the other loads it with both libraries."""
     import ckptcore_integrations.torch_dcp as dcp
     import torch
     import torch.distributed.checkpoint as original
@@ -57,7 +57,7 @@ def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], i
 
 
 def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], int]]:
-    """Return functions that save a step, and load it with both libraries."""
+    """Return two functions: one saves a step, the other loads it with both libraries."""
     import numpy as np
     from ckptcore_integrations import orbax_v1 as ours
     from orbax.checkpoint import v1 as original
@@ -85,7 +85,7 @@ def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], in
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run work in a forked process, and return its signal or exit status, as `os.waitpid` does."""
+    """Call a function in a forked process. Return the status of the process, as `os.waitpid` does."""
     child = os.fork()
     if not child:
         try:
@@ -98,7 +98,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def found_at(location: Path, load: Callable[[Path], int]) -> str:
-    """Return the step at a location, or "none". A forked process loads it."""
+    """Return the step of the checkpoint at a location, or "none". A forked process loads the checkpoint."""
     reading, writing = os.pipe()
 
     def report() -> None:
@@ -111,7 +111,7 @@ def found_at(location: Path, load: Callable[[Path], int]) -> str:
 
 
 def main() -> None:
-    """Kill a save at every moment, until one is not reached."""
+    """Kill saves at one access after another, until a save ends before the access."""
     warnings.simplefilter("ignore")
     library, way, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     every = int(sys.argv[4]) if len(sys.argv) > 4 else 1

@@ -1,4 +1,4 @@
-"""Process of a job of JAX that saves and loads with the replacement for Orbax v1.
+"""A process in a job of JAX that saves and loads with the replacement for Orbax v1.
 
 ``orbax_v1_job.py TASK DIRECTORY PORT SIZE RANK``. Each process writes ``DIRECTORY/TASK.RANK`` at the end.
 """
@@ -39,7 +39,7 @@ def state_of(value: int) -> dict[str, Any]:
 
 
 def expect(found: Any, value: int, name: str) -> None:
-    """Compare the shards that this process has, and the number."""
+    """Compare the shards of this process, and the number."""
     for key, expected in state_of(value).items():
         if key == "n":
             assert found[key] == expected, name
@@ -50,7 +50,7 @@ def expect(found: Any, value: int, name: str) -> None:
 
 
 def both_ways(directory: Path) -> None:
-    """Load with each library what each library saved."""
+    """Load each library's checkpoint with both libraries."""
     state = state_of(3)
     ours.save(directory / "ours", state)
     ours.save_async(directory / "async", state).result()
@@ -62,7 +62,7 @@ def both_ways(directory: Path) -> None:
 
 
 def training(directory: Path) -> None:
-    """Continue with each library a run that the other one began."""
+    """Continue each library's run with the other library."""
     for step, library in enumerate((ours, original, ours)):
         with library.training.Checkpointer(directory / "run") as checkpointer:
             if step:

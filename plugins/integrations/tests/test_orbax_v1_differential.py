@@ -1,4 +1,4 @@
-"""Random trees, saved and loaded by Orbax and by its replacement, in all four combinations."""
+"""Random trees: Orbax and its replacement each save them, and each loads both checkpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ TREES = st.dictionaries(st.sampled_from("tuvw"), st.recursive(LEAVES, containers
 
 
 def described(tree: Any) -> Any:
-    """Return a tree with its containers and with a description of each leaf, to compare and to print."""
+    """Replace each leaf of a tree by a description that can be compared and printed."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, jax.Array):
@@ -109,7 +109,7 @@ def outcome(call: Any) -> Any:
 
 
 def abstract_of(tree: Any) -> Any:
-    """Return an abstract tree as programs of Orbax make it. Orbax loads NumPy arrays by NumPy arrays."""
+    """Return an abstract tree as users of Orbax write it. For NumPy arrays, it contains NumPy arrays."""
 
     def abstract(leaf: Any) -> Any:
         return theirs.arrays.to_shape_dtype_struct(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -125,7 +125,7 @@ def abstract_of(tree: Any) -> Any:
 @example({"t": optax.EmptyState(), "u": Pair(None, ()), "v": Struct([])})
 @given(TREES)
 def test_four_combinations(tree: Any) -> None:
-    """Each library loads the same from the checkpoints of both, with and without an abstract tree."""
+    """Both libraries load the same values from each checkpoint, with and without an abstract tree."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         saved = [outcome(lambda name=name, library=library: library.save(place / name, tree))

@@ -1,4 +1,4 @@
-"""The replacement for Orbax v1 in jobs of several processes, and killed in the middle of a save."""
+"""The replacement for Orbax v1 in jobs of several processes, which are also killed during saves."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_killed_process_leaves_the_old_checkpoint(tmp_path: Path, victim: int,
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, way: str, every: int, full: bool
 ) -> None:
-    """A process forks for each moment: it takes long to import JAX."""
+    """The program imports JAX once, because that is slow, and forks a process for each kill."""
     if every == 1 and not full:
         every = 3
     program = [sys.executable, str(HERE / "kills.py"), "orbax_v1", way, str(tmp_path), str(every)]

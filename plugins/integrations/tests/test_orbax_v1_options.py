@@ -1,4 +1,4 @@
-"""Options of Orbax's Context: honoured, or refused with the reason."""
+"""Options of Orbax's Context. The replacement implements them, or refuses them with a reason."""
 
 import json
 import threading
@@ -110,7 +110,7 @@ def test_an_option_that_cannot_be_honoured_is_refused_with_the_reason(tmp_path, 
 
 
 def test_an_implementation_for_pathways_is_ignored_without_pathways(tmp_path, monkeypatch):
-    """Tunix and MaxText always choose one."""
+    """Tunix and MaxText always set an implementation for Pathways."""
     context = context_with("pathways.checkpointing_impl", pathways.CheckpointingImpl.NO_DISPATCHER)
     with context:
         ours.save(tmp_path / "c", {"w": jnp.ones(2)})
@@ -190,7 +190,7 @@ def test_what_killed_saves_left_is_removed_if_asked_for(tmp_path):
 
 
 def test_the_home_directory(tmp_path, monkeypatch):
-    """Orbax takes ``~`` for a name, and an unreplaced variable too: it would create directories of these names."""
+    """Orbax expands neither ``~`` nor variables, so it would create directories with these names."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))

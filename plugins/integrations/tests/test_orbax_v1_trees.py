@@ -1,4 +1,4 @@
-"""`orbax_v1` saves what Orbax loads, loads what Orbax saved, and refuses what Orbax refuses."""
+"""Orbax and its replacement `orbax_v1` load each other's checkpoints, and refuse the same trees."""
 
 import json
 import os
@@ -184,7 +184,7 @@ def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
     returned, caller = threading.Event(), threading.get_ident()
 
     def hold(*_):
-        """Hold the thread of the save until the caller waits for a claim, or has returned without."""
+        """Block the thread of the save until the caller waits for a claim, or has returned without waiting."""
         sys.setprofile(None)
         while threading.current_thread().name.startswith("ckptcore-save") and not returned.is_set():
             frames = traceback.walk_stack(sys._current_frames()[caller])
@@ -209,7 +209,7 @@ def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
     ids=["empty", "no elements", "complex", "object", "none"],
 )
 def test_what_orbax_refuses_to_save_is_refused_alike(tmp_path, tree):
-    with pytest.raises(Exception) as expected:  # its type is compared
+    with pytest.raises(Exception) as expected:  # of any type: `ours` must raise the same
         theirs.save(tmp_path / "theirs", tree)
     with pytest.raises(type(expected.value)):
         ours.save(tmp_path / "ours", tree)
@@ -223,7 +223,7 @@ def test_what_orbax_refuses_to_save_is_refused_alike(tmp_path, tree):
 )
 def test_what_orbax_refuses_to_load_is_refused_alike(tmp_path, abstract):
     ours.save(tmp_path / "c", {"a": 1, "b": jnp.ones(2)})
-    with pytest.raises(ValueError) as expected:  # its type is compared
+    with pytest.raises(ValueError) as expected:  # `ours` must raise the same type
         theirs.load(tmp_path / "c", abstract)
     with pytest.raises(type(expected.value)):
         ours.load(tmp_path / "c", abstract)
@@ -263,7 +263,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 
 class Words:
-    """A checkpointable for a handler."""
+    """A checkpointable that needs a handler."""
 
     def __init__(self, words):
         self.words = words

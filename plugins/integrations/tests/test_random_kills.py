@@ -1,4 +1,4 @@
-"""Jobs killed at random moments of saves lose nothing: our own saves, and the replacements of DCP and Orbax."""
+"""Jobs that are killed at random moments lose no checkpoint: our own saves, and the replacements for DCP and Orbax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 36
 
 
 def run(job: str, directory: Path, kills: int) -> subprocess.CompletedProcess[str]:
-    """Kill a job so many times."""
+    """Run the program that kills a job a number of times."""
     command = [sys.executable, str(HERE / "random_kills.py"), job, str(directory), str(SEED), str(kills)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

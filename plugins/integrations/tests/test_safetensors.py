@@ -1,4 +1,4 @@
-"""Files of the replacement load with safetensors, and the reverse, bit for bit. Damaged files are refused."""
+"""The safetensors library and its replacement load each other's files bit for bit. Damaged files are refused."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ import ckptcore
 from ckptcore.plain_safetensors import DTYPES
 
 BACKENDS = ["mmap", "pread"]
-NOT_IN_JAX = {"int64", "uint64", "float64"}  # without ``jax_enable_x64``
+NOT_IN_JAX = {"int64", "uint64", "float64"}  # JAX needs ``jax_enable_x64`` for these dtypes
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype, with random bits."""
+    """Return a tensor of each dtype, with random bits."""
     made = {}
     for name in DTYPES:
         dtype: torch.dtype = getattr(torch, name)
@@ -50,7 +50,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def arrays() -> dict[str, np.ndarray[Any, Any]]:
-    """An array of each dtype of `tensors`, without those that only PyTorch has."""
+    """Return an array of each dtype of `tensors`, except dtypes that only PyTorch has."""
     made = {}
     for name, tensor in tensors().items():
         if name != "pairs":
@@ -60,7 +60,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def bits(value: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """The dtype, shape and bytes of a tensor or array."""
+    """Return the dtype, shape and bytes of a tensor or array."""
     if isinstance(value, torch.Tensor):
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
         return str(value.dtype)[6:], tuple(value.shape), data
@@ -78,7 +78,7 @@ def test_files_of_torch_equal_those_of_the_library(tmp_path: Path, metadata: dic
     safetensors.torch.save_file(state, tmp_path / "theirs", metadata)
     our_torch.save_file(state, tmp_path / "ours", metadata)
     written = (tmp_path / "ours").read_bytes()
-    if metadata != {}:  # the library writes no comma after empty metadata
+    if metadata != {}:  # with empty metadata, the library writes no comma
         assert written == (tmp_path / "theirs").read_bytes()
         assert our_torch.save(state, metadata) == safetensors.torch.save(state, metadata) == written
     assert same(safetensors.torch.load_file(tmp_path / "ours"), state)
@@ -94,7 +94,7 @@ def test_torch_loads_files_of_the_library(tmp_path: Path, backend: Any) -> None:
     assert same(loaded, state)
     assert same(our_torch.load(path.read_bytes()), state)
     for tensor in loaded.values():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # so that tensors share no memory
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # each tensor has its own memory
 
 
 def test_files_of_numpy_equal_those_of_the_library(tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ def test_slices_equal_those_of_the_library(tmp_path: Path, index: Any, opening: 
         part = module.safe_open(path, framework, backend=backend).get_slice("x")
         try:
             found.append(bits(part[index]))
-        except Exception as error:  # noqa: BLE001  # compared
+        except Exception as error:  # noqa: BLE001  # the errors of both are compared
             found.append((type(error), str(error)))
     theirs, mine = found
-    if theirs[0] is SystemError:  # the library allocates a negative number of bytes
+    if theirs[0] is SystemError:  # the library tries to allocate a negative number of bytes
         assert mine[0] is SafetensorError
     elif theirs[0] is OverflowError:
         assert mine[0] is OverflowError
@@ -232,7 +232,7 @@ def test_what_the_library_refuses_is_refused(
     our_numpy.save_file({"a": np.zeros(2)}, "x")
     kinds = []
     for module in (safetensors, ours):
-        with pytest.raises(Exception) as caught:  # compared
+        with pytest.raises(Exception) as caught:  # the types are compared
             module.safe_open(*arguments).get_tensors()
         kinds.append(caught.type)
     assert kinds[0] is kinds[1] or arguments[1] == "tf"
@@ -368,7 +368,7 @@ def test_many_and_large_arrays_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Tied(torch.nn.Module):
-    """A model with one layer under two names."""
+    """A model that has one layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ def test_other_names_are_those_of_the_library() -> None:
     assert vars(ours)["__version__"] == safetensors.__version__
     for name in ("storage_ptr", "storage_size", "_find_shared_tensors", "_is_complete"):
         assert getattr(our_torch, name) is getattr(safetensors.torch, name)
-    for module in (our_torch, our_numpy, our_flax):  # although the library's package has modules of these names
+    for module in (our_torch, our_numpy, our_flax):  # the package of the library also has modules with these names
         assert module.load.__module__ == module.__name__
 
 
@@ -441,10 +441,10 @@ def test_loaded_tensors_keep_no_file_open(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     loaded = [our_torch.load_file(tmp_path / "x") for _ in range(10)]
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    loaded[0]["a"][0] = 1  # the mapping is private
+    loaded[0]["a"][0] = 1  # changes a private mapping
     assert loaded[1]["a"][0] == 0
     our_torch.save_file({"a": torch.ones(1000)}, tmp_path / "x")
-    assert loaded[1]["a"][5] == 0  # and stays on the old file
+    assert loaded[1]["a"][5] == 0  # the mapping still shows the old file
 
 
 def test_threads_read_one_file(tmp_path: Path) -> None:

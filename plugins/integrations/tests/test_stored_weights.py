@@ -1,4 +1,4 @@
-"""Weights that are read when they are copied."""
+"""Stored weights: their elements are read when they are copied."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_copies_are_done_before_another_operation_needs_them(opened: tuple[str, 
         copied.copy_(weights["a"])
         assert torch.equal(copied * 2, WEIGHTS["a"] * 2)
         large[:6].copy_(weights["a"])
-        large[6:].fill_(7)  # other elements of the same memory
+        large[6:].fill_(7)  # writes other elements of the same memory
         assert not large[:6].detach().numpy().any()
         assert weights["b"].sum().item() == 66
         assert torch.equal(weights["half"] + 1, WEIGHTS["half"] + 1)

@@ -197,7 +197,7 @@ def test_objects_with_a_state_load_it_themselves(tmp_path: Path) -> None:
 
 
 def test_targets_that_differ_from_the_stored_tensors(tmp_path: Path) -> None:
-    """Other dtypes, strides, one memory under two names, and a parameter that requires gradients."""
+    """The targets have other dtypes and strides, share memory, or are parameters that require gradients."""
     saved = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0]), "c": torch.ones(2), "d": torch.ones(2)}
     dcp.save(saved, checkpoint_id=tmp_path)
     tied, wide = torch.zeros(2), torch.zeros(2, 2)
@@ -219,7 +219,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_planner_decides_the_names(tmp_path: Path) -> None:
-    """Without flattening, torch stores a dict as one value, and loads none into the dict of the caller."""
+    """Without flattening, PyTorch stores each dict as one value, and does not fill the dicts of the caller's state."""
     state = {"model": {"w": torch.ones(2)}, "a.b": torch.ones(3), "step": 1}
     planner = original.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=tmp_path / "ours", planner=planner)
@@ -323,7 +323,7 @@ def test_other_files_in_the_directory_stay(tmp_path: Path, saver: Any) -> None:
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for the original writer, which takes ``~`` for a name."""
+    """``~`` is expanded for the original writer as well, which would create a directory of this name."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The replacement for torch.distributed.checkpoint in jobs of several processes, and killed in the middle of a save."""
+"""The replacement for torch.distributed.checkpoint in jobs of several processes, which are also killed during saves."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path, victim: int, ev
     "way", ["save", *[pytest.param(way, marks=pytest.mark.slow) for way in ("async_save", "Writer")]]
 )
 def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, way: str, every: int) -> None:
-    """A process forks for each moment: it takes long to import torch."""
+    """The program imports torch once, because that is slow, and forks a process for each kill."""
     program = [sys.executable, str(HERE / "kills.py"), "torch_dcp", way, str(tmp_path), str(every)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -78,4 +78,4 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path:
     assert set(found) <= {"none", "1", "2"}
     assert found[0] == "1"
     assert found[-1] == "2"
-    assert "none" not in found  # a file system that exchanges directories
+    assert "none" not in found  # the file system of the test can exchange directories

@@ -1,4 +1,4 @@
-"""Accelerate with `CheckpointMixin`: kill and resume, automatic names, hooks, and jobs."""
+"""Accelerate with `CheckpointMixin`: kills and resumes, automatic names, hooks, and jobs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata causes this warning
 torch.set_num_threads(1)
 DIGITS = load_digits()
 
 
 class Checkpointed(CheckpointMixin, Accelerator):
-    """The accelerator of the tests."""
+    """The Accelerator that the tests use."""
 
 
 class Progress:
-    """A registered object: the losses and the data of each step."""
+    """A registered object that records the loss and the data of each step."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -49,7 +49,10 @@ class Progress:
 
 
 class Run:
-    """A small network with dropout on images of digits: 6 batches in an epoch, saved at every 4th step."""
+    """A training of a small network with dropout on images of digits.
+
+    An epoch has 6 batches. Every 4th step is saved.
+    """
 
     def __init__(self, directory: Path, kind: type[Accelerator] = Checkpointed, **options: Any) -> None:
         AcceleratorState._reset_state()
@@ -69,7 +72,7 @@ class Run:
             torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96])
         )
         size = 16 // self.accelerator.num_processes
-        # An iteration that begins draws a number from this generator. Otherwise dropout continues with other numbers.
+        # Each epoch begins with a number from this generator. With the default generator, it would change the dropout.
         loader = torch.utils.data.DataLoader(rows, batch_size=size, shuffle=True, generator=torch.Generator())
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
@@ -108,7 +111,7 @@ def assert_same(run: Run, other: Run) -> None:
 
 
 def kill_in_second_save(directory: Path) -> None:
-    """Train, and kill this process after the files of the second save are written, right before its commit."""
+    """Train, and kill this process in the second save, after its files are written and right before its commit."""
     commit = added_files._CommitWithFiles.commit
 
     def killed(self: Any, payloads: Any) -> None:
@@ -132,7 +135,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, *, in_background: bool
     program += f"t.kill_in_second_save(pathlib.Path({str(tmp_path)!r}))"
     ended = subprocess.run([sys.executable, "-c", program], env=environment(), check=False, capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # in the middle of the save
+    assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # the kill happened during the save
 
     resumed = Run(tmp_path)
     resumed.accelerator.save_in_background = in_background
@@ -185,7 +188,7 @@ def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_
         run.project.iteration = number
         run.accelerator.save_state()
         run.accelerator.wait_for_checkpoint()
-        # Not the one with the highest number either, which is the newest sound one.
+        # The checkpoint with the highest number is the newest sound one, so it is not deleted either.
         assert set(os.listdir(tmp_path / "checkpoints")) == {f"checkpoint_{number}", "checkpoint_7"}
 
 
@@ -270,7 +273,7 @@ def test_hooks_write_files_and_take_weights(tmp_path: Path) -> None:
 
 
 class Wrong:
-    """A registered object with a lock."""
+    """A registered object whose state contains a lock."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"lock": threading.Lock(), "deep": [print]}
@@ -329,7 +332,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
 
 
 def resume_in_a_job(directory: Path) -> None:
-    """Train 12 steps, and resume from the second of three saves. In each process of a job."""
+    """Train 12 steps, and resume from the second of three saves. Runs in each process of a job."""
     run = Run(directory)
     run.train()
     other = Run(directory)
@@ -360,13 +363,13 @@ def test_two_processes(tmp_path: Path) -> None:
     errors = [process.communicate()[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
-    assert first != second  # each process has its part of the data
+    assert first != second  # the processes train on different data
     assert list(ckptcore.load(tmp_path / "checkpoints" / "checkpoint_2" / "model")) == [
         "0.weight",
         "0.bias",
         "2.weight",
         "2.bias",
-    ]  # the names of the plain model
+    ]  # these are the names of the model without a wrapper
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,4 +387,4 @@ def test_a_file_of_the_user_does_not_stop_the_next_save(tmp_path: Path, caplog: 
     for _ in range(2):
         run.accelerator.save_state(str(tmp_path / "state"))
         (tmp_path / "state/tokenizer.json").write_text("{}")
-    assert "(tokenizer.json), which are deleted" in caplog.text  # by the second save
+    assert "(tokenizer.json), which are deleted" in caplog.text  # the second save deletes the file

@@ -1,4 +1,4 @@
-"""DeepSpeed on CPUs: engines by themselves, in Accelerate and in the Trainer; kill and resume, other stages, jobs."""
+"""DeepSpeed on CPUs, alone, in Accelerate and in the Trainer: kills and resumes, changed stages, and jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def free_port() -> str:
 
 
 def run_job(processes: int, function: str, directory: Path, *arguments: Any, killed: bool = False) -> None:
-    """Call a function of the program in each process of a job. With `killed`, the first one must be killed."""
+    """Call a function of the program in each process of a job. With `killed`, the first process must be killed."""
     port = free_port()
     call = json.dumps([function, str(directory), *arguments])
     outputs = [directory / f"output-{rank}.txt" for rank in range(processes)]
@@ -95,7 +95,7 @@ def slow(*values: Any) -> Any:
 )
 def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
     run_job(2, "train_until_killed", tmp_path, kind, stage, options, killed=True)
-    assert "/optimizer/" in (tmp_path / "written").read_text()  # in the middle of the save
+    assert "/optimizer/" in (tmp_path / "written").read_text()  # the kill happened during the save
     run_job(2, "resume", tmp_path, kind, stage, options)
     if "adapters" in options:
         directory = tmp_path / "run" / "checkpoint-6"
@@ -146,14 +146,14 @@ CASES: Any = [
     ("fp32-3-parameters-offloaded", 3, "fp32", {"offload": True, "offload_param": {"device": "cpu"}}),
     ("bf16-2-aligned", 2, "bf16", {"parameter_alignment": True}),
 ]
-"""A name, the stage of ZeRO, the dtype, and options."""
+"""Cases: a name, the stage of ZeRO, the dtype, and options."""
 
 
 @pytest.mark.brings("engine with ZeRO 1 to 3, into another stage and another number of processes", "deepspeed", "same")
 @pytest.mark.brings("parameters that are frozen, tied, unused, or without a gradient", "deepspeed", "same")
 @pytest.mark.brings("optimizer of an engine, into a `NamedOptimizer` of PyTorch", "deepspeed", "same")
 def test_another_stage_and_number_of_processes(tmp_path: Path) -> None:
-    """Quickly: two of the pairs of the next test."""
+    """A fast test with two of the pairs of the next test."""
     run_job(2, "save_and_resume", tmp_path, [CASES[1], CASES[7]])
     run_job(1, "load_elsewhere", tmp_path, [("fp32-1", 3, "fp32", {}), ("bf16-3", 2, "bf16", {})], ["fp32-1", "bf16-3"])
 

@@ -1,4 +1,4 @@
-"""Keras with `CkptcoreCheckpoint`, on both backends: kill and resume, Keras' own loads, what is kept."""
+"""Keras with `CkptcoreCheckpoint` on both backends: kills and resumes, loads with Keras itself, and retention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.system
 
 
 def start(backend: str, call: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run a function of `keras_program` with a backend: it is fixed when Keras is imported."""
+    """Run a function of `keras_program` in a new process, because Keras chooses its backend at import."""
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "KERAS_BACKEND": backend}
     program = f"import keras_program as k; from pathlib import Path; d = Path({str(directory)!r}); k.{call}"
@@ -26,7 +26,7 @@ def start(backend: str, call: str, directory: Path) -> subprocess.CompletedProce
 
 
 def run(backend: str, call: str, directory: Path) -> Any:
-    """Run a function, and return the JSON in its last line."""
+    """Run a function, and return the JSON in the last line of its output."""
     ended = start(backend, call, directory)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
@@ -39,7 +39,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     ended = start(backend, "kill_in_third_save(d)", tmp_path / "killed")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     resumed = run(backend, "train(d)", tmp_path / "killed")
-    assert resumed["began"] == 2  # epochs 0 and 1 were saved, epoch 2 was not
+    assert resumed["began"] == 2  # epochs 0 and 1 had been saved
     assert resumed["losses"] == whole["losses"][2:]
     assert resumed["order"] == whole["order"][2:]
     assert resumed["variables"] == whole["variables"]
@@ -47,7 +47,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
 
 
 def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
-    """As on FUSE: the job waits until the lease has expired."""
+    """Without locks, as on FUSE, the next job waits until the lease has expired."""
     assert len(run("torch", "train_after_a_killed_job(d)", tmp_path)["losses"]) == 4
     assert ckptcore.verify(tmp_path / "3").ok
 
@@ -56,12 +56,12 @@ def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Pat
 @pytest.mark.brings("`fit(shuffle=True)` on arrays: the order of the data after an epoch", "keras", "same")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_callbacks_and_shuffled_data_resume_bit_for_bit(tmp_path: Path, backend: str) -> None:
-    """The callback is the first of the list, and yet saves the reduced learning rate and the counters of the epoch."""
+    """The callback is first in the list, but saves the counters and the learning rate that later callbacks change."""
     whole = run(backend, "train_with_callbacks(d)", tmp_path / "whole")
     ended = start(backend, "kill_with_callbacks(d)", tmp_path / "killed")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     resumed = run(backend, "train_with_callbacks(d)", tmp_path / "killed")
-    assert resumed["began"] == 2 and len(whole["losses"]) < 10  # it is stopped early
+    assert resumed["began"] == 2 and len(whole["losses"]) < 10  # a callback stops the training early
     assert resumed["losses"] == whole["losses"][2:] and resumed["rates"] == whole["rates"][2:]
     assert len(set(whole["rates"])) > 1
     assert resumed["counters"] == whole["counters"]

@@ -1,4 +1,4 @@
-"""Hyperparameters of Lightning: of any type, saved, loaded as themselves where that is safe, and given to modules."""
+"""Hyperparameters of Lightning: any type can be saved, safe types are restored, and modules get them as arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 import ckptcore
 from plugins.integrations.tests.trainers.lightning_program import Digits, fit, loader, same, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of CPUs, workers, loggers and its own calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns about CPUs, workers, loggers and its own functions
 
 
 class Mode(enum.Enum):
@@ -82,7 +82,7 @@ class Attrs:
 
 
 class Name(str):
-    """A subclass of text."""
+    """A subclass of `str`."""
 
     __slots__ = ()
 
@@ -142,7 +142,7 @@ SAME: dict[str, Any] = {
 
 
 class Refuses:
-    """An object that cannot be shown."""
+    """An object whose `repr` fails."""
 
     def __repr__(self) -> str:
         raise RuntimeError
@@ -201,7 +201,7 @@ def test_hyperparameters_come_back_as_themselves(tmp_path: Path, name: str, capl
     assert loaded["datamodule_hyper_parameters"] == {"a": {1}}
     assert loaded.keys() == state.keys()
     assert not caplog.records
-    ckptcore.load(tmp_path / "c")  # without the adapter, in a plain form
+    ckptcore.load(tmp_path / "c")  # a load without the adapter returns a plain form
 
 
 @pytest.mark.brings("hyperparameters: modules, optimizers, functions, classes (as text)", "lightning", "plain form")
@@ -317,7 +317,7 @@ class OfConfig(Digits):
 
 
 class Data(lightning.LightningDataModule):  # type: ignore[misc]  # without types here
-    """The batches, with hyperparameters."""
+    """A data module with the batches and with hyperparameters."""
 
     def __init__(self, root: Path = Path(), sizes: Any = ()) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainers killed at random moments of saves lose nothing: Keras, TorchTitan, Accelerate and Ray Train."""
+"""Trainers that are killed at random moments lose no checkpoint: Keras, TorchTitan, Accelerate and Ray Train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEED = 36
 
 
 def run(command: list[str], kills: int) -> None:
-    """Run a program that kills and finds nothing lost."""
+    """Run a program that kills trainers, and check that no checkpoint was lost."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path]),

@@ -1,4 +1,4 @@
-"""Runs that Lightning, transformers, Accelerate and Keras wrote by themselves are seen, or refused with the way on."""
+"""Runs that Lightning, transformers, Accelerate and Keras wrote are opened, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptcore.step_names import StepNameFormat, StepNames
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.filterwarnings("ignore"),  # Lightning warns of CPUs, workers, loggers and its own calls
+    pytest.mark.filterwarnings("ignore"),  # Lightning warns about CPUs, workers, loggers and its own functions
 ]
 
 
@@ -70,7 +70,7 @@ def by_accelerate(directory: Path, names: list[str]) -> None:
 
 
 NAMES = {"StepNames": StepNames, "StepNameFormat": StepNameFormat}
-"""For the code in errors."""
+"""Names for evaluating the code in errors."""
 
 EVERY_5 = {"save_top_k": -1, "every_n_train_steps": 5}
 

@@ -1,4 +1,4 @@
-"""TorchTitan with `CkptcoreManager`: kill and resume, both managers on one run, and the last step for Hugging Face."""
+"""TorchTitan with `CkptcoreManager`: kills and resumes, both managers on one run, and exports for Hugging Face."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, mo
 @pytest.mark.brings("parameters without a gradient, never or not yet", "torchtitan", "same")
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_without_a_gradient_resume(tmp_path: Path, size: int) -> None:
-    """A parameter that first has a gradient after the resume gets the state of a first step."""
+    """If a parameter has its first gradient after the resume, the optimizer treats this as its first step."""
 
     def run(directory: Path, options: str) -> Any:
         arguments = f"Path({str(directory)!r}), Path({str(directory / 'report')!r}), models='WithUnused'"
@@ -126,7 +126,7 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> No
 
 
 def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
-    """As on FUSE: the job waits until the lease has expired."""
+    """Without locks, as on FUSE, the next job waits until the lease has expired."""
     arguments = f"Path({str(tmp_path)!r}), Path({str(tmp_path / 'report')!r})"
     assert train(arguments, function="run_after_a_killed_job") == [0]
     assert ckptcore.verify(tmp_path / "checkpoint/step-4").ok

@@ -1,4 +1,4 @@
-"""W&B without a network and MLflow in a local directory: references, uploads, and checks of the digest."""
+"""References, uploads and digests with W&B and MLflow. W&B runs offline, and MLflow uses a local directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.docs.running import page_module, run_python
 
 WEIGHTS = {"w": np.arange(1 << 20, dtype=np.float32)}
 SMALL_BYTES = 64 << 10
-"""More than a tracker writes about a reference, and much less than the weights."""
+"""A limit for the bytes that a tracker writes for a reference. The weights are much larger."""
 
 
 @pytest.fixture(autouse=True)
 def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep everything that the trackers write in one directory."""
+    """Make the trackers write all of their files to one directory."""
     tracker = tmp_path / "tracker"
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, str(tracker))
@@ -45,7 +45,7 @@ def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def written(tmp_path: Path) -> int:
-    """Return the bytes in the directory of the trackers."""
+    """Return the number of bytes in the directory of the trackers."""
     return sum(path.stat().st_size for path in (tmp_path / "tracker").rglob("*") if path.is_file())
 
 
@@ -67,7 +67,7 @@ def log(tracker: ModuleType, location: str, **options: Any) -> Any:
 
 
 def recorded(logged: Any) -> dict[str, str]:
-    """Return what a tracker recorded."""
+    """Return the entries that a tracker recorded."""
     if isinstance(logged, wandb.Artifact):
         found: dict[str, str] = logged.metadata["ckptcore"]
         return found
@@ -205,7 +205,7 @@ def test_wandb_references(tmp_path: Path) -> None:
     assert f"{tmp_path.as_uri()}/a%20b/1" in entries["checkpoint/model.safetensors"].ref
     save(location, overwrite=True)
     other = with_wandb.checkpoint_artifact(location, "weights")
-    assert other.digest != artifact.digest  # a new version, although references and sizes are equal
+    assert other.digest != artifact.digest  # equal references and sizes must not hide the new version
     with pytest.raises(ValueError, match="root: nothing is downloaded"):
         with_wandb.checkpoint_location(artifact, tmp_path)
     with pytest.raises(CorruptCheckpointError, match="no valid record of a checkpoint there: log it again"):
@@ -223,7 +223,7 @@ def test_wandb_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(location)
 
     def download(artifact: wandb.Artifact, root: str, path_prefix: str) -> str:
-        """Copy the staged files: there is no server to download from."""
+        """Copy the staged files, because no server exists for a download."""
         for name, entry in artifact.manifest.entries.items():
             if name.startswith(path_prefix):
                 (Path(root) / name).parent.mkdir(parents=True, exist_ok=True)

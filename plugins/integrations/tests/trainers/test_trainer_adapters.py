@@ -1,4 +1,4 @@
-"""The Trainer of Transformers with adapters of PEFT: kill and resume, and the files that PEFT opens."""
+"""The Trainer of Transformers with adapters of PEFT: kills and resumes, and files that PEFT opens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
 from plugins.integrations.tests.trainers.trainer_jobs import run_job
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # which PEFT uses
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses this property
 CONFIGS: dict[str, Any] = {
     "lora": {"peft_type": "LORA", "r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.1},
     "ia3": {"peft_type": "IA3", "target_modules": ["query", "dense"], "feedforward_modules": ["dense"]},
@@ -41,7 +41,7 @@ def base() -> tuple[Any, Any]:
 
 
 def task(name: str) -> Callable[[], tuple[Any, Any]]:
-    """Return a function that makes a model with an adapter, and rows."""
+    """Return a function that creates a model with an adapter, and the rows of its training."""
 
     def make() -> tuple[Any, Any]:
         model, rows = base()
@@ -78,7 +78,7 @@ TASKS = {**{name: task(name) for name in CONFIGS}, "two": two_adapters, "outside
 
 def be_killed(directory: str) -> None:
     """Train with LoRA, and kill this process right before the commit of the second save."""
-    commit = added_files._CommitWithFiles.commit  # no public event is as late
+    commit = added_files._CommitWithFiles.commit  # no public event happens so late in a save
 
     def killed(self: Any, payloads: Any) -> None:
         if Path(directory, "checkpoint-4").exists():
@@ -117,7 +117,7 @@ def test_adapters_resume_and_open_with_peft(tmp_path: Path, name: str, caplog: p
     checkpoint = tmp_path / "checkpoint-8"
     assert ckptcore.verify(checkpoint).ok and newest_sound(tmp_path) == str(checkpoint)
     frozen = [name for name, parameter in base()[0].named_parameters() if "query.weight" in name]
-    assert not [name for name in ckptcore.load(checkpoint / "model") if frozen[0] in name]  # not the base model
+    assert not [name for name in ckptcore.load(checkpoint / "model") if frozen[0] in name]  # without the base model
     found = peft.PeftModel.from_pretrained(base()[0], checkpoint)
     expected, stored = (peft.get_peft_model_state_dict(model) for model in (run.model, found))
     assert expected.keys() == stored.keys()
@@ -169,7 +169,7 @@ def test_the_best_adapter_is_loaded(tmp_path: Path) -> None:
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
     assert all(torch.equal(value, at[8][key]) for key, value in adapter_tensors(run.model).items())
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-8"]  # the best, and the last one
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-12", "checkpoint-8"]  # the best and the last step
 
 
 def test_an_adapter_with_the_name_of_another_part_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ def environment() -> dict[str, str]:
 
 
 def run_job(program: str, size: int, directory: Path, **variables: str) -> list[int]:
-    """Run Python code in each process of a job, and return the exit statuses. A process fails only if one is killed.
+    """Run Python code in each process of a job, and return the exit statuses. No process may fail, except after a kill.
 
-    If a process is killed, the others are too, as a launcher does it. Errors are written to files in `directory`.
+    If a process is killed, the others are killed as well, as a launcher does it. Errors are written to files in
+    `directory`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -47,11 +48,11 @@ def run_job(program: str, size: int, directory: Path, **variables: str) -> list[
 
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:
-    """Make Accelerate use torch's FSDP in a job of CPUs, where version 1.15 silently uses DistributedDataParallel.
+    """Make Accelerate use PyTorch's FSDP in a job of CPUs. Version 1.15 would silently use DistributedDataParallel.
 
-    Replaces `AcceleratorState.__init__`: after it, a state of several CPUs that was given an FSDP plugin has
-    `DistributedType.FSDP`, the plugin, and the device "cpu", as a state of several GPUs has.
-    All else is Accelerate's and torch's.
+    Replaces `AcceleratorState.__init__`. If the state of a job of CPUs gets an FSDP plugin, it then has
+    `DistributedType.FSDP`, the plugin, and the device "cpu", like a state of several GPUs. Everything else in
+    Accelerate and PyTorch is unchanged.
     """
     import torch
     from accelerate.state import AcceleratorState, DistributedType, PartialState
@@ -63,7 +64,7 @@ def fsdp_on_cpus() -> Iterator[None]:
         if fsdp_plugin is not None and self.distributed_type in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
-            self.device = torch.device("cpu")  # not cpu:0, which FSDP 1 refuses
+            self.device = torch.device("cpu")  # FSDP 1 refuses cpu:0
             PartialState._shared_state.update(distributed_type=self.distributed_type, device=self.device)
 
     AcceleratorState.__init__ = init  # type: ignore[method-assign]
