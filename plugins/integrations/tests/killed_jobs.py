@@ -96,17 +96,17 @@ class _TorchJob:
         PyTorch may load the previous step. If a save is killed between the renames of the root and the index, the old
         index remains until the next save replaces it.
         """
-        found = []
+        digests = []
         assert ckptcore.verify(directory).ok
         loaded = ckptcore.load(directory)
-        found.append((loaded["step"], digest({name: np.asarray(loaded[name]) for name in ("large", "small")})))
+        digests.append((loaded["step"], digest({name: np.asarray(loaded[name]) for name in ("large", "small")})))
         for library in (self.dcp, self.original):
             target = {"large": self.torch.zeros(600, 500), "small": self.torch.zeros(37), "step": 0}
             library.load(target, checkpoint_id=directory)
             step = target.pop("step")
-            found.append((step, digest({name: value.numpy() for name, value in target.items()})))
-        assert found[0] == found[1] >= found[2], found
-        return dict(found)
+            digests.append((step, digest({name: value.numpy() for name, value in target.items()})))
+        assert digests[0] == digests[1] >= digests[2], digests
+        return dict(digests)
 
 
 def join(process: Process, size: int) -> Any:
@@ -148,14 +148,14 @@ class CoreCheckpointer(_TorchJob):
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step."""
-        found = {}
+        digests = {}
         with ckptcore.CheckpointReader(directory) as reader:
             for step in reader.steps:
                 loaded = reader.load(step)
                 assert loaded["step"] == step
-                found[step] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
+                digests[step] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
                 assert ckptcore.verify(directory / str(step)).ok
-        return found
+        return digests
 
 
 class DcpSave(_TorchJob):
@@ -231,9 +231,9 @@ class OrbaxSave:
         """Return the step and the digest of a checkpoint."""
         assert ckptcore.verify(directory).ok
         trees = [ckptcore.load(directory / "state"), self.ours.load(directory), self.original.load(directory)]
-        found = {(int(tree.pop("step")), digest({name: np.asarray(tree[name]) for name in tree})) for tree in trees}
-        assert len(found) == 1, found
-        return found.pop()
+        digests = {(int(tree.pop("step")), digest({name: np.asarray(tree[name]) for name in tree})) for tree in trees}
+        assert len(digests) == 1, digests
+        return digests.pop()
 
 
 class OrbaxSaveAsync(OrbaxSave):
@@ -264,7 +264,7 @@ class OrbaxCheckpointer(OrbaxSave):
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step."""
         with self.original.training.Checkpointer(directory) as checkpointer:
-            steps = [found.step for found in checkpointer.checkpoints]
-        found = [self.found_at(directory / str(step)) for step in steps]
-        assert [step for step, _ in found] == steps
-        return dict(found)
+            steps = [checkpoint.step for checkpoint in checkpointer.checkpoints]
+        digests = [self.found_at(directory / str(step)) for step in steps]
+        assert [step for step, _ in digests] == steps
+        return dict(digests)

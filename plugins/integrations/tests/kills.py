@@ -48,10 +48,10 @@ def torch_dcp(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], i
 
     def load(location: Path) -> int:
         for library in (dcp, original):
-            found = {"w": torch.zeros(1000), "step": 0}
-            library.load(found, checkpoint_id=location)
-            assert (found["w"] == found["step"]).all()
-        return int(found["step"])
+            loaded = {"w": torch.zeros(1000), "step": 0}
+            library.load(loaded, checkpoint_id=location)
+            assert (loaded["w"] == loaded["step"]).all()
+        return int(loaded["step"])
 
     return save, load
 
@@ -77,9 +77,9 @@ def orbax_v1(way: str) -> tuple[Callable[[Path, int], None], Callable[[Path], in
             with original.training.Checkpointer(location) as checkpointer:
                 location = location / str(checkpointer.latest.step)
         for library in (ours, original):
-            found = library.load(location)
-            assert (found["w"] == found["step"]).all()
-        return int(found["step"])
+            loaded = library.load(location)
+            assert (loaded["w"] == loaded["step"]).all()
+        return int(loaded["step"])
 
     return save, load
 
@@ -117,7 +117,7 @@ def main() -> None:
     every = int(sys.argv[4]) if len(sys.argv) > 4 else 1
     save, load = {"torch_dcp": torch_dcp, "orbax_v1": orbax_v1}[library](way)
     location = directory / "saved"
-    found = []
+    steps = []
     for moment in range(1, 1000, every):
         assert forked(lambda: save(location, 1)) == 0
 
@@ -126,11 +126,11 @@ def main() -> None:
             save(location, 2)
 
         status = forked(doomed)
-        found.append(found_at(location, load))
+        steps.append(found_at(location, load))
         if status == 0:
             break
         assert status == signal.SIGKILL
-    print(len(found) - 1, *found)
+    print(len(steps) - 1, *steps)
 
 
 if __name__ == "__main__":

@@ -99,22 +99,22 @@ class Ledger:
             self.reported = max(self.reported, int(words[0]))
             del self.digests[int(words[0])][:-1]
 
-    def check(self, found: Mapping[int, str], keeps: int) -> None:
+    def check(self, existing: Mapping[int, str], keeps: int) -> None:
         """Compare with the digests of the existing checkpoints, and forget saves that were not committed.
 
         Raises:
             LostError: a checkpoint is lost, or its content was never saved.
         """
-        for step in sorted(self.saved | found.keys())[-keeps:]:
-            if step not in found:
-                raise LostError(f"step {step} was saved and is lost; found {sorted(found)}")
-        if keeps == 1 and min(found) < self.reported:
-            raise LostError(f"step {self.reported} was saved, and a reader finds step {min(found)}")
-        for step, content in found.items():
+        for step in sorted(self.saved | existing.keys())[-keeps:]:
+            if step not in existing:
+                raise LostError(f"step {step} was saved and is lost; found {sorted(existing)}")
+        if keeps == 1 and min(existing) < self.reported:
+            raise LostError(f"step {self.reported} was saved, and a reader finds step {min(existing)}")
+        for step, content in existing.items():
             if content not in self.digests.get(step, ()):
                 raise LostError(f"step {step} holds {content}, expected one of {self.digests.get(step)}")
-        self.digests = {step: [content] for step, content in found.items()}
-        self.saved = set(found)
+        self.digests = {step: [content] for step, content in existing.items()}
+        self.saved = set(existing)
 
 
 @dataclass(slots=True)
@@ -333,11 +333,11 @@ def _kill(processes: list[int], *, spares: bool) -> None:
 
 def descendants(parent: int) -> list[int]:
     """Return all direct and indirect children of a process."""
-    found = []
+    children_ids = []
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += [int(child) for child in children.read_text().split()]
-    return [*found, *(below for child in found for below in descendants(child))]
+            children_ids += [int(child) for child in children.read_text().split()]
+    return [*children_ids, *(below for child in children_ids for below in descendants(child))]
 
 
 def _is_saver(process: int) -> bool:
@@ -422,8 +422,8 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
             for line in outcome.lines:
                 ledger.read(line)
             reported = max(ledger.saved)
-            found = look(job, directory)
-            ledger.check(found, job.keeps)
+            existing = look(job, directory)
+            ledger.check(existing, job.keeps)
         except Exception as error:
             error.add_note(f"seed {seed}, job {attempt}, {fate}")
             raise
@@ -433,7 +433,7 @@ def kill_often(job: Job, directory: Path, seed: int, kills: int) -> dict[str, in
             import_what_was_imported(Path("modules"))
         if outcome.killed:
             counts["kills"] += 1
-            counts["new"] += max(found) > reported
+            counts["new"] += max(existing) > reported
         else:
             calls, seconds = outcome.calls(), outcome.seconds
             counts["ended"] += 1

@@ -102,10 +102,10 @@ def outcome(call: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = call()
+            result = call()
         except Exception as error:  # noqa: BLE001  # both libraries must refuse the same
             return "refused", next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-    return jax.tree.structure(found), described(found)
+    return jax.tree.structure(result), described(result)
 
 
 def abstract_of(tree: Any) -> Any:
@@ -134,14 +134,14 @@ def test_four_combinations(tree: Any) -> None:
         if saved[0][0] == "refused":
             return
         for request in ((), (abstract_of(tree),), (tree,)):
-            found = {
+            outcomes = {
                 f"{name} loaded by {loader.__name__}": outcome(
                     lambda name=name, loader=loader, request=request: loader.load(place / name, *request)
                 )
                 for name in ("theirs", "ours")
                 for loader in (theirs, ours)
             }
-            expected = found.pop(f"theirs loaded by {theirs.__name__}")
-            for who, one in found.items():
-                assert one == expected, who
+            expected = outcomes.pop(f"theirs loaded by {theirs.__name__}")
+            for who, actual in outcomes.items():
+                assert actual == expected, who
         assert ckptcore.load(place / "ours").keys() == tree.keys()

@@ -44,14 +44,14 @@ def run(job: str, directory: Path, kills: int) -> subprocess.CompletedProcess[st
         ],
     ],
 )
-def test_nothing_is_lost(tmp_path: Path, job: str, kills: int) -> None:
+def test_no_checkpoint_is_lost(tmp_path: Path, job: str, kills: int) -> None:
     done = run(f"killed_jobs:{job}", tmp_path, kills)
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
     print(done.stdout)
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
 
 
-def test_a_save_that_deletes_the_old_checkpoint_first_is_noticed(tmp_path: Path) -> None:
+def test_a_save_that_first_deletes_the_old_checkpoint_is_detected(tmp_path: Path) -> None:
     done = run("killed_jobs:Careless", tmp_path, 100)
     assert done.returncode == 1
     assert f"seed {SEED}" in done.stderr

@@ -195,7 +195,7 @@ def test_models_with_tensors_that_are_not_contiguous(tmp_path: Path) -> None:
     assert torch.equal(with_torch.load_file(tmp_path / "a")["weight"], model.weight)
 
 
-def test_dtypes_that_the_format_lacks(tmp_path: Path) -> None:
+def test_dtypes_that_the_format_does_not_support(tmp_path: Path) -> None:
     """The error lists the dtypes that the format supports."""
     of_torch = {"w": torch.ones(2, dtype=torch.complex128)}
     of_numpy = {"w": np.ones(2, "complex128")}
@@ -254,7 +254,7 @@ class Trusted:
     value = 3
 
 
-def test_classes_that_torch_does_not_trust(tmp_path: Path) -> None:
+def test_classes_that_pytorch_does_not_trust(tmp_path: Path) -> None:
     """The error omits those parts of PyTorch's advice that do not apply."""
     original.save({"w": torch.ones(2), "known": Trusted()}, checkpoint_id=tmp_path / "c")
     loaded: dict[str, Any] = {"known": None}

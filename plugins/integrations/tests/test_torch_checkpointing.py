@@ -59,9 +59,9 @@ def test_a_manager_saves_loads_and_refuses_to_replace(place: tuple[str, Ckptcore
     directory, config = place
     manager = manager_of(config)
     manager.save(f"{directory}/step_1", STATE)
-    found = target()
-    assert manager.load(f"{directory}/step_1", into=found)["step"] == 3
-    assert torch.equal(found["model"]["w"], STATE["model"]["w"])
+    loaded = target()
+    assert manager.load(f"{directory}/step_1", into=loaded)["step"] == 3
+    assert torch.equal(loaded["model"]["w"], STATE["model"]["w"])
     storage = config.create_storage()
     assert storage.ls(Path(directory)) == ["step_1"]
     assert sorted(storage.ls(Path(directory, "step_1"))) == ["model_0.pt", "step_0.pt"]
@@ -86,7 +86,7 @@ def test_a_process_that_writes_in_the_background(place: tuple[str, CkptcoreStora
     manager.close()
 
 
-def test_nothing_counts_before_the_rename(place: tuple[str, CkptcoreStorageConfig]) -> None:
+def test_a_step_exists_only_after_the_rename(place: tuple[str, CkptcoreStorageConfig]) -> None:
     """A killed job leaves its temporary directory. The next job writes the same step, and commits it."""
     directory, config = place
     storage = config.create_storage()
@@ -137,7 +137,7 @@ def test_a_file_exists_once_it_is_closed_without_an_error(place: tuple[str, Ckpt
     assert not storage.exists(Path(directory, "forgotten"))
 
 
-def test_a_moved_file_replaces_a_file_and_no_directory(place: tuple[str, CkptcoreStorageConfig]) -> None:
+def test_a_moved_file_replaces_a_file_but_not_a_directory(place: tuple[str, CkptcoreStorageConfig]) -> None:
     directory, config = place
     storage = config.create_storage()
     for name in ("a", "b", "directory/c"):
@@ -243,7 +243,7 @@ def test_a_damaged_list_is_named(bucket: tuple[StrictGcs, CkptcoreStorage]) -> N
     store = storage._open("gs://bucket/run/step_1", to_write=True)
     listed = json.loads(store.get("files.ckptcore.json"))
     wrong: list[dict[str, Any]] = [{"version": 2}, {"files": {"../x": 5}}, {"files": {"x": -1}}, {"job": "../.."}]
-    for data in (b"", b"[]", *[json.dumps({**listed, **one}).encode() for one in wrong]):
+    for data in (b"", b"[]", *[json.dumps({**listed, **change}).encode() for change in wrong]):
         store.put("files.ckptcore.json", data)
         with pytest.raises(CorruptCheckpointError, match=r"step_1/files.ckptcore.json"):
             storage.exists(FINAL)

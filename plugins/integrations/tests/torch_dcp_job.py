@@ -48,21 +48,21 @@ def blank(value: Any) -> Any:
     return None
 
 
-def expect_same(found: Any, expected: Any, path: str = "") -> None:
+def expect_same(loaded: Any, expected: Any, path: str = "") -> None:
     """Compare trees, and the local tensors of DTensors."""
     if isinstance(expected, DTensor):
-        assert torch.equal(found.to_local(), expected.to_local()), path
+        assert torch.equal(loaded.to_local(), expected.to_local()), path
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), path
+        assert torch.equal(loaded, expected), path
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
+        assert loaded.keys() == expected.keys(), path
         for key in expected:
-            expect_same(found[key], expected[key], f"{path}.{key}")
+            expect_same(loaded[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, list):
         for number, inner in enumerate(expected):
-            expect_same(found[number], inner, f"{path}.{number}")
+            expect_same(loaded[number], inner, f"{path}.{number}")
     else:
-        assert (type(found), found) == (type(expected), expected), path
+        assert (type(loaded), loaded) == (type(expected), expected), path
 
 
 def both_ways(directory: Path) -> None:

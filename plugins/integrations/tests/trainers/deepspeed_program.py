@@ -96,8 +96,8 @@ def optimizer_of(net: Net, kind: str = "AdamW") -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
     ]
     options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
-    found: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
-    return found
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(groups, lr=0.01, **options)
+    return optimizer
 
 
 def world_size() -> int:
@@ -130,10 +130,10 @@ def state(engine: Any) -> dict[str, Any]:
     """Return the whole state of an engine on every process. DeepSpeed's own functions gather it."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found: dict[str, Any] = {"counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
+    gathered: dict[str, Any] = {"counters": [engine.global_steps, engine.global_samples, engine.skipped_steps]}
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         for name, tensor in engine.module.state_dict().items():
-            found[f"model.{name}"] = tensor.detach().float().clone()
+            gathered[f"model.{name}"] = tensor.detach().float().clone()
     optimizer = engine.optimizer
     basic = getattr(optimizer, "optimizer", optimizer)
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
@@ -143,14 +143,14 @@ def state(engine: Any) -> dict[str, Any]:
     slots = [slot for slot, value in held.items() if isinstance(value, torch.Tensor) and value.dim()]
     for parameter, name in engine.param_names.items():
         if parameter.requires_grad and engine.zero_optimization_stage() > 0:
-            found[f"fp32.{name}"] = safe_get_full_fp32_param(parameter)
+            gathered[f"fp32.{name}"] = safe_get_full_fp32_param(parameter)
             for slot in slots:
-                found[f"{slot}.{name}"] = safe_get_full_optimizer_state(parameter, slot)
-    found["step"] = sorted({float(its["step"]) for its in basic.state.values() if "step" in its})
-    found["lr"] = [group["lr"] for group in basic.param_groups]
-    found["scale"] = getattr(optimizer, "loss_scale", None)
-    found["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
-    return found
+                gathered[f"{slot}.{name}"] = safe_get_full_optimizer_state(parameter, slot)
+    gathered["step"] = sorted({float(its["step"]) for its in basic.state.values() if "step" in its})
+    gathered["lr"] = [group["lr"] for group in basic.param_groups]
+    gathered["scale"] = getattr(optimizer, "loss_scale", None)
+    gathered["schedule"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
+    return gathered
 
 
 def save(engine: Any, directory: str | Path) -> None:
@@ -161,19 +161,19 @@ def load(engine: Any, directory: str | Path) -> None:
     ckptcore.load_checkpointables(directory, into=ours.checkpointables(engine), context=ours.with_engines())
 
 
-def compare(found: dict[str, Any], expected: dict[str, Any], *, exact: bool = True) -> None:
+def compare(actual: dict[str, Any], expected: dict[str, Any], *, exact: bool = True) -> None:
     """Compare two results of `state`.
 
     Sums of gradients depend on the number of processes, so later states can be equal only approximately.
     """
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor) and not exact:
-            torch.testing.assert_close(found[name], value, msg=name, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(actual[name], value, msg=name, rtol=1e-3, atol=1e-3)
         elif isinstance(value, torch.Tensor):
-            assert torch.equal(found[name], value), name
-        elif None not in (value, found[name]):  # without ZeRO, 32 bits have no loss scale
-            assert found[name] == value, (name, found[name], value)
+            assert torch.equal(actual[name], value), name
+        elif None not in (value, actual[name]):  # without ZeRO, 32 bits have no loss scale
+            assert actual[name] == value, (name, actual[name], value)
 
 
 def save_and_resume(directory: Path, cases: list[Any]) -> None:
@@ -207,17 +207,17 @@ def load_elsewhere(directory: Path, pairs: list[Any], plain: list[str]) -> None:
         saved, later = torch.load(directory / f"{name}.pt", weights_only=False)
         engine = build(stage, dtype, **options)
         load(engine, directory / name)
-        found = state(engine)
-        common = saved.keys() & found.keys()
+        loaded = state(engine)
+        common = saved.keys() & loaded.keys()
         print("loaded", name, stage, options, flush=True)
-        compare({key: found[key] for key in common}, {key: saved[key] for key in common})
+        compare({key: loaded[key] for key in common}, {key: saved[key] for key in common})
         if dtype != "fp32" or stage == 0 or "fp32.embed.weight" not in saved:
             # Dtypes of 16 bits are rounded differently. Without ZeRO, parameters without a gradient are not updated.
             continue
         train(engine, 6)
-        found = state(engine)
-        common = [key for key in later.keys() & found.keys() if key != "step"]
-        compare({key: found[key] for key in common}, {key: later[key] for key in common}, exact=False)
+        loaded = state(engine)
+        common = [key for key in later.keys() & loaded.keys() if key != "step"]
+        compare({key: loaded[key] for key in common}, {key: later[key] for key in common}, exact=False)
 
 
 def load_plainly(directory: Path, names: list[str]) -> None:
@@ -475,9 +475,9 @@ def accept_cpus() -> None:
 
 def keep_state(run: Any, directory: Path, losses: list[float]) -> None:
     """Write the state and the losses to a file, with which `resume` compares."""
-    found = run.state()
+    current = run.state()
     directory.mkdir(parents=True, exist_ok=True)
-    torch.save((found, losses), directory / f"state-{run.engine.global_steps}-{rank()}.pt")
+    torch.save((current, losses), directory / f"state-{run.engine.global_steps}-{rank()}.pt")
 
 
 RUNS: dict[str, Any] = {"bare": BareRun, "accelerate": AcceleratedRun, "trainer": TrainerRun}
@@ -510,9 +510,9 @@ def train_to_the_best(directory: Path, stage: int, options: dict[str, Any]) -> N
     best = run.trainer.state.best_global_step
     assert best < 6
     kept, _ = torch.load(directory / f"state-{best}-{rank()}.pt", weights_only=False)
-    found = run.state()
+    current = run.state()
     names = [name for name in kept if name.startswith(("model.", "fp32."))]
-    compare({name: found[name] for name in names}, {name: kept[name] for name in names})
+    compare({name: current[name] for name in names}, {name: kept[name] for name in names})
 
 
 def resume(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
@@ -522,9 +522,9 @@ def resume(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> N
         torch.load(directory / f"state-{step}-{rank()}.pt", weights_only=False) for step in (4, 6)
     )
     run.resume()
-    found = run.train(6)
-    assert found == losses[-len(found) :]
-    assert len(found) == len(losses) // 3
+    later_losses = run.train(6)
+    assert later_losses == losses[-len(later_losses) :]
+    assert len(later_losses) == len(losses) // 3
     compare(run.loaded, loaded)
     compare(run.state(), expected)
 

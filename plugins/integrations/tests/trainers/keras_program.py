@@ -244,30 +244,30 @@ def fit(directory: Path, **options: Any) -> list[str]:
 
 def arguments(directory: Path) -> None:
     """Train with every argument of the callback, and print the saved steps."""
-    found: dict[str, Any] = {}
-    found["latest"] = fit(directory / "latest", save_on_background=False)
-    found["all"] = fit(directory / "all", max_to_keep=None)
-    found["best"] = fit(
+    results: dict[str, Any] = {}
+    results["latest"] = fit(directory / "latest", save_on_background=False)
+    results["all"] = fit(directory / "all", max_to_keep=None)
+    results["best"] = fit(
         directory / "best", monitor="loss", mode="max", save_best_only=True, max_to_keep=None, layout="dcp"
     )
-    found["batches"] = fit(directory / "batches", save_freq=3, max_to_keep=None)
-    found["policy"] = fit(directory / "policy", max_to_keep=None, preservation_policy=CustomSteps([1]))
+    results["batches"] = fit(directory / "batches", save_freq=3, max_to_keep=None)
+    results["policy"] = fit(directory / "policy", max_to_keep=None, preservation_policy=CustomSteps([1]))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         fit(directory / "weights", save_weights_only=True, verbose=1)
-    found["weights"] = sorted(ckptcore.load(directory / "weights" / "3" / "pytree"))
-    found["printed"] = printed.getvalue().count("saved to")
+    results["weights"] = sorted(ckptcore.load(directory / "weights" / "3" / "pytree"))
+    results["printed"] = printed.getvalue().count("saved to")
     callback = CkptcoreCheckpoint(str(directory / "x"))
     callback.wait_until_finished()
-    found["hosts"] = [callback.is_multihost_enabled(), callback.is_primary_host()]
-    found["refused"] = []
+    results["hosts"] = [callback.is_multihost_enabled(), callback.is_primary_host()]
+    results["refused"] = []
     for wrong in ({"save_freq": "day"}, {"preservation_policy": EveryNSteps(2)}):
         try:
             CkptcoreCheckpoint(str(directory / "x"), **wrong)
         except ValueError as error:
-            found["refused"].append(str(error))
-    found["nothing"] = resume(str(directory / "x"), make())
-    print(json.dumps(found))
+            results["refused"].append(str(error))
+    results["nothing"] = resume(str(directory / "x"), make())
+    print(json.dumps(results))
 
 
 def refused(directory: Path) -> None:

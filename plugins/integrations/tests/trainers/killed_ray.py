@@ -65,14 +65,14 @@ class Journal:
 
 def found_in(directory: Path) -> Mapping[int, str]:
     """Load all committed checkpoints. Directories of Ray without a checkpoint are ignored."""
-    found, alone = {}, ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
+    digests, alone = {}, ckptcore.Context(job=JobOptions(coordinator=SingleProcess()))
     for path in (directory / "run").glob("checkpoint_*[0-9]"):
         if (path / "checkpoint.json").exists():
             assert ckptcore.verify(path, context=alone).ok
             loaded = ckptcore.load(path / "state", context=alone)
             assert loaded["step"] == int(path.name.removeprefix("checkpoint_"))
-            found[loaded["step"]] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
-    return found
+            digests[loaded["step"]] = digest({name: np.asarray(loaded[name]) for name in ("large", "small")})
+    return digests
 
 
 def check(directory: Path) -> None:

@@ -74,19 +74,19 @@ class KerasOnJax:
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step, and the newest one with Keras."""
-        found = {}
+        digests = {}
         model = self.program.make(1)
         with ckptcore.CheckpointReader(directory) as reader:
             for step in reader.steps:
                 assert ckptcore.verify(directory / str(step)).ok
                 reader.load_checkpointables(step, into={"pytree": model})
-                found[step] = self.digest(model)
+                digests[step] = self.digest(model)
         if self.layout == "ocdbt":
             expected = model.get_weights()
             model.set_weights([np.zeros_like(array) for array in expected])
             model.load_weights(directory)
             assert all(map(np.array_equal, model.get_weights(), expected))
-        return found
+        return digests
 
 
 class KerasOnTorch(KerasOnJax):
@@ -157,15 +157,15 @@ class Titan:
 
     def found(self, directory: Path) -> Mapping[int, str]:
         """Load each step with ckptcore and PyTorch."""
-        found = {}
+        by_step = {}
         for path in directory.glob("checkpoint/step-*"):
             assert ckptcore.verify(path).ok
             theirs: dict[str, Any] = {}
             self.load(theirs, storage_reader=self.reader(path), planner=self.planner(), no_dist=True)
             digests = {self.digest(ckptcore.load(path)), self.digest(theirs)}
             assert len(digests) == 1
-            found[int(path.name.removeprefix("step-"))] = digests.pop()
-        return found
+            by_step[int(path.name.removeprefix("step-"))] = digests.pop()
+        return by_step
 
 
 class Accelerate:

@@ -165,7 +165,9 @@ def test_the_limit_is_applied_after_the_commit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Checkpointed, Accelerator], ids=["ours", "Accelerate's"])
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("loaded", [None, 1], ids=["newest", "earlier"])
-def test_numbers_continue_after_a_load(tmp_path: Path, kind: type[Accelerator], limit: int, loaded: int | None) -> None:
+def test_automatic_numbers_continue_after_a_load(
+    tmp_path: Path, kind: type[Accelerator], limit: int, loaded: int | None
+) -> None:
     first = Run(tmp_path, kind)
     for _ in range(3):
         first.accelerator.save_state()
@@ -179,7 +181,9 @@ def test_numbers_continue_after_a_load(tmp_path: Path, kind: type[Accelerator], 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 @pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
-def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_background: bool) -> None:
+def test_the_checkpoint_that_was_just_saved_is_never_deleted(
+    tmp_path: Path, limit: int, *, in_background: bool
+) -> None:
     run = Run(tmp_path, total_limit=limit)
     run.accelerator.save_in_background = in_background
     run.project.iteration = 7
@@ -192,7 +196,7 @@ def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, *, in_
         assert set(os.listdir(tmp_path / "checkpoints")) == {f"checkpoint_{number}", "checkpoint_7"}
 
 
-def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
+def test_a_load_does_not_lower_a_number_that_was_set(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.accelerator.save_state()
     run.project.iteration = 20
@@ -200,7 +204,7 @@ def test_a_number_that_was_set_is_not_lowered_by_a_load(tmp_path: Path) -> None:
     assert run.accelerator.save_state().name == "checkpoint_20"
 
 
-def test_automatic_names_need_no_directory_of_a_project_to_load(tmp_path: Path) -> None:
+def test_loading_by_automatic_names_needs_no_project_directory(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     saved = run.accelerator.save_state()
     run.accelerator.project_configuration.project_dir = None
@@ -292,7 +296,7 @@ class WrongModel(torch.nn.Linear):
         pass
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(UnsupportedLeafError) as caught:
         run.accelerator.register_for_checkpointing(Progress(), Wrong())
@@ -314,7 +318,7 @@ def test_kinds_of_training_that_are_refused(tmp_path: Path, kind: str) -> None:
         run.accelerator.prepare(torch.nn.Linear(2, 2))
 
 
-def test_what_is_not_supported_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(NotImplementedError, match="safe_serialization.*Remove the argument"):
         run.accelerator.save_state(safe_serialization=False)
@@ -372,7 +376,7 @@ def test_two_processes(tmp_path: Path) -> None:
     ]  # these are the names of the model without a wrapper
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-accelerate.md"
     module = page_module(page, "trainers")

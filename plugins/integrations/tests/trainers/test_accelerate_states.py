@@ -132,9 +132,7 @@ def test_augmentations_of_workers_continue_bit_for_bit(tmp_path: Path, caplog: p
     assert "workers" not in caplog.text
 
 
-def test_workers_whose_random_states_are_not_saved_are_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsaved_random_states_of_workers_give_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(dataset=Augmented(), workers=2)
     with caplog.at_level(logging.WARNING):
         run.accelerator.save_state(tmp_path / "0")
@@ -209,9 +207,9 @@ def job(directory: Path, size: int, call: str) -> None:
     assert run_job(program + "t.torch.distributed.destroy_process_group()", size, directory) == [0] * size
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same(first: Path, other: Path) -> None:
     for name in ("model", "optimizer"):
-        left, right = ckptcore.load(one / name, framework="torch"), ckptcore.load(other / name, framework="torch")
+        left, right = ckptcore.load(first / name, framework="torch"), ckptcore.load(other / name, framework="torch")
         if name == "optimizer":
             left, right = left["state"], right["state"]
         assert left.keys() == right.keys()

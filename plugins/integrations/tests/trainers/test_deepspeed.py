@@ -209,11 +209,11 @@ def test_what_is_not_supported_is_refused_when_the_training_starts(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_gradients_that_are_lost_are_a_warning(tmp_path: Path) -> None:
+def test_lost_gradients_give_a_warning(tmp_path: Path) -> None:
     run_job(2, "warning_about_gradients", tmp_path)
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment(1, free_port(), rank=0).items():
         monkeypatch.setenv(name, value)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-deepspeed.md"

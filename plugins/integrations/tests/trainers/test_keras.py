@@ -46,7 +46,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, backend: str) -> None:
     assert ckptcore.verify(tmp_path / "killed" / "3").ok
 
 
-def test_a_job_that_was_killed_where_no_lock_tells_it_is_continued(tmp_path: Path) -> None:
+def test_a_killed_job_is_continued_without_locks(tmp_path: Path) -> None:
     """Without locks, as on FUSE, the next job waits until the lease has expired."""
     assert len(run("torch", "train_after_a_killed_job(d)", tmp_path)["losses"]) == 4
     assert ckptcore.verify(tmp_path / "3").ok
@@ -77,17 +77,17 @@ def test_swapped_averages_resume_bit_for_bit(tmp_path: Path, backend: str) -> No
 @pytest.mark.brings("a new training in a directory with steps, without `resume`", "keras", "refused")
 @pytest.mark.parametrize("backend", [pytest.param("jax", marks=pytest.mark.slow), "torch"])
 def test_an_interrupted_training_owns_nothing(tmp_path: Path, backend: str) -> None:
-    found = run(backend, "interrupted(d)", tmp_path)
-    assert "has steps up to 0, and this training would save step 0" in found["message"]
-    assert found["batches"] == 0 and found["step"] == 0 and found["newest"] == 3
+    outcome = run(backend, "interrupted(d)", tmp_path)
+    assert "has steps up to 0, and this training would save step 0" in outcome["message"]
+    assert outcome["batches"] == 0 and outcome["step"] == 0 and outcome["newest"] == 3
 
 
-def test_another_training_in_the_directory_is_noticed(tmp_path: Path) -> None:
+def test_another_training_in_the_directory_is_an_error(tmp_path: Path) -> None:
     message = run("torch", "beside_another(d)", tmp_path)
     assert "another program has saved step 7 since this training began" in message
 
 
-def test_keras_loads_what_was_saved(tmp_path: Path) -> None:
+def test_keras_and_orbax_load_the_checkpoints(tmp_path: Path) -> None:
     assert run("jax", "keras_loads(d)", tmp_path) == {"same": True, "config": 1274}
 
 
@@ -111,7 +111,7 @@ def test_arguments(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, backend: str) -> None:
+def test_a_model_that_cannot_be_saved_is_refused_before_the_training(tmp_path: Path, backend: str) -> None:
     assert run(backend, "refused(d)", tmp_path) == {"steps": 0, "paths": [True, True]}
 
 

@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Any, tmp_path: Path, *,
 
 @pytest.mark.parametrize("last", [True, "link"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_model_checkpoint_keeps_links_and_finds_directories(tmp_path: Path, *, asynchronous: bool, last: Any) -> None:
+def test_model_checkpoint_keeps_links_and_accepts_directories(tmp_path: Path, *, asynchronous: bool, last: Any) -> None:
     run = trainer(tmp_path, last=last, plugins=[CkptcoreIO(asynchronous=asynchronous)])
     module = fit(run)
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=12.ckpt", "step=8.ckpt"]
@@ -132,7 +132,7 @@ def test_a_run_of_plain_lightning_continues(
 
 
 @pytest.mark.parametrize("name", ["_remove", "_rename"])
-def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
+def test_a_run_that_is_killed_during_the_replacement_of_a_file_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     class Killed(BaseException):
@@ -161,7 +161,7 @@ def test_a_run_that_is_killed_while_it_replaces_a_file_resumes(
 
 
 @pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
-def test_a_replacement_at_a_url_that_was_killed_is_found(
+def test_a_load_finds_a_replacement_that_was_killed_at_a_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     class Killed(BaseException):
@@ -188,7 +188,9 @@ def test_a_replacement_at_a_url_that_was_killed_is_found(
 
 @pytest.mark.parametrize("start", ["", "file://"])
 @pytest.mark.parametrize("of_lightning", [False, True])
-def test_a_deleted_checkpoint_does_not_return(tmp_path: Path, start: str, *, of_lightning: bool) -> None:
+def test_a_deleted_checkpoint_is_not_restored_from_a_replacement(
+    tmp_path: Path, start: str, *, of_lightning: bool
+) -> None:
     io, location = CkptcoreIO(), f"{start}{tmp_path}/a.ckpt"
     (TorchCheckpointIO() if of_lightning else io).save_checkpoint({"w": 1}, location)
     io.save_checkpoint({"w": 2}, f"{start}{tmp_path}/a.replacing.ckpt")  # as left by a killed process
@@ -251,7 +253,7 @@ def test_a_file_of_lightning_at_a_url_is_replaced_after_a_kill() -> None:
         io.load_checkpoint("memory://killed/a.replacing.ckpt")
 
 
-def test_a_checkpoint_returns_as_it_was_saved(uninterrupted: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_with_the_saved_types(uninterrupted: Any, tmp_path: Path) -> None:
     module, expected, _ = uninterrupted
     io = CkptcoreIO(layout="dcp")
     io.save_checkpoint({**expected, "state_dict": module.state_dict()}, tmp_path / "checkpoint")
@@ -286,7 +288,7 @@ class Early(Digits):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, *, wrapped: bool) -> None:
+def test_checkpoints_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path, *, wrapped: bool) -> None:
     module = Locked()
     io = AsyncCheckpointIO(CkptcoreIO()) if wrapped else CkptcoreIO()
     with pytest.raises(UnsupportedLeafError) as caught:
@@ -297,7 +299,9 @@ def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path, *, wr
     assert os.listdir(tmp_path) == []
 
 
-def test_only_what_will_be_saved_by_ckptcore_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_checkpoints_of_ckptcore_are_checked_before_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = fit(trainer(tmp_path / "early", plugins=[CkptcoreIO()], max_steps=4), Early())
     assert "not checked before the training" in caplog.text
     assert ckptcore.load(tmp_path / "early" / "step=4.ckpt")["metric"] == module.trainer.callback_metrics["loss"]
@@ -319,7 +323,7 @@ def fit_locked(directory: Path) -> None:
 
 
 @pytest.mark.system
-def test_all_ranks_know_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_module_that_cannot_be_saved(tmp_path: Path) -> None:
     lightning_program.run_job(f"fit_locked(Path({str(tmp_path / 'run')!r}))", "test_lightning", 2)
     for rank in range(2):
         report = (tmp_path / f"report-{rank}").read_text()
@@ -365,7 +369,7 @@ def test_tensors_go_to_the_device_of_map_location(tmp_path: Path) -> None:
     assert same(io.load_checkpoint(tmp_path / "a", map_location="cpu")["state_dict"], {"w": torch.ones(2)})
 
 
-def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     state = {"state_dict": {"w": torch.ones(2)}}
     with pytest.raises(TypeError, match=r"pass Context\(storage=\{scheme: options\}\) as context instead"):
         CkptcoreIO().save_checkpoint(state, tmp_path / "a", storage_options={})
@@ -506,9 +510,9 @@ def load_sharded(kind: str, directory: Path) -> None:
 
 def assert_same_state(left: Path, right: Path) -> None:
     """Compare the model and the optimizers of two checkpoints."""
-    one, other = (ckptcore.load(path, framework="torch") for path in (left, right))
+    first, other = (ckptcore.load(path, framework="torch") for path in (left, right))
     for name in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert same(one[name], other[name]), name
+        assert same(first[name], other[name]), name
 
 
 @pytest.mark.system

@@ -210,7 +210,7 @@ def test_the_last_checkpoint_has_the_largest_step(tmp_path: Path) -> None:
     assert len(resumed.seen) == 4
 
 
-def test_a_link_replaces_what_has_its_name(tmp_path: Path) -> None:
+def test_a_link_replaces_a_directory_or_link_of_its_name(tmp_path: Path) -> None:
     io = CkptcoreIO()
     for step in (4, 8):
         io.save_checkpoint({"global_step": step}, tmp_path / f"{step}.ckpt")
@@ -338,7 +338,7 @@ def run_again(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_a_save_that_is_interrupted_can_be_repeated(tmp_path: Path, *, asynchronous: bool) -> None:
+def test_an_interrupted_save_can_be_repeated(tmp_path: Path, *, asynchronous: bool) -> None:
     interrupted, proceed = threading.Event(), threading.Event()
 
     def interrupt(event: Event) -> None:

@@ -69,8 +69,8 @@ def _transformers(directory: Path) -> Path:
     for _ in range(2):
         model = BertForSequenceClassification(config)
         _Trainer(model, arguments, train_dataset=rows).train()
-    found = ckptcore.load(directory / "checkpoint-1/model")
-    assert torch.equal(torch.tensor(found["classifier.weight"]), model.classifier.weight)
+    loaded = ckptcore.load(directory / "checkpoint-1/model")
+    assert torch.equal(torch.tensor(loaded["classifier.weight"]), model.classifier.weight)
     return directory / "checkpoint-1"
 
 
@@ -151,7 +151,7 @@ def test_lightning_has_a_checkpoint_at_each_moment_on_an_object_store() -> None:
 
 def test_lightning_saves_after_a_first_save_that_was_killed_on_an_object_store() -> None:
     operations = _save_lightning(MemoryStorages(), 1).operations
-    for operation in [one for one in operations if one.changes]:
+    for operation in [candidate for candidate in operations if candidate.changes]:
         storages = MemoryStorages()
         assert _save_lightning(storages, 1, CrashAt(operation.number)).crashed
         assert not _save_lightning(storages, 2).crashed

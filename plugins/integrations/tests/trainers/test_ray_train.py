@@ -121,8 +121,8 @@ print(json.dumps([Path(directory, f"message-{rank}").read_text() for rank in ran
 def run(directory: Path, fate: str) -> dict[str, Any]:
     """Train, and return the last metrics and the location of the last checkpoint."""
     directory.mkdir()
-    found: dict[str, Any] = run_program(PROGRAM, directory, fate)
-    return found
+    result: dict[str, Any] = run_program(PROGRAM, directory, fate)
+    return result
 
 
 def run_program(program: str, directory: Path, fate: str = "") -> Any:
@@ -165,7 +165,7 @@ def test_steps_that_are_reported_again_are_not_deleted(tmp_path: Path) -> None:
         assert (ckptcore.load(f"{location}/model")["w"] == count).all()
 
 
-def test_a_step_that_was_not_reported_is_replaced_on_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreported_step_is_replaced_on_an_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker was killed between the commit and the report.
 
     The test uses a fake of Ray, because only one process can use a storage in memory.
@@ -222,7 +222,7 @@ def test_file_systems(tmp_path: Path) -> None:
         assert checkpoint_location(Checkpoint("bucket/c", made)) == f"{scheme}://bucket/c"
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_saved_are_refused_before_the_training(tmp_path: Path) -> None:
     for message in run_program(REFUSED, tmp_path):
         assert "in 'loop': lock" in message
         assert "in 'loop': deep[0]" in message

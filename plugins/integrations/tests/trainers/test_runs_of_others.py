@@ -31,9 +31,9 @@ pytestmark = [
 
 class _Model(BoringModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        found = super().training_step(batch, batch_idx)
-        self.log("train_loss", found["loss"])
-        return found
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss["loss"])
+        return loss
 
 
 def by_lightning(directory: Path, **options: Any) -> None:
@@ -85,7 +85,7 @@ SEEN: dict[str, tuple[Callable[[Path], None], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("writer", SEEN)
-def test_a_run_is_seen(tmp_path: Path, writer: str) -> None:
+def test_a_run_is_opened(tmp_path: Path, writer: str) -> None:
     write, steps = SEEN[writer]
     write(tmp_path / "run")
     with ckptcore.Checkpointer(tmp_path / "run") as run:
@@ -129,7 +129,7 @@ def by_keras(directory: Path, callback: str) -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
 
 
-def test_a_run_of_keras_with_orbax_is_seen(tmp_path: Path) -> None:
+def test_a_run_of_keras_with_orbax_is_opened(tmp_path: Path) -> None:
     by_keras(tmp_path / "run", "OrbaxCheckpoint(run, save_freq='epoch')")
     assert ckptcore.CheckpointReader(tmp_path / "run").latest == 1
 

@@ -96,10 +96,10 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     run.train()
     program = f"import test_trainer_adapters as t; t.be_killed({str(tmp_path / 'killed')!r})"
     assert run_job(program, 1, tmp_path) == [-signal.SIGKILL]
-    found = newest_sound(tmp_path / "killed")
-    assert found == str(tmp_path / "killed" / "checkpoint-4")
+    newest = newest_sound(tmp_path / "killed")
+    assert newest == str(tmp_path / "killed" / "checkpoint-4")
     resumed = plain.trainer(tmp_path / "killed", plain.Checkpointed, two_adapters, max_steps=8)
-    resumed.train(resume_from_checkpoint=found)
+    resumed.train(resume_from_checkpoint=newest)
     plain.assert_same(run, resumed, since=4)
 
 
@@ -118,15 +118,15 @@ def test_adapters_resume_and_open_with_peft(tmp_path: Path, name: str, caplog: p
     assert ckptcore.verify(checkpoint).ok and newest_sound(tmp_path) == str(checkpoint)
     frozen = [name for name, parameter in base()[0].named_parameters() if "query.weight" in name]
     assert not [name for name in ckptcore.load(checkpoint / "model") if frozen[0] in name]  # without the base model
-    found = peft.PeftModel.from_pretrained(base()[0], checkpoint)
-    expected, stored = (peft.get_peft_model_state_dict(model) for model in (run.model, found))
+    model_of_peft = peft.PeftModel.from_pretrained(base()[0], checkpoint)
+    expected, stored = (peft.get_peft_model_state_dict(model) for model in (run.model, model_of_peft))
     assert expected.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[key]) for key, tensor in expected.items())
     with pytest.raises(CheckpointError, match="PeftModel.from_pretrained.*and call save_pretrained of the result"):
         export_pretrained(checkpoint, tmp_path / "exported")
-    found.save_pretrained(tmp_path / "exported")
+    model_of_peft.save_pretrained(tmp_path / "exported")
     again = peft.PeftModel.from_pretrained(base()[0], tmp_path / "exported")
-    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in found.state_dict().items())
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in model_of_peft.state_dict().items())
 
 
 @pytest.mark.brings("`model.add_adapter` of Transformers", "transformers", "same")

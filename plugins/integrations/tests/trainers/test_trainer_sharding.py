@@ -86,9 +86,9 @@ def be_killed(first: str, second: str, version: int, *, adapters: bool) -> None:
 def train(directory: str, version: int, *, adapters: bool, resume: bool = False) -> None:
     """Train 8 steps, and save at steps 4 and 8. Runs in each process of a job."""
     run = trainer(Path(directory), version, adapters=adapters)
-    found = newest_sound(directory)
-    assert (found is not None) == resume
-    run.train(resume_from_checkpoint=found)
+    newest = newest_sound(directory)
+    assert (newest is not None) == resume
+    run.train(resume_from_checkpoint=newest)
     wrapped = run.model_wrapped
     assert isinstance(wrapped, torch.distributed.fsdp.FullyShardedDataParallel if version == 1 else torch.nn.Module)
     assert hasattr(next(wrapped.parameters()), "device_mesh") == (version == 2)
@@ -138,15 +138,15 @@ def assert_equal(left: Any, right: Any) -> None:
             assert_equal(value, right[key])
     elif isinstance(left, list):
         assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
+        for first, other in zip(left, right, strict=True):
+            assert_equal(first, other)
     else:
         assert (left == right).all() if hasattr(left, "shape") else left == right
 
 
-def assert_same_step(one: Path, other: Path) -> None:
+def assert_same_step(first: Path, other: Path) -> None:
     for name in ("model", "optimizer", "scheduler"):
-        assert_equal(ckptcore.load(one / name), ckptcore.load(other / name))
+        assert_equal(ckptcore.load(first / name), ckptcore.load(other / name))
 
 
 @pytest.mark.brings("Trainer with FSDP 1 and 2, killed in a save; another number of processes", "transformers", "same")

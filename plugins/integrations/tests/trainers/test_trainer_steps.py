@@ -227,7 +227,7 @@ def test_a_missing_rank_is_damage(sharded: Path, tmp_path: Path) -> None:
     assert newest_sound(run) == str(run / "checkpoint-4")
 
 
-def test_other_ways_to_save_are_sound(trained: Path, tmp_path: Path) -> None:
+def test_steps_with_other_formats_of_files_are_sound(trained: Path, tmp_path: Path) -> None:
     run, newest = copied(trained, tmp_path)
     torch.save({"w": torch.ones(2)}, newest / "pytorch_model.bin")  # Transformers 4 with save_safetensors=False
     (newest / "model.safetensors").unlink()
@@ -304,7 +304,7 @@ def test_a_run_with_an_unknown_step_deletes_nothing(trained: Path, tmp_path: Pat
     assert (newest / "weights.msgpack").exists()
 
 
-def test_the_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
+def test_a_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, newest = copied(trained, tmp_path)
@@ -324,7 +324,7 @@ def test_the_step_of_a_plain_trainer_is_replaced_only_by_a_commit(
     assert ckptcore.verify(newest).ok
 
 
-def test_old_steps_are_those_with_low_numbers(tmp_path: Path) -> None:
+def test_steps_with_low_numbers_are_old(tmp_path: Path) -> None:
     for step in (2, 10, 9, 100):
         (tmp_path / f"checkpoint-{step}").mkdir()
         os.utime(tmp_path / f"checkpoint-{step}", (0, 1000 - step))

@@ -114,7 +114,7 @@ def assert_same(run: Any, other: Any, *, since: int = 0) -> None:
     for number, moments in left["state"].items():
         assert all(torch.equal(value, right["state"][number][name]) for name, value in moments.items())
     assert run.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
-    losses = [[row.get("loss") for row in one.state.log_history] for one in (run, other)]
+    losses = [[row.get("loss") for row in each.state.log_history] for each in (run, other)]
     assert losses[0] == losses[1]
 
 
@@ -166,10 +166,10 @@ def test_a_run_of_the_plain_trainer_is_continued(tmp_path: Path) -> None:
     plain.train()
     shutil.rmtree(tmp_path / "checkpoint-12")
     (tmp_path / "checkpoint-8" / "trainer_state.json").unlink()  # as if the save had been killed
-    found = newest_sound(tmp_path)
-    assert found == str(tmp_path / "checkpoint-4")
+    newest = newest_sound(tmp_path)
+    assert newest == str(tmp_path / "checkpoint-4")
     resumed = trainer(tmp_path, task=tokens)
-    resumed.train(resume_from_checkpoint=found)
+    resumed.train(resume_from_checkpoint=newest)
     assert_same(plain, resumed, since=4)
     assert ckptcore.verify(tmp_path / "checkpoint-8").ok  # the damaged step was replaced
 
@@ -199,7 +199,7 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [8, 12]), (2, [8, 12]), (3, [4, 8, 12])])
 @pytest.mark.parametrize("newer", [0, 10_000, -10_000], ids=["equal times", "clock set back", "copied"])
-def test_what_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
+def test_the_step_that_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
     trainer(tmp_path).train()
     now = os.stat(tmp_path / "checkpoint-12").st_mtime
     run = trainer(tmp_path, max_steps=8, save_total_limit=limit)
@@ -233,7 +233,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path: Path, name: str) -> None:
+def test_damage_to_a_step_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path: Path, name: str) -> None:
     shutil.copytree(uninterrupted.args.output_dir, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint-12"
     content = (newest / name).read_bytes()
@@ -247,7 +247,7 @@ def test_damage_of_the_plain_trainer_is_found(uninterrupted: Observed, tmp_path:
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "model.safetensors.index.json", "optimizer.pt", "added"])
 @pytest.mark.parametrize("special", ["pipe", "device"])
-def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) -> None:
+def test_steps_with_special_files_are_not_sound(tmp_path: Path, name: str, special: str) -> None:
     for step in (4, 8):
         directory = tmp_path / f"checkpoint-{step}"
         ckptcore.save(directory, {"w": torch.ones(2)}, metadata={"files": added_files.digests_of({"added": b"x"})})
@@ -260,15 +260,15 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, special: str) 
         os.mkfifo(directory / name)
     else:
         (directory / name).symlink_to("/dev/zero")
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(newest_sound(tmp_path)), daemon=True)
+    newest_steps: list[str | None] = []
+    thread = threading.Thread(target=lambda: newest_steps.append(newest_sound(tmp_path)), daemon=True)
     thread.start()
     thread.join(60)
-    assert found == [str(tmp_path / "checkpoint-4")]
+    assert newest_steps == [str(tmp_path / "checkpoint-4")]
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -> None:
+def test_compressed_members_are_refused(tmp_path: Path, compression: int) -> None:
     (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text('{"global_step": 8}')
     path = tmp_path / "checkpoint-8" / "pytorch_model.bin"
@@ -283,7 +283,7 @@ def test_compressed_members_are_not_expanded(tmp_path: Path, compression: int) -
     path.write_bytes(content)
 
 
-def test_members_that_share_bytes_are_not_read_again_and_again(tmp_path: Path) -> None:
+def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a", bytes(10_000))
@@ -292,15 +292,15 @@ def test_members_that_share_bytes_are_not_read_again_and_again(tmp_path: Path) -
         check_zip(path)
 
 
-def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
+def test_only_the_model_is_saved_on_request(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=4, save_only_model=True)
     run.train()
     assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-4")
-    found = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
-    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(CheckpointError, match="save_only_model=True.*from_pretrained, and train without resume_from"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
-    again = trainer(tmp_path / "again", task=lambda: (found, images()[1]), max_steps=1)
+    again = trainer(tmp_path / "again", task=lambda: (model, images()[1]), max_steps=1)
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(run).items())
     again.train()
 
@@ -396,8 +396,8 @@ def test_uploads(
     assert len(hub.commits) == 2 + (2 if strategy != "every_save" else 0)
     assert {"config.json", "model.safetensors", "training_args.bin"} <= set(os.listdir(hub.directory))
     assert "model.safetensors.index.json" not in os.listdir(hub.directory)
-    found = BertForSequenceClassification.from_pretrained(hub.directory)
-    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in found.state_dict().items())
+    model = BertForSequenceClassification.from_pretrained(hub.directory)
+    assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in model.state_dict().items())
     for name in directories:
         step = int(json.loads((hub.directory / name / "trainer_state.json").read_text())["global_step"])
         resumed = trainer(tmp_path / f"from-{name}", Checkpointed, tokens, max_steps=9)
@@ -484,8 +484,8 @@ def test_real_weights_are_exported_with_their_tokenizer(tmp_path: Path) -> None:
     export_pretrained(checkpoint, tmp_path / "published")
     assert ckptcore.verify(tmp_path / "published").ok
     for path in (checkpoint, tmp_path / "published"):
-        found = AutoModel.from_pretrained(path).state_dict()
-        assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+        weights_of_path = AutoModel.from_pretrained(path).state_dict()
+        assert all(torch.equal(tensor, weights_of_path[name]) for name, tensor in model.state_dict().items())
         text = "A checkpoint is committed as a whole."
         assert AutoTokenizer.from_pretrained(path)(text) == tokenizer(text)
     assert "training_args.bin" not in os.listdir(tmp_path / "published")
@@ -506,8 +506,8 @@ def test_a_tokenizer_with_files_in_subdirectories(tmp_path: Path) -> None:
         export_pretrained(checkpoint, published)
     AutoModel.from_pretrained(checkpoint).save_pretrained(published)
     AutoTokenizer.from_pretrained(checkpoint).save_pretrained(published)
-    found = AutoModel.from_pretrained(published).state_dict()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+    state_dict = AutoModel.from_pretrained(published).state_dict()
+    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(published).chat_template == tokenizer.chat_template
 
 
@@ -517,8 +517,8 @@ def test_tied_weights(tmp_path: Path) -> None:
     run: Any = Checkpointed(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     run.create_optimizer_and_scheduler(1)
     run._save_checkpoint(model, trial=None)  # the Trainer calls this to save a step
-    found = BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-0")
-    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in model.state_dict().items())
+    loaded = BertForMaskedLM.from_pretrained(tmp_path / "checkpoint-0")
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
     other: Any = Checkpointed(model=BertForMaskedLM(config), args=run.args)
     other._load_from_checkpoint(str(tmp_path / "checkpoint-0"))
     assert all(torch.equal(tensor, weights(other)[name]) for name, tensor in model.state_dict().items())
@@ -531,9 +531,9 @@ def resume_in_a_job(directory: Path) -> None:
     resumed: Any = trainer(directory, max_steps=8, per_device_train_batch_size=8, ddp_backend="gloo")
     (directory / "checkpoint-8" / "model" / "model.safetensors").unlink(missing_ok=True)
     torch.distributed.barrier()
-    found = newest_sound(directory)
-    assert found == str(directory / "checkpoint-4")
-    resumed.train(resume_from_checkpoint=found)
+    newest = newest_sound(directory)
+    assert newest == str(directory / "checkpoint-4")
+    resumed.train(resume_from_checkpoint=newest)
     assert_same(run, resumed, since=4)
     Path(directory.parent / f"done-{run.args.process_index}").write_text(json.dumps([row[1] for row in run.seen]))
     torch.distributed.destroy_process_group()
@@ -550,7 +550,7 @@ class Wrong(torch.nn.Module):
         """Do nothing."""
 
 
-def test_what_cannot_be_saved_is_known_before_the_training(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_saved_is_refused_before_the_training(tmp_path: Path) -> None:
     run: Any = trainer(tmp_path / "run")
     run.model.wrong = Wrong()
     for _ in range(2):
@@ -578,7 +578,7 @@ def test_two_processes(tmp_path: Path) -> None:
     AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "checkpoint-8")
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[4] / "docs" / "how-to" / "with-transformers.md"
     module = page_module(page, "trainers")

@@ -292,9 +292,9 @@ def run(folder: Path, report: Path, managers: str = "CkptcoreManager", models: s
     for part in trainer.model_parts:
         getattr(part, "trainer", []).append(trainer)
     trainer.train()
-    found = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
+    seen = {"seen": trainer.seen, "full": full(trainer), "rate": trainer.lr_schedulers.state_dict()}
     if torch.distributed.get_rank() == 0 or "per_rank" in report.name:
-        report.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(found, default=repr))
+        report.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(seen, default=repr))
     trainer.close()
     torch.distributed.destroy_process_group()
 
@@ -330,6 +330,6 @@ def run_exports(report: Path) -> None:
     ckptcore.save("memory://exports/run/shards-of-step-4", {"w": torch.zeros(2)}, layout="dcp")
     for number in (1, 2):
         weights = {"w": torch.full((2,), float(number))}
-        manager.states = {"model": types.SimpleNamespace(state_dict=lambda found=weights: found)}
+        manager.states = {"model": types.SimpleNamespace(state_dict=lambda exported=weights: exported)}
         CkptcoreManager._save_weights(manager, None, 4)  # type: ignore[arg-type]  # the manager saves no steps
     report.write_text(json.dumps(ckptcore.load("memory://exports/run/step-4")["w"].tolist()))

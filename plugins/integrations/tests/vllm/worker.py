@@ -107,9 +107,9 @@ def main() -> None:
         expected = dict(load(directory, "safetensors", {}).named_parameters())
         COUNTED.nbytes = 0
         options = {"checkpoint": f"counted://{directory}/checkpoint", "reads": READS, "batch_bytes": 1 << 30}
-        found = dict(load(directory, "ckptcore", options).named_parameters())
-        different = [name for name in expected if not torch.equal(found[name], expected[name])]
-        nbytes = sum([tensor.nbytes for tensor in found.values()])
+        loaded = dict(load(directory, "ckptcore", options).named_parameters())
+        different = [name for name in expected if not torch.equal(loaded[name], expected[name])]
+        nbytes = sum([tensor.nbytes for tensor in loaded.values()])
         print(json.dumps({"different": different, "read": COUNTED.nbytes, "needed": nbytes}), flush=True)
 
 
