@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing.far_storage import FarStorage
+from ckptcore_testing.faulty_storage import with_storage
 from ckptcore_view.documents import DOCUMENTS, BadRequestError, CancelledError, Request, document_of
 from ckptcore_view.documents.elements import format_index, parse_index
 from ckptcore_view.viewed import OTHER, Viewed
@@ -20,6 +22,8 @@ from orbax.checkpoint import v1 as orbax
 from safetensors.numpy import save_file
 
 import ckptcore
+from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.subdirectory import subdirectory
 from ckptcore.context import default_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import dtype_from_name
@@ -428,18 +432,21 @@ def test_no_step_has_a_decision_without_a_policy(run: Path, documents: Documents
     assert {step["kept"] for step in load("run", policy="  ")["steps"]} == {None}
 
 
-def test_steps_in_object_stores_are_read_again_after_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_view.documents.run._is_remote", lambda steps: True)
-    viewed = Viewed(str(run), default_context(), policy="latest_n=1")
+def test_steps_in_object_stores_are_read_again_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = FarStorage()
+    context = with_storage(ckptcore.Context(), "far", lambda url, _: subdirectory(storage, url.removeprefix("far://")))
+    for step in (10, 20, 30):
+        ckptcore.save(f"far://run/{step}", state(), context=context)
+    viewed = Viewed("far://run", context, policy="latest_n=1")
 
     def created() -> Any:
         return document_of(viewed, "run", Request({"policy": "latest_n=1"}))["steps"]
 
     first = created()
-    ckptcore.save(run / "10", state(), overwrite=True)
-    with monkeypatch.context() as patched:
-        patched.setattr("ckptcore_view.documents.run.plan_deletions", None)  # a cached decision needs no plan
-        assert created() == first
+    ckptcore.save("far://run/10", state(), overwrite="non-atomic", context=context)
+    storage.forget()
+    assert created() == first
+    assert not {f"run/{step}/{ROOT_KEY}" for step in (10, 20)} & {request.key for request in storage.requests}
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert created()[0]["created"] > first[0]["created"]

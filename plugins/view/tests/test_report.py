@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError
-from plugins.view.tests.conftest import state
+from plugins.view.tests.conftest import damage, state
 
 
 def documents_of(report: Path) -> dict[str, Any]:
@@ -84,14 +84,20 @@ def test_a_report_names_its_host_time_and_version(run: Path, tmp_path: Path) -> 
     assert datetime.datetime.fromisoformat(made["time"]).tzinfo is not None
 
 
-def test_older_steps_are_in_a_report_of_a_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_steps_are_in_a_report_of_a_run(run: Path, tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", run)
     documents = documents_of(tmp_path / "report.html")
     assert {"tree\nat=10", "array\nat=10\nleaf=0", "tree\nat=20"} <= documents.keys()
     assert documents["statistics\nat=10\nleaf=0"] == {"same": "statistics\nat=10\nleaf=0\nof=30"}
-    monkeypatch.setattr("ckptcore_view.report._MAX_ROWS", 0)
-    write_report(tmp_path / "report.html", run)
-    assert "checkpoint\nat=20" not in documents_of(tmp_path / "report.html")
+
+
+def test_a_report_has_a_limited_number_of_rows_of_older_steps(tmp_path: Path) -> None:
+    for step, rows in ((10, 1), (20, 20_000), (30, 1)):
+        ckptcore.save(tmp_path / "run" / str(step), {str(row): [] for row in range(rows)})
+    write_report(tmp_path / "report.html", tmp_path / "run")
+    documents = documents_of(tmp_path / "report.html")
+    assert "checkpoint\nat=20" in documents
+    assert "checkpoint\nat=10" not in documents
 
 
 def test_a_report_of_a_folder_of_runs(run: Path, tmp_path: Path) -> None:
@@ -129,10 +135,7 @@ def test_a_report_with_a_comparison(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_arrays_are_errors_in_the_report(checkpoint: Path, tmp_path: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(checkpoint / "model.safetensors")
     write_report(tmp_path / "report.html", checkpoint)
     documents = documents_of(tmp_path / "report.html")
     assert any("model.safetensors" in str(document.get("error")) for document in documents.values())

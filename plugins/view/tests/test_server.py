@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 import ckptcore
 from ckptcore.context import default_context
+from plugins.view.tests.conftest import damage
 
 TOKEN = "a-token"
 
@@ -90,10 +91,7 @@ def test_errors_are_documents(document: str, status: int, text: str, client: Tes
 
 
 def test_damage_is_an_error(checkpoint: Path, client: TestClient) -> None:
-    file = checkpoint / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(checkpoint / "model.safetensors")
     answer = client.get(f"/{TOKEN}/documents/statistics?at=&leaf=7")
     assert answer.status_code == 500
     assert "model.safetensors" in answer.json()["error"]

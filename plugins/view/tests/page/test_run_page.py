@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 import ckptcore
-from plugins.view.tests.conftest import state
+from plugins.view.tests.conftest import damage, state
 from plugins.view.tests.page.conftest import Show
 
 BOTH = pytest.mark.parametrize(
@@ -144,10 +144,7 @@ def test_steps_that_a_policy_does_not_decide(run: Path, show: Show) -> None:
 
 
 def test_norms_have_gaps_for_unreadable_steps(run: Path, show: Show) -> None:
-    file = run / "20" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(run / "20" / "model.safetensors")
     page = show(run, "#tab=norms", expected="500 (Internal Server Error)")
     page.get_by_label("Search arrays").fill("cube")
     page.get_by_role("checkbox").check()
@@ -221,9 +218,12 @@ def test_the_story_of_a_run(tmp_path: Path, show: Show) -> None:
     expect(page.get_by_text("The policy")).to_be_visible()
 
 
-def test_every_step_of_a_report_opens_or_says_why_not(run: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_view.report._MAX_ROWS", 19)
-    page = show(run, report=True)
+def test_every_step_of_a_report_opens_or_says_why_not(tmp_path: Path, show: Show) -> None:
+    with ckptcore.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (10, 20, 30):
+            rows = {str(row): [] for row in range(19_981)} if step == 20 else {}  # fills the report
+            checkpointer.save(step, {**state(step), **rows}, metrics={"loss": 1 / step})
+    page = show(tmp_path / "run", report=True)
     steps = page.get_by_role("region", name="Steps")
     expect(page.get_by_text("1 step cannot be opened here")).to_be_visible()
     expect(page.locator("footer")).to_contain_text("Report of ckptcore")
