@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 import traceback
 from typing import NamedTuple
 
@@ -190,7 +189,7 @@ def test_a_directory_exists_once_an_asynchronous_save_returns(tmp_path, begin):
             frames = traceback.walk_stack(sys._current_frames()[caller])
             if "wait_for_claim" in {frame.f_code.co_name for frame, _ in frames}:
                 break
-            time.sleep(0)
+            returned.wait(0.001)
 
     threading.setprofile(hold)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging.handlers
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from ckptcore_integrations import deepspeed as ours
 from ckptcore_torch.named_optimizers import NamedOptimizer
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit
 
 torch.set_num_threads(1)
 
@@ -485,17 +485,8 @@ RUNS: dict[str, Any] = {"bare": BareRun, "accelerate": AcceleratedRun, "trainer"
 
 def train_until_killed(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:
     """Train 6 steps. In the third save, kill the first process after its files are written, before the commit."""
-    commit = added_files._CommitWithFiles.commit
-    run = RUNS[kind](directory, stage, **options)
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "state-6-0.pt").exists():
-            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
-    run.train(6)
+    kill_before_commit(directory / "state-6-0.pt", directory / "written")
+    RUNS[kind](directory, stage, **options).train(6)
 
 
 def train_to_end(directory: Path, kind: str, stage: int, options: dict[str, Any]) -> None:

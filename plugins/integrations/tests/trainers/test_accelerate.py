@@ -17,12 +17,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from ckptcore_integrations import added_files
 from ckptcore_integrations.accelerate import CheckpointMixin
 from sklearn.datasets import load_digits
 
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -112,20 +112,8 @@ def assert_same(run: Run, other: Run) -> None:
 
 def kill_in_second_save(directory: Path) -> None:
     """Train, and kill this process in the second save, after its files are written and right before its commit."""
-    commit = added_files._CommitWithFiles.commit
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "checkpoints" / "checkpoint_0").exists():
-            (directory / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(directory / "checkpoints" / "checkpoint_0", directory / "written")
     Run(directory).train()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 
 
 @pytest.mark.system

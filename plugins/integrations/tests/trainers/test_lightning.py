@@ -131,28 +131,26 @@ def test_a_run_of_plain_lightning_continues(
             assert same(actual[part], expected[part]), (name, part)
 
 
-@pytest.mark.parametrize("name", ["_remove", "_rename"])
+@pytest.mark.parametrize("name", ["unlink", "rename"])
 def test_a_run_that_is_killed_during_the_replacement_of_a_file_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     class Killed(BaseException):
         """Raised to end the run. Handlers of `Exception` do not catch it."""
 
-    def kill(*_: Any) -> None:
-        raise Killed
-
     fit(trainer(tmp_path, max_steps=8, keep=-1, last=True))
     before = trainer(tmp_path, max_steps=12, keep=-1, last=True, plugins=[CkptcoreIO()])
+    call = getattr(os, name)
+
+    def kill_or_call(path: Any, *arguments: Any, **options: Any) -> None:
+        if name == "unlink" and Path(path) == tmp_path / "last.ckpt":
+            raise Killed
+        if name == "rename" and os.path.exists(tmp_path / "last.replacing.ckpt"):
+            raise Killed
+        call(path, *arguments, **options)
+
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if name == "_remove":
-            patch.setattr("ckptcore_integrations.lightning_paths._remove", kill)
-        else:
-            rename = os.rename
-
-            def renamed(source: Any, target: Any, **options: Any) -> None:
-                kill() if os.path.exists(tmp_path / "last.replacing.ckpt") else rename(source, target, **options)
-
-            patch.setattr("ckptcore_integrations.lightning_paths.os.rename", renamed)
+        patch.setattr(os, name, kill_or_call)
         fit(before, ckpt_path=str(tmp_path / "step=8.ckpt"))
     after = trainer(tmp_path, max_steps=16, keep=-1, last=True, plugins=[CkptcoreIO()])
     resumed = fit(after, ckpt_path="last")
@@ -491,13 +489,17 @@ class FailToReplace(lightning.Callback):  # type: ignore[misc]  # without types 
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Expect an error on all ranks."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptcore_integrations.lightning_paths._remove", self._refuse)
-            with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
-                trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath) / "kept")
+        kept, unlink = Path(trainer.checkpoint_callback.dirpath) / "kept", os.unlink
 
-    def _refuse(self, path: Any) -> None:
-        raise PermissionError("not permitted")
+        def refuse_or_unlink(path: Any, **options: Any) -> None:
+            if Path(path) == kept:
+                raise PermissionError("not permitted")
+            unlink(path, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", refuse_or_unlink)
+            with pytest.raises((PermissionError, CheckpointError), match="not permitted"):
+                trainer.save_checkpoint(kept)
 
 
 def load_sharded(kind: str, directory: Path) -> None:

@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 import transformers
-from ckptcore_integrations import added_files
 from ckptcore_integrations.adapters import adapter_tensors
 from ckptcore_integrations.transformers import export_pretrained, newest_sound
 from packaging.version import Version
@@ -22,7 +21,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ckptcore
 from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses this property
 CONFIGS: dict[str, Any] = {
@@ -78,14 +77,7 @@ TASKS = {**{name: task(name) for name in CONFIGS}, "two": two_adapters, "outside
 
 def be_killed(directory: str) -> None:
     """Train with LoRA, and kill this process right before the commit of the second save."""
-    commit = added_files._CommitWithFiles.commit  # no public event happens so late in a save
-
-    def killed(self: Any, payloads: Any) -> None:
-        if Path(directory, "checkpoint-4").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(Path(directory, "checkpoint-4"))
     plain.trainer(Path(directory), plain.Checkpointed, two_adapters, max_steps=8).train()
 
 

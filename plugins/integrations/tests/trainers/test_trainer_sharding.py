@@ -17,13 +17,12 @@ import peft
 import pytest
 import torch
 import transformers
-from ckptcore_integrations import added_files
 from ckptcore_integrations.transformers import export_pretrained, newest_sound
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 from plugins.integrations.tests.trainers import test_transformers as plain
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
 
 pytestmark = [
     pytest.mark.system,
@@ -72,14 +71,7 @@ def trainer(
 def be_killed(first: str, second: str, version: int, *, adapters: bool) -> None:
     """Train. Train again in another directory, and kill this process right before the commit of the second save."""
     train(first, version, adapters=adapters)
-    commit = added_files._CommitWithFiles.commit  # no public event happens so late in a save
-
-    def killed(self: Any, payloads: Any) -> None:
-        if Path(second, "checkpoint-4").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(Path(second, "checkpoint-4"))
     train(second, version, adapters=adapters)
 
 

@@ -45,7 +45,7 @@ from transformers.training_args import ParallelMode
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from plugins.integrations.tests.trainers.trainer_jobs import run_job
+from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -128,15 +128,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 def kill_in_second_save(directory: Path) -> None:
     """Train, and kill this process in the second save, after its files are written and right before its commit."""
-    commit = added_files._CommitWithFiles.commit  # no public event happens so late in a save
-
-    def killed(self: Any, payloads: Any) -> None:
-        if (directory / "checkpoint-4").exists():
-            (directory.parent / "written").write_text("\n".join(map(str, directory.rglob("*"))))
-            os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, payloads)
-
-    added_files._CommitWithFiles.commit = killed  # type: ignore[method-assign]
+    kill_before_commit(directory / "checkpoint-4", directory.parent / "written")
     trainer(directory).train()
 
 
@@ -199,22 +191,21 @@ def test_the_limit_and_the_best_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [8, 12]), (2, [8, 12]), (3, [4, 8, 12])])
 @pytest.mark.parametrize("newer", [0, 10_000, -10_000], ids=["equal times", "clock set back", "copied"])
-def test_the_step_that_was_just_saved_is_never_deleted(tmp_path: Path, limit: int, kept: list[int], newer: int) -> None:
+def test_the_step_that_was_just_saved_is_never_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, kept: list[int], newer: int
+) -> None:
     trainer(tmp_path).train()
     now = os.stat(tmp_path / "checkpoint-12").st_mtime
     run = trainer(tmp_path, max_steps=8, save_total_limit=limit)
 
-    def set_times() -> None:
+    delete = ckptcore_integrations.transformers.delete_old_steps
+
+    def set_times_and_delete(*arguments: Any, **options: Any) -> None:
         for step, seconds in ((4, newer), (12, newer * 2), (8, 0)):
             os.utime(tmp_path / f"checkpoint-{step}", (now, now + seconds))
+        delete(*arguments, **options)
 
-    finish = run._after_save
-
-    def after_save(*arguments: Any) -> Any:
-        set_times()
-        return finish(*arguments)
-
-    run._after_save = after_save  # type: ignore[attr-defined]
+    monkeypatch.setattr(ckptcore_integrations.transformers, "delete_old_steps", set_times_and_delete)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert sorted(os.listdir(tmp_path)) == sorted(f"checkpoint-{step}" for step in kept)
 

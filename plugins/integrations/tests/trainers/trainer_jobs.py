@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptcore_integrations import added_files
+
 HERE = Path(__file__).parent
 
 
@@ -44,6 +46,31 @@ def run_job(program: str, size: int, directory: Path, **variables: str) -> list[
     said = [(directory / f"errors-{rank}").read_text()[-6000:] for rank in range(size)]
     assert -signal.SIGKILL in statuses or all(status <= 0 for status in statuses), "\n".join(said)
     return statuses
+
+
+def kill_before_commit(earlier: Path, written: Path | None = None) -> None:
+    """Kill this process right before a trainer's save commits, once the path `earlier` exists.
+
+    No public event happens so late in a save. Before the kill, the paths of all files that are in the directory of
+    `written` are written to the file `written`.
+    """
+    begin = added_files.SaveWithFiles.begin
+
+    def begin_killed(self: Any, save: Any) -> Any:
+        transaction = begin(self, save)
+        commit = transaction.commit
+
+        def kill_or_commit(payloads: Any) -> None:
+            if earlier.exists():
+                if written is not None:
+                    written.write_text("\n".join(map(str, written.parent.rglob("*"))))
+                os.kill(os.getpid(), signal.SIGKILL)
+            commit(payloads)
+
+        transaction.commit = kill_or_commit  # type: ignore[method-assign]
+        return transaction
+
+    added_files.SaveWithFiles.begin = begin_killed  # type: ignore[method-assign]
 
 
 @contextmanager
