@@ -28,7 +28,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 
 
 def test_chains_use_every_transform() -> None:
-    """Except transforms of quantised weights, whose property tests are in test_quantized.py and
+    """Transforms of quantised weights are an exception. Their property tests are in test_quantized.py and
     test_dequantizing_parts.py.
     """
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}

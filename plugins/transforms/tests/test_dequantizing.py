@@ -84,7 +84,7 @@ def test_blocks_of_float8_equal_those_of_transformers(files: int, tmp_path: Path
         loaded = ckptcore.load(tmp_path, transforms=chain)
         assert loaded.keys() == expected.keys()
         assert all(_same(loaded[name], expected[name]) for name in expected)
-    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
+    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # transformers has no types here
     name = "encoder.layer.0.intermediate.dense.weight"
     assert torch.equal(owner._dequantize_one(stored[name], stored[name + "_scale_inv"], torch.bfloat16), expected[name])
     worst = (expected[name].float() - minilm()[name].float()).abs().max()
@@ -214,7 +214,7 @@ def test_experts_in_4_bits_next_to_blocks_of_float8(tmp_path: Path) -> None:
     stored = {"e.w1.weight": packed, "e.w1.scale": of_packed, "a.wq.weight": values, "a.wq.scale": of_values}
     publish(tmp_path, stored, {**FP8, "scale_fmt": "ue8m0"})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
-    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
+    owner = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # transformers has no types here
     assert sorted(loaded) == ["a.wq.weight", "e.w1.weight"]
     assert _same(loaded["e.w1.weight"], owner._dequantize_one(packed, of_packed, torch.bfloat16))
     assert _same(loaded["a.wq.weight"], _times(values, of_values))

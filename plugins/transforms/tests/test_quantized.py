@@ -32,7 +32,7 @@ from plugins.transforms.tests.array_chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))
 
-_OWNER = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
+_OWNER = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # transformers has no types here
 
 SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 0.0123, 2**-130, 7 / 3]
 """Scales: zero, negative, subnormal, near the maximum, NaN, and values that round."""

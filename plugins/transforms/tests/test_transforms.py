@@ -1,4 +1,4 @@
-"""Transforms change loaded trees as documented, and refuse what does not fit."""
+"""Transforms change loaded trees as documented, and raise errors if they do not fit a tree."""
 
 from __future__ import annotations
 

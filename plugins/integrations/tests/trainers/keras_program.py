@@ -208,7 +208,7 @@ def interrupted(directory: Path) -> None:
     step = resume(place, model)
     model.fit(Batches(1), epochs=4, initial_epoch=1, verbose=0, callbacks=[checkpoint])
     newest = CheckpointReader(place).latest
-    resume(place, model)  # trains the last epoch again
+    resume(place, model)  # to train the last epoch again
     model.fit(Batches(3), epochs=4, initial_epoch=3, verbose=0, callbacks=[checkpoint])
     print(json.dumps({"message": message, "batches": len(seen), "step": step, "newest": newest}))
 

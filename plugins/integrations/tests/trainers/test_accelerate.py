@@ -72,7 +72,8 @@ class Run:
             torch.tensor(DIGITS.data[:96], dtype=torch.float32) / 16, torch.tensor(DIGITS.target[:96])
         )
         size = 16 // self.accelerator.num_processes
-        # Each epoch begins with a number from this generator. With the default generator, it would change the dropout.
+        # A loader draws a random number when an iteration begins. With its own generator, this does not change the
+        # random numbers of the dropout.
         loader = torch.utils.data.DataLoader(rows, batch_size=size, shuffle=True, generator=torch.Generator())
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader

@@ -89,7 +89,7 @@ class Loader(ParallelAwareDataloader):  # type: ignore[misc]  # without types he
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **kwargs: Any) -> None:
         rows = Digits(dp_rank, dp_world_size)
@@ -101,7 +101,7 @@ class Tokenizer(BaseTokenizer):  # type: ignore[misc]  # without types here
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Model(BaseModel):  # type: ignore[misc]  # without types here
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseModel.Config):  # type: ignore[misc]  # without types here
-        """No options."""
+        """The configuration, without options."""
 
         def update_from_config(self, **kwargs: Any) -> None:
             """Ignore the configuration."""
@@ -140,7 +140,7 @@ class WithUnused(Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Model.Config):
-        """No options."""
+        """The configuration, without options."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -177,7 +177,7 @@ class Recorded(Trainer):  # type: ignore[misc]  # without types here
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]  # without types here
-        """The same options."""
+        """The configuration, with the options of `Trainer`."""
 
     def forward_backward_step(self, **kwargs: Any) -> Any:
         """Record the data and the loss. Seed the dropout, which TorchTitan does not save."""
@@ -193,7 +193,7 @@ class Killed(CkptcoreManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CkptcoreManager.Config):
-        """The same options."""
+        """The configuration, with the options of `CkptcoreManager`."""
 
     @staticmethod
     def _kill(event: Event) -> None:

@@ -126,7 +126,7 @@ class CheckpointableDocument(TypedDict):
 
     name: str
     kind: Literal["tree", "files"]
-    processes: int | None  #: number of processes if each has its own state, of which the first is shown; None otherwise
+    processes: int | None  #: number of processes if each has its own state (the first state is shown), else None
     layout: str
     containers: list[ContainerDocument]  #: empty for files
     leaves: list[LeafDocument]  #: empty for files
