@@ -112,7 +112,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 @pytest.mark.parametrize("loader", [dcp, original])
 def test_each_library_loads_checkpoints_of_the_other(tmp_path: Path, saver: Any, loader: Any) -> None:
     if saver is loader is original:
-        pytest.skip("tests torch alone")
+        pytest.skip("tests only PyTorch")
     state = nested_state()
     saver.save(state, checkpoint_id=tmp_path / "saved")
     target = blank(state)

@@ -34,7 +34,7 @@ def test_chains_use_every_transform() -> None:
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}
     elsewhere = {name for name in kinds if name.startswith("Dequantize")}
     assert kinds - elsewhere - {"TreeTransform"} <= vars(plugins.transforms.tests.chains).keys(), (
-        "each that is imported there is used"
+        "chains.py does not use every transform"
     )
 
 
@@ -66,7 +66,9 @@ def _check_reading(data: st.DataObject) -> None:
         assert sorted(made.read(plan, buffers)) == list(range(len(parts)))
         for box, buffer in zip(parts, buffers, strict=True):
             assert buffer.tobytes() == part.elements[box.slices].tobytes()
-        assert counted.elements <= len(np.unique(part.origins[part.origins >= 0])), "what two boxes take is read once"
+        assert counted.elements <= len(np.unique(part.origins[part.origins >= 0])), (
+            "elements that two boxes need were read twice"
+        )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=SLOW)

@@ -88,7 +88,7 @@ def test_blocks_of_float8_equal_those_of_transformers(files: int, tmp_path: Path
     name = "encoder.layer.0.intermediate.dense.weight"
     assert torch.equal(owner._dequantize_one(stored[name], stored[name + "_scale_inv"], torch.bfloat16), expected[name])
     worst = (expected[name].float() - minilm()[name].float()).abs().max()
-    assert 0 < worst < 0.07 * minilm()[name].float().abs().max(), "it is nearly the weight that was quantised"
+    assert 0 < worst < 0.07 * minilm()[name].float().abs().max(), "the result is not close to the original weight"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -456,10 +456,12 @@ def test_a_cast_does_not_ignore_scales(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match=r"(?s)is quantised: a cast would ignore its scales.*Dequantize"):
         ckptcore.load(tmp_path, wanted, matching=matching)
     both = {**wanted, "a.weight_scale_inv": AbstractArray((1, 1), "float32")}
-    assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), "who asks for both has both"
+    assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), (
+        "values and scales were both requested"
+    )
     alone = {"b.weight": AbstractArray((4, 4), "bfloat16")}
     assert (ckptcore.load(tmp_path, alone, matching=matching)["b.weight"] == 448).all(), (
-        "nothing says that it is quantised"
+        "an array without scales is not quantised"
     )
     numbers = ckptcore.load(
         tmp_path, wanted, matching=matching, transforms=[Dequantize("a.{n}", "a.{n}_scale_inv", BLOCK)]

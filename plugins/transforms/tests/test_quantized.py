@@ -122,7 +122,7 @@ def test_every_product_of_mxfp4_equals_that_of_transformers() -> None:
     scales = np.broadcast_to(np.arange(255, dtype=np.uint8)[None, :, None], (1, 255, 16)).copy()
     made = _made(permute(mxfp4(*_pair(blocks, scales), "bfloat16"), (0, 2, 1)), [blocks, scales])
     _assert_bits(made, convert_moe_packed_tensors(_torch(blocks), _torch(scales)))
-    assert np.signbit(made[made == 0].astype(np.float32)).any(), "the two zeros stay apart"
+    assert np.signbit(made[made == 0].astype(np.float32)).any(), "the sign of zero is lost"
 
 
 def test_a_nan_scale_of_mx_gives_nan() -> None:

@@ -151,7 +151,7 @@ def test_random_states_that_cannot_be_applied(
     first = Run(kind)
     if kind is Checkpointed:
         if change != "of another library":
-            pytest.skip("checksums find it")
+            pytest.skip("checksums detect this change")
         random = first.accelerator._save_process
 
         def save(directory: str) -> None:

@@ -116,7 +116,7 @@ def test_a_run_of_plain_lightning_continues(
     tmp_path: Path, keep: int, *, asynchronous: bool, last: Any, ckpt_path: str
 ) -> None:
     if (ckpt_path == "last" and not last) or (ckpt_path == "step=4.ckpt" and keep == 1):
-        pytest.skip("there is no such file")
+        pytest.skip("this file does not exist")
     theirs = continue_run(tmp_path / "theirs", plugins=[], keep=keep, last=last, ckpt_path=ckpt_path)
     io = CkptcoreIO(asynchronous=asynchronous)
     ours = continue_run(tmp_path / "ours", plugins=[io], keep=keep, last=last, ckpt_path=ckpt_path)

@@ -209,7 +209,7 @@ def test_output_in_other_encodings(encoding: str, tmp_path: Path) -> None:
     assert finished.stderr.split() == b"inspect 0 verify 0 ls 0 steps 0 diff 1 --help 0".split()
     text = finished.stdout.decode(encoding)
     assert "\\u6f22\\u5b57" in text
-    assert "|-" in text and "`-" in text, "our own lines are drawn in ASCII"
+    assert "|-" in text and "`-" in text, "the lines of the tree are not in ASCII"
 
 
 FULL = ("--help > /dev/full", "ls {0} > /dev/full", "inspect {0}/nothing --json > /dev/full")

@@ -29,7 +29,7 @@ ckptcore.copy(warm, warm + "-again", context=context, **form)
 
 
 def peak():
-    # Not ru_maxrss, which begins with what the parent had.
+    # ru_maxrss would start with the peak of the parent process.
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 

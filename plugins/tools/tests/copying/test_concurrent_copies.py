@@ -46,10 +46,10 @@ def test_two_copies_of_one_checkpoint_can_run_at_once(scheme: str, tmp_path: Pat
             ckptcore.copy(source, through(there), context=faulty_context(there, plan))
         except SaveLostError:
             lost += 1
-            assert not refused, f"no copy committed, with one interrupted at {operation}"
+            assert not refused, f"neither copy committed, interrupted at {operation}"
         assert version_at(there) == _NEW, f"interrupted at {operation}"
         assert objects_at(there) == objects_at(source)
-    assert not lost, "the checkpoint that a copy was to make was there, and it said that it was lost"
+    assert not lost, "a copy raised SaveLostError, although its checkpoint exists"
 
 
 def test_a_copy_detects_that_another_copy_took_over(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_concurrent_save_at_the_destination_is_detected(tmp_path: Path) -> Non
             try:
                 ckptcore.copy(source, through(there), context=context)
             except (SaveLostError, CheckpointExistsError):
-                assert not refused, f"no copy committed, interrupted at {operation}"
+                assert not refused, f"neither the copy nor the save committed, interrupted at {operation}"
                 before = operations[operation.number - 1]
                 if operation.changes and before.name == "get" and before.keys == ("step/checkpoint.json",):
                     continue  # the save came after the check of the claim, which no storage combines with the change

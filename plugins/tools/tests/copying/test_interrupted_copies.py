@@ -89,7 +89,7 @@ def test_a_copy_resumes_after_a_crash_at_any_operation(name: str, tmp_path: Path
             pass
         else:
             # An operation that itself fails, such as a read of a missing object, has no moment after it.
-            assert moment == "after", f"{where} and it went on"
+            assert moment == "after", f"{where}, but the copy continued"
         version = version_at(trial.location)
         assert version in allowed, where
         outcomes.add(version)
