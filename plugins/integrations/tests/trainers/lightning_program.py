@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -12,6 +11,7 @@ from typing import Any
 
 import lightning
 import torch
+from ckptcore_testing.servers import free_port
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
 from torch.distributed.fsdp import fully_shard
@@ -135,11 +135,7 @@ def start(call: str, module: str, **environment: str) -> subprocess.Popen[bytes]
 
 def run_job(call: str, module: str, size: int, status: int = 0) -> None:
     """Call a function of a module of this directory in a job of Lightning. All ranks must end with `status`."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    ranks = [
-        start(call, module, LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(size)
-    ]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [start(call, module, LOCAL_RANK=str(rank), **address) for rank in range(size)]
     errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [status] * size, "\n".join(errors)

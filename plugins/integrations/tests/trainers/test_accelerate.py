@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from sklearn.datasets import load_digits
 
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
-from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit
+from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit, run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -340,21 +339,8 @@ def resume_in_a_job(directory: Path) -> None:
 
 @pytest.mark.system
 def test_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     program = f"import test_accelerate as t, pathlib; t.resume_in_a_job(pathlib.Path({str(tmp_path)!r}))"
-    job = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate()[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert run_job(program, 2, tmp_path) == [0, 0]
     first, second = (json.loads((tmp_path / f"done-{rank}").read_text()) for rank in range(2))
     assert first != second  # the processes train on different data
     assert list(ckptcore.load(tmp_path / "checkpoints" / "checkpoint_2" / "model")) == [

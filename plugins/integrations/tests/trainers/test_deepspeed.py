@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ckptcore_integrations.transformers import export_pretrained
+from ckptcore_testing.servers import free_port
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 PROGRAM = Path(__file__).with_name("deepspeed_program.py")
 
 
-def environment(processes: int, port: str, *, rank: int) -> dict[str, str]:
+def environment(processes: int, port: int, *, rank: int) -> dict[str, str]:
     """Return the variables that a launcher sets."""
     return {
         "DS_ACCELERATOR": "cpu",
@@ -34,14 +34,8 @@ def environment(processes: int, port: str, *, rank: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), *sys.path]),
         "RANK": str(rank),
         "WORLD_SIZE": str(processes),
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def run_job(processes: int, function: str, directory: Path, *arguments: Any, killed: bool = False) -> None:

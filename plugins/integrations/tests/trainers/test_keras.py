@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,16 +12,16 @@ from typing import Any
 import pytest
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import environment
 
 pytestmark = pytest.mark.system
 
 
 def start(backend: str, call: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a function of `keras_program` in a new process, because Keras chooses its backend at import."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "KERAS_BACKEND": backend}
+    variables = {**environment(), "KERAS_BACKEND": backend}
     program = f"import keras_program as k; from pathlib import Path; d = Path({str(directory)!r}); k.{call}"
-    return subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program], env=variables, check=False, capture_output=True, text=True)
 
 
 def run(backend: str, call: str, directory: Path) -> Any:

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +13,19 @@ from typing import Any
 
 import pytest
 from ckptcore_integrations.torchtitan import _called_in
+from ckptcore_testing.servers import free_port
 from safetensors.torch import load_file
 
 import ckptcore
+from plugins.integrations.tests.trainers.trainer_jobs import environment
 
 pytestmark = pytest.mark.system
 
 
 def train(call: str, size: int = 1, *, function: str = "run") -> list[int]:
     """Call `run`, or another function of the program, in a job. Return the exit statuses of the ranks."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    job = {**os.environ, "PYTHONPATH": paths, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {**environment(), "WORLD_SIZE": str(size), **address}
     program = f"from pathlib import Path; import titan_program as t; t.{function}({call})"
     ranks = [
         subprocess.Popen(

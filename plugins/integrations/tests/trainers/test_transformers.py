@@ -45,7 +45,7 @@ from transformers.training_args import ParallelMode
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from plugins.integrations.tests.trainers.trainer_jobs import kill_before_commit, run_job
+from plugins.integrations.tests.trainers.trainer_jobs import environment, kill_before_commit, run_job
 from tests.docs.pages import code_blocks
 from tests.docs.running import page_module, run_python
 
@@ -138,9 +138,7 @@ def test_a_killed_run_resumes_bit_for_bit(uninterrupted: Observed, tmp_path: Pat
     directory = tmp_path / "run"
     program = f"import test_transformers as t, pathlib; t.Checkpointed.save_in_background = {in_background}; "
     program += f"t.kill_in_second_save(pathlib.Path({str(directory)!r}))"
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", program], env=environment(), check=False, capture_output=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     assert "optimizer/model.safetensors" in (tmp_path / "written").read_text()  # the kill happened during the save
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptcore_integrations import added_files
+from ckptcore_testing.servers import free_port
 
 HERE = Path(__file__).parent
 
@@ -28,10 +28,8 @@ def run_job(program: str, size: int, directory: Path, **variables: str) -> list[
     If a process is killed, the others are killed as well, as a launcher does it. Errors are written to files in
     `directory`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {**environment(), "WORLD_SIZE": str(size), **address, **variables}
     processes = []
     for rank in range(size):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers
 from ckptcore_integrations import vllm as loader
+from ckptcore_testing.servers import free_port
 
 import ckptcore
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError, UnknownPathError
@@ -60,9 +60,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run_workers(size: int, reads: str, directories: list[Path]) -> list[list[dict[str, Any]]]:
     """Load models in the workers of a tensor-parallel group. Return each worker's report for each model."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     workers = []
     for rank in range(size):
         command = [sys.executable, str(WORKER), str(rank), str(size), str(port), reads, *map(str, directories)]
