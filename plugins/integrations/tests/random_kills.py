@@ -1,4 +1,6 @@
-"""Kills jobs at random moments of saves, and checks the remaining files: ``random_kills.py JOB DIRECTORY SEED KILLS``.
+"""A program that kills jobs at random moments of saves, and checks the remaining files.
+
+Run it as ``random_kills.py JOB DIRECTORY SEED KILLS``.
 
 ``JOB`` is ``module:class``, where the class implements `Job`. The program imports the libraries of the job once. It
 forks the processes of each job, and a process for each check of the files. It fails with a `LostError` if a checkpoint

@@ -1,4 +1,6 @@
-"""Kills workers and drivers of Ray Train at random moments of saves: ``killed_ray.py DIRECTORY SEED KILLS``.
+"""A program that kills workers and drivers of Ray Train at random moments of saves.
+
+Run it as ``killed_ray.py DIRECTORY SEED KILLS``.
 
 Ray starts the processes, so this program cannot fork them as `random_kills` does. One worker or both are killed at
 their n-th call of the operating system after the first save, and Ray restarts the workers. After some kills, the driver

@@ -1,4 +1,4 @@
-"""Runs that Lightning, transformers, Accelerate and Keras wrote are opened, or refused with a remedy."""
+"""Opening of runs that Lightning, transformers, Accelerate and Keras wrote. Errors name a remedy."""
 
 from __future__ import annotations
 
