@@ -1,7 +1,7 @@
-"""A process of a collective load. The last rank sends itself a signal during the messages.
+"""A process of a collective load. The last rank sends itself a signal between two messages.
 
-Arguments: ``RANK SIZE PORT SIGNAL DIRECTORY``. ``DIRECTORY/saved`` is a checkpoint that takes
-several messages. A process that gets an error writes it to ``DIRECTORY/RANK.told``.
+Arguments: ``RANK SIZE PORT SIGNAL DIRECTORY``. ``DIRECTORY/saved`` is a checkpoint whose load
+takes several messages. A process that gets an error writes it to ``DIRECTORY/RANK.told``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ckptcore.errors import CheckpointError
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}
-"""A failed process is detected at once, also by ranks that wait for another one.
+"""Timeout of messages. All ranks detect a killed process at once, so this timeout is long.
 
-A hanging process is detected only by the timeout.
+They detect a stopped process only by the timeout.
 """
 _BRIEF_SECONDS: Final = 2
 
 
 class BriefAfterMessages:
-    """A coordinator with a long timeout for processes that begin late on a busy machine, and a short
-    one for exchanges after the messages of the load.
+    """A coordinator with two timeouts: a long one for processes that start late on a busy machine, and
+    a short one for exchanges after the messages of the load.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,10 @@ def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
     except CheckpointError as error:
         (directory / f"{rank}.told").write_text(f"{type(error).__name__}: {error}")
     else:
-        raise AssertionError("a load was whole without one of its processes")
+        raise AssertionError("the load succeeded although a process failed")
     while rank == 0 and not all((directory / f"{other}.told").exists() for other in range(size - 1)):
-        time.sleep(0.05)  # the store is in this process
-    os._exit(0)  # the group would wait for the failed process
+        time.sleep(0.05)  # this process serves the store until all others have finished
+    os._exit(0)  # skip the end of the group, which would wait for the failed process
 
 
 if __name__ == "__main__":

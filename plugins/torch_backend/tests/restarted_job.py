@@ -1,8 +1,8 @@
-"""A run under ``torchrun --max-restarts 1`` in which a process fails during a save.
+"""A run under ``torchrun --max-restarts 1`` in which a process is killed during a save.
 
 Arguments: ``restarted_job.py DIRECTORY``. The restarted run has the same store, and continues from
-the last committed step. Gloo sometimes uses addresses of failed processes from the store and fails
-(torch 2.13.0), so the process group uses its own part of the store.
+the last committed step. The process group of each life uses its own part of the store: otherwise
+gloo sometimes reads addresses of failed processes from the store, and fails (torch 2.13.0).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptcore.protocols import LeafHandler
 
 
 class Deadly:
-    """A leaf that ends the process during a save."""
+    """A leaf whose handler kills the process during a save."""
 
 
 class DeadlyLeaves(HostArrayHandler):

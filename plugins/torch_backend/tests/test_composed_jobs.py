@@ -1,4 +1,4 @@
-"""Jobs with quantised tensors of torchao inside DTensors, as under FSDP2 and tensor parallelism."""
+"""Jobs whose DTensors contain quantised tensors of torchao, as under FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(processes: int, tasks: str, directory: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def test_states_load_on_every_mesh_that_cuts_no_block(tmp_path: Path) -> None:
+def test_states_load_on_every_mesh_that_splits_no_block(tmp_path: Path) -> None:
     run(4, "save,cut_blocks,weights", tmp_path)
     run(2, "load,small_shards", tmp_path)
     run(1, "alone", tmp_path)
