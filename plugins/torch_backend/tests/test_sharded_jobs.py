@@ -1,5 +1,5 @@
-"""Jobs of two processes under FSDP1 and FSDP2: each library continues from the other's checkpoint,
-with the same losses.
+"""Jobs of two processes under FSDP1 and FSDP2. torch and ckptcore continue from each other's
+checkpoints with the same losses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).with_name("sharded_job.py")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["fsdp1", "fsdp2", "shards"])
-def test_a_job(task: str, tmp_path: Path) -> None:
+def test_jobs_of_torch_and_ckptcore_load_each_others_checkpoints(task: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(PROGRAM), task, str(tmp_path)],
@@ -43,7 +43,7 @@ def test_a_job(task: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A job of one process."""
+    """A process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -57,19 +57,19 @@ def job(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    found = []
+    losses = []
     for _ in range(2):
         loss = model(torch.ones(2, 3)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
-def test_a_new_optimizer_of_dtensors_gets_dtensors(named: bool, tmp_path: Path) -> None:
+def test_a_new_optimizer_of_sharded_parameters_gets_dtensors(named: bool, tmp_path: Path) -> None:
     model, optimizer = job(0)
     train(model, optimizer)
     exact = torch.full((4, 3), 1 + 2.0**-40, dtype=torch.float64)
