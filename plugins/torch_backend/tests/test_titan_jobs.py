@@ -1,7 +1,4 @@
-"""Jobs of processes that save a tree like TorchTitan's.
-
-Jobs of another size resume with the same losses.
-"""
+"""Jobs that save a tree of objects as TorchTitan does. Jobs of another size resume with the same losses."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ PROGRAM = Path(__file__).with_name("titan_job.py")
 
 
 @pytest.mark.slow
-def test_another_world_size_resumes(tmp_path: Path) -> None:
+def test_a_job_of_another_size_resumes(tmp_path: Path) -> None:
     for task, size in (("save", 4), ("load", 2)):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Jobs with a ZeroRedundancyOptimizer: each process saves its part, and jobs of other sizes resume equally."""
+"""Jobs with a ZeroRedundancyOptimizer: each process saves its part, and jobs of other sizes resume exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_other_numbers_of_processes_resume(tmp_path: Path, layout: str) -> None:
     run("load", tmp_path, layout, 3)
     if layout == "dcp":  # slow
         run("load stepped", tmp_path, layout, 1)
-    # The stored state is that of the divided optimizer.
+    # The checkpoint contains the state of the inner AdamW, so a plain AdamW loads it.
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5), torch.nn.Linear(5, 2))
     weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
