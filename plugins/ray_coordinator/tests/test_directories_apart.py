@@ -47,7 +47,7 @@ def test_actors_with_other_working_directories(
             return type(error), str(error), getattr(error, "__notes__", [])
         finally:
             os.chdir(before)
-            visibility._TIMEOUT_SECONDS = patience  # type: ignore[misc]
+            visibility._TIMEOUT_SECONDS = patience  # type: ignore[misc]  # restores the constant
 
     (kind, message, _), *blind = ranks.run(3, of_rank, timeout_seconds=30.0)
     assert kind is RankFailedError and f"the ranks [1, 2]: NotSharedError: {tmp_path}/host 1/run" in message

@@ -315,7 +315,7 @@ class Counting(torch.optim.SGD):
 
     seen = 0
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # libraries do this
         """Return the state, and the count."""
         return {**super().state_dict(), "seen": self.seen}
 
