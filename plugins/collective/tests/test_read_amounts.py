@@ -167,7 +167,9 @@ def test_a_report_agrees_with_the_bytes_that_the_system_counts(layout: str, tmp_
 
 
 @pytest.mark.parametrize("count", [100, 1000])
-def test_reads_of_arrays_at_one_place_are_merged_once(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_arrays_at_one_place_are_merged_once(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Empty arrays have the same place in the file. Merging them one by one took 96 s for 80,000 arrays."""
     targets: list[int] = []
 

@@ -215,7 +215,7 @@ def test_dcp_checkpoints_of_sharded_tensors_load_into_sharded_tensors() -> None:
         warnings.simplefilter("error")
         ckptcore.load_into(GOLDEN, target)
     assert np.array_equal(elements_of_bfloat16(target["uneven"]), np.arange(35).reshape(5, 7))
-    assert np.array_equal(elements(target["even"]), golden_state()["even"].numpy())  # type: ignore[arg-type]
+    assert np.array_equal(elements(target["even"]), golden_state()["even"].numpy())  # type: ignore[arg-type]  # tensors
     assert torch.equal(target["blocks"], golden_state()["blocks"])  # type: ignore[arg-type]  # a tensor
 
 
