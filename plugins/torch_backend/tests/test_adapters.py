@@ -426,7 +426,7 @@ def test_arrays_without_a_config_are_an_error(tmp_path: Path) -> None:
 
 
 def test_adapter_in_the_directory_of_its_base_model(tmp_path: Path) -> None:
-    """A directory as a Hugging Face trainer writes it: the files of the adapter beside those of the model."""
+    """A directory as a Hugging Face trainer writes it, with the files of the adapter and those of the model."""
     model = Model()
     save_adapter(tmp_path / "a", model, CONFIG)
     (tmp_path / "a" / "checkpoint.json").unlink()

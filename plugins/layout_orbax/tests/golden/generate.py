@@ -259,7 +259,7 @@ def shared_state() -> Any:
 
 
 def flax_from_processes(path: Path) -> None:
-    """Save in one of two processes with Flax without Orbax. Flax stores shared arrays beside its file."""
+    """Save in one of two processes with Flax without Orbax, which writes a directory of shared arrays and a file."""
     flax.config.update("flax_use_orbax_checkpointing", False)
     state = {**shared_state(), "epoch": 3, "own": np.arange(4)}
     manager = GlobalAsyncCheckpointManager()
