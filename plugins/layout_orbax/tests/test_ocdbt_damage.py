@@ -93,9 +93,8 @@ def test_all_random_damage_is_detected(tmp_path: Path, writer: str) -> None:
         data = path.read_bytes()
         path.write_bytes(_damaged(data, chance))
         try:
-            assert (
-                _list(tmp_path) == expected
-            )  # files of tensorstore also contain values and older nodes, which are not read
+            # Files of tensorstore also contain values and older nodes, which are not read.
+            assert _list(tmp_path) == expected
         except CorruptCheckpointError as error:
             assert error.key == path.relative_to(tmp_path).as_posix()
             seen += 1

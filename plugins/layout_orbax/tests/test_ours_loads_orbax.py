@@ -386,9 +386,8 @@ def test_a_run_of_version_1_is_read(tmp_path):
 
 def test_ckptcore_continues_a_run_of_version_0(tmp_path):
     """ckptcore lists and keeps the steps of the manager, and the manager finds the step that ckptcore adds."""
-    best = ocp.CheckpointManagerOptions(
-        best_fn=lambda metrics: metrics["loss"]
-    )  # the manager stores metrics only with `best_fn`
+    # The manager stores metrics only with `best_fn`.
+    best = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "run", options=best) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave({**MODEL, "count": step}), metrics={"loss": 1 / step})
