@@ -246,7 +246,7 @@ def test_places_of_chunks_change_only_which_rank_reads_and_sends(
             for box in wanted[of[rank]].get(leaf, ()):
                 mine[box.slices] = True
             assert (got[leaf][mine] == 1).all() and (got[leaf] <= 1).all()
-            assert is_plain <= (not got[leaf][~mine].any()), "ranks receive only what they request"
+            assert is_plain <= (not got[leaf][~mine].any()), "a rank received elements that it did not request"
     for leaf, spec in SPECS.items():
         everyone = np.zeros(spec.shape, int)
         for number in set(of):

@@ -142,7 +142,7 @@ def sharded_state():
 
 
 class Iterator:
-    """An object that writes its own files. ckptcore supports the protocol of Orbax and Grain that it uses."""
+    """An object that writes its own files, with a protocol that Orbax, Grain and ckptcore support."""
 
     def __init__(self, position):
         self.position = position

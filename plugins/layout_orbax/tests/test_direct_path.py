@@ -311,8 +311,8 @@ def test_a_shard_reads_only_the_chunks_that_it_needs(tmp_path: Path) -> None:
     box = Box((512, 0), (1024, 512))
     wanted = box.size * 4
     checksums = math.ceil(wanted / (1 << 15)) * 4
-    # Verified reads take whole blocks if these are only a few more bytes, because the checksums of
-    # blocks also identify the save.
+    # The checksums of blocks identify the save. Therefore verified reads take whole blocks if that
+    # is only a few bytes more.
     for verified, most in (True, wanted + 2 * BLOCK_BYTES), (False, wanted + checksums + 4):
         reader, _ = _counted(written, verified)
         written.assert_reads_back([(0, box)], stores=[reader])

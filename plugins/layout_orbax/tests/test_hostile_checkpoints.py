@@ -430,7 +430,7 @@ def test_a_shape_larger_than_memory_raises_an_error_that_names_it(tmp_path: Path
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
         ckptcore.load(tmp_path)
     with pytest.raises(InsufficientMemoryError, match="w of .*: not enough memory for float32"):
-        ckptcore.verify(tmp_path)  # unknown whether it is damaged: another machine may have enough memory
+        ckptcore.verify(tmp_path)  # not reported as damaged, because another machine may have enough memory
 
 
 def test_an_array_of_very_many_chunks(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
 
 
 class _LayoutTests(LayoutTests):
-    """Conformance tests, of which the long ones are marked as slow."""
+    """Conformance tests. Long tests are marked as slow."""
 
     tampered_states = 300
 
@@ -49,7 +49,7 @@ class _LayoutTests(LayoutTests):
 
 
 class _OtherOptions(_LayoutTests):
-    """Conformance tests of options that differ in few points from those of another class. More tests are marked."""
+    """Conformance tests of options that are similar to those of another class, so more tests are marked."""
 
     @pytest.mark.system
     def test_a_hostile_state_is_an_error(self, storage: StorageBackend) -> None:

@@ -1,4 +1,4 @@
-"""Names of arrays. They are those that Orbax uses, unless such a name is ambiguous or invalid."""
+"""Names of arrays. They equal the names that Orbax uses, unless these are ambiguous or invalid."""
 
 from __future__ import annotations
 

@@ -298,10 +298,10 @@ def test_metadata_of_trees_with_flags_is_read(tmp_path, writer):
     assert abstract["w"].shape == (3,)
 
 
-# What Orbax rejects or changes
+# Leaves and containers that Orbax rejects or changes
 
 
-Pair = collections.namedtuple("Pair", ["mu", "nu"])  # programs also define tuples in this way
+Pair = collections.namedtuple("Pair", ["mu", "nu"])  # programs define named tuples in this way
 ODD = {
     "zero-size": np.zeros((0, 3), np.float32),
     "zero-size of JAX": jnp.zeros((2, 0), jnp.bfloat16),

@@ -1,4 +1,4 @@
-"""Formats of arrays of zarr 2 and 3. tensorstore reads arrays of these formats, and they describe its own arrays."""
+"""Formats of arrays of zarr 2 and 3, compared with tensorstore: it reads arrays of each format, and writes them."""
 
 from __future__ import annotations
 

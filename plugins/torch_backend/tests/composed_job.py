@@ -226,7 +226,7 @@ def weight_on(mesh_shape: tuple[int, ...], placements: Any, config: Any, seed: i
 
 
 def weights(directory: Path) -> None:
-    """Load weights with a scale for each row. Meshes that cut rows can load only what the same mesh saved."""
+    """Load weights with a scale for each row. A mesh that cuts rows can load only its own checkpoint."""
     for config in (Int8WeightOnlyConfig(), Float8WeightOnlyConfig()):
         for saving, (shape, placements) in meshes().items():
             place = directory / f"{type(config).__name__}-{saving}"
@@ -250,7 +250,7 @@ def weights(directory: Path) -> None:
 
 
 def small_shards(directory: Path) -> None:
-    """Save a tensor of which torchao quantises only some shards, those of at least 4,096 elements. The save fails."""
+    """Save a tensor with a shard of less than 4,096 elements, which torchao does not quantise. The save fails."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.randn(7, 1024)
     part: Any = DTensor.from_local(whole, mesh, [Replicate()]).redistribute(mesh, [Shard(0)])

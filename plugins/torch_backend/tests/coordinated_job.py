@@ -20,7 +20,7 @@ ROWS = torch.arange(42.0).reshape(7, 6)
 
 
 def main(directory: Path) -> None:
-    """Save and load in every way, also after a failed save. Each process creates ``DIRECTORY/RANK`` at its end."""
+    """Save and load in every way, and after a failed save. At the end, each process creates ``DIRECTORY/RANK``."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
 

@@ -26,7 +26,7 @@ _SIZE: Final = 1 << 18
 
 
 class State:
-    """Tensors to save or to load into. Their memory belongs to NumPy arrays, because these can have weak references."""
+    """Tensors to save or to load into. Their memory belongs to NumPy arrays, because arrays support weak references."""
 
     def __init__(self, value: float = 1.0) -> None:
         """Create large and small tensors, a Parameter, and a tensor that is not contiguous."""

@@ -61,7 +61,7 @@ def losses(job: Job, seed: int) -> list[float]:
 
 
 def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = True) -> None:
-    """Load with each library what the other saved. Training continues with the same losses.
+    """Save with both libraries, and load each checkpoint with both. Training continues with the same losses.
 
     Args:
         make: function that creates a model and its optimizer from a seed.

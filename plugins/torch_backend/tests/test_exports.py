@@ -1,4 +1,4 @@
-"""Saves of a training state that also export the weights of the model for other programs."""
+"""Saves of a training state with an export of the weights of the model for other programs."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def example(name: str, seed: int, count: int) -> NamedOptimizer:
 
 
 class TestNamedOptimizersConform(CheckpointableHandlerTests):
-    """Conformance tests of named optimizers, also before their first step."""
+    """Conformance tests of named optimizers with and without steps."""
 
     handler = HANDLER
     examples = tuple(
@@ -197,7 +197,7 @@ def test_parameters_are_found_by_name_in_another_order_and_in_other_groups(tmp_p
     ckptcore.load_into(tmp_path / "c", NamedOptimizer(other, its))
     rates: Any = [group["lr"] for group in its.param_groups]
     assert torch.equal(rates[0], torch.tensor(0.2)) and torch.equal(rates[1], rates[0])
-    assert rates[0] is not rates[1], "each group has its own tensor"
+    assert rates[0] is not rates[1], "the groups share a tensor"
     state: Any = HANDLER.flatten(NamedOptimizer(model, optimizer))
     loaded: Any = HANDLER.flatten(NamedOptimizer(other, its))
     assert bits(loaded["state"]) == bits({name: state["state"][name] for name in loaded["state"]})
@@ -256,7 +256,7 @@ def test_several_optimizers_are_one_state_as_in_torch(tmp_path: Path) -> None:
 def test_state_of_another_dtype_than_its_parameter_is_restored_exactly(
     named: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """PyTorch would cast the state to the dtype of the parameter, also inside lists and dicts."""
+    """PyTorch would cast the state to the dtype of the parameter, even inside lists and dicts."""
 
     def make(count: int) -> Any:
         model = torch.nn.Linear(2, 2, bias=False).bfloat16()

@@ -36,7 +36,7 @@ def process_group() -> Iterator[None]:
 
 
 class Block(torch.nn.Module):
-    """A model with attribute names that wrappers also use, tied weights, and a state that is not a tensor."""
+    """A model with tied weights, a state that is not a tensor, and attribute names like those of wrappers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_wrapped_and_plain_models_load_each_other(inner: str, outer: str, tmp_pa
 @pytest.mark.parametrize("outer", ["plain", "compiled and distributed"])  # torch does not know DataParallel here
 @pytest.mark.parametrize("inner", ["plain", "checkpointed", "compiled", "checkpointed and compiled"])
 def test_names_equal_those_of_get_model_state_dict(inner: str, outer: str) -> None:
-    """torch recognizes some wrappers by attribute names, so this model uses no such names."""
+    """torch recognizes some wrappers by attribute names, so this model uses other names."""
     part = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     wrapped = OUTER[outer](torch.nn.Sequential(INNER[inner](part), part[1]))
     state: Any = ModuleHandler().flatten(wrapped)

@@ -337,7 +337,7 @@ def test_versions_of_a_class_that_counts_steps_in_its_groups_load() -> None:
 
 
 def test_equal_states_of_a_class_of_another_library_load_with_any_options() -> None:
-    """Different options are refused only if the states also differ, or if the target has made no step."""
+    """Different options are refused only if the states differ, too, or if the target has made no step."""
     source, target = Counting(nn.Linear(3, 2).parameters()), Counting(nn.Linear(3, 2).parameters())
     source.step()
     stored = source.state_dict()

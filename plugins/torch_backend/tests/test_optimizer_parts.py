@@ -100,7 +100,7 @@ def quiet_dcp(call: Callable[[], object]) -> None:
 
 
 class TestPartsConform(CheckpointableHandlerTests):
-    """Conformance tests of parts of optimizers, also before their first step."""
+    """Conformance tests of parts of optimizers with and without steps."""
 
     handler = HANDLER
     examples = tuple(

@@ -63,7 +63,7 @@ SCHEDULERS: Final[dict[str, Make]] = {
 }
 
 CELLS: Final = list(itertools.product((False, True), ("new", "stepped"), SOURCES))
-"""Combinations of: whether the optimizer is named, the condition of the target, and the writer of the checkpoint."""
+"""Combinations of named and numbered optimizers, conditions of the target, and writers of the checkpoint."""
 
 
 def objects(make: Make | None) -> tuple[torch.nn.Module, Any, Any]:

@@ -113,7 +113,7 @@ def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class TestOptimizersConform(CheckpointableHandlerTests):
-    """Conformance tests of optimizers, also before their first step."""
+    """Conformance tests of optimizers with and without steps."""
 
     handler = OptimizerHandler()
     examples = (
@@ -351,7 +351,7 @@ def test_a_restore_keeps_the_tensors_of_an_optimizer() -> None:
     optimizer = train(momentum, 1)
     option = optimizer.param_groups[0]["lr"]
     state: Any = OPTIMIZERS.flatten(optimizer)
-    state["param_groups"][0]["lr"].fill_(0.25)  # the core also fills tensors in place
+    state["param_groups"][0]["lr"].fill_(0.25)  # in place, like the core
     OPTIMIZERS.restore(optimizer, state)
     assert optimizer.param_groups[0]["lr"] is option
     assert option.item() == 0.25

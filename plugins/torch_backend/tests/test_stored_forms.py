@@ -316,7 +316,7 @@ def test_lists_of_a_metric_that_grow(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "LinearNF4"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: str) -> None:
-    """bitsandbytes saves more entries than a new module accepts. The load changes nothing, also in the next layer."""
+    """bitsandbytes saves more entries than a new module accepts. The refused load changes neither layer."""
     bnb: Any = pytest.importorskip("bitsandbytes")
 
     def made() -> Any:
@@ -338,7 +338,7 @@ def test_a_quantised_module_that_its_own_loader_refuses(tmp_path: Path, kind: st
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.brings("tied weight that is stored under one name", "torch", "same")
 def test_a_tied_weight_that_is_stored_under_one_name(tmp_path: Path, device: str) -> None:
-    """Files of transformers contain tied weights once. `safetensors.torch.load_model` also accepts this."""
+    """Files of transformers contain tied weights once. `safetensors.torch.load_model` accepts such files, too."""
 
     def made() -> Any:
         module = module_dict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})

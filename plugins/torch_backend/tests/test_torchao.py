@@ -1,4 +1,4 @@
-"""Optimizers and quantised models of torchao resume exactly, also in new objects that have no state yet."""
+"""Optimizers and quantised models of torchao resume exactly, even in new objects that have no state yet."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def v1_optimizer(path: Path) -> Any:
 
 @golden
 def v1_numpy(path: Path) -> Any:
-    """Write NumPy arrays, also of 64-bit dtypes, and a tuple and int keys, which Orbax stores as a list and as text."""
+    """Write NumPy arrays with dtypes of 64 bits. Orbax stores the tuple as a list, and the int keys as text."""
     tree = {
         "float64": array("float64", (3,)),
         "int64": array("int64", (2, 2)),
