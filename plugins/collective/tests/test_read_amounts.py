@@ -1,4 +1,4 @@
-"""Amounts of data that loads read: a job reads and verifies each stored byte once, and reports give correct numbers."""
+"""Bytes that shared loads read. A job reads and verifies each stored byte once, and reports give correct numbers."""
 
 from __future__ import annotations
 

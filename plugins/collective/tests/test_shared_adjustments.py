@@ -184,7 +184,7 @@ ROWS, COLUMNS = 4096, 2048
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two matrices of 32 MiB. They have no checksums, because a load that verifies reads whole blocks."""
+    """Two matrices of 32 MiB without checksums, because verification reads whole blocks."""
     location = tmp_path_factory.mktemp("large") / "c"
     rng = np.random.default_rng(0)
     state = {f"l.{number}": rng.integers(0, 99, (ROWS, COLUMNS)).astype(np.float32) for number in range(2)}

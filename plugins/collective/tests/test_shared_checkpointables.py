@@ -73,7 +73,7 @@ def test_checkpointables_of_all_kinds(saved: Path) -> None:
 
 
 def test_ranks_may_request_different_names(saved: Path) -> None:
-    """One rank requests a checkpointable that the other does not request, and requests it first."""
+    """Rank 1 first requests a checkpointable that rank 0 does not request."""
 
     def load(context: Context) -> dict[str, Any]:
         names = ["extra", "model"] if runtime_of(context).job().rank else ["model"]

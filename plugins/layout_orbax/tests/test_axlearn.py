@@ -29,7 +29,7 @@ def leaves_of(path):
 
 
 def problem_of(path, name):
-    """Return the error of a leaf that cannot be loaded. Other leaves can."""
+    """Return the error of a leaf that cannot be loaded."""
     return unreadable_error(leaves_of(path)[name,].value)
 
 

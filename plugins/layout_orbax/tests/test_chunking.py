@@ -95,7 +95,7 @@ def test_read_chunks_divide_write_chunks_to_the_requested_size(
         ((896, 16), None, 896 * 16 * 4 // 7, (112, 16)),
         # Divide into 3 pieces if no power of two is near the target.
         ((6, 100), None, 1000, (2, 100)),
-        # If an axis cannot be divided near the target, divide the next axis if that comes near it.
+        # Divide the next axis if an axis cannot be divided to a size near the target.
         ((7, 8), None, 128, (7, 4)),
         ((7, 11), None, 200, (1, 11)),
         # A chunk has at least one element.

@@ -1,4 +1,4 @@
-"""Conversions between all layouts, for all kinds of leaves, golden checkpoints of Orbax, and kinds of storages."""
+"""Conversions between all layouts, of all kinds of leaves and of golden checkpoints, and on several storages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Files:
 
 
 def _stored(location: str) -> Any:
-    """Return the stored tree: its structure, the records of leaves with notes, ties, and the user's metadata."""
+    """Return the stored tree: the structure, the records of leaves, ties, and the user's metadata."""
     metadata = ckptcore.metadata(location, context=_FAST)
     return metadata.tree.skeleton, metadata.tree.leaves, metadata.tree.aliases, metadata.custom
 

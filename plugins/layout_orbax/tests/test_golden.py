@@ -1,4 +1,4 @@
-"""Golden checkpoints that Orbax, Flax and AXLearn wrote load with their saved values."""
+"""Golden checkpoints of Orbax, Flax and AXLearn load with their saved values."""
 
 import json
 import math

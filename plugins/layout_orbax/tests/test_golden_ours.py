@@ -89,7 +89,7 @@ def test_metadata_is_read_without_the_root(path: Path, tmp_path: Path) -> None:
 
 
 def test_verify_reports_checkpoints_of_orbax_as_complete_instead_of_sound(capsys: pytest.CaptureFixture[str]) -> None:
-    """ckptcore records checksums in its checkpoints, and Orbax does not, so they cannot be verified."""
+    """Orbax records no checksums, so ckptcore can only verify that its checkpoints are complete."""
 
     def verified(path: Path) -> str:
         with pytest.raises(SystemExit) as ended:

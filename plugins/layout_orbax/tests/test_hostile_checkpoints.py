@@ -1,4 +1,4 @@
-"""Hostile checkpoints of other software. Loads read no files outside, do not hang, and raise only ckptcore errors."""
+"""Hostile checkpoints of other software. Loads read no other files, do not hang, and raise only ckptcore errors."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ckptcore.protocols import Layout, StorageBackend
 from plugins.layout_orbax.tests.foreign_arrays import KNOWN_DTYPES
 
 UNKNOWN_DTYPES: Final = STORED_DTYPES[3].difference(KNOWN_DTYPES)
-"""Dtypes that the installed tensorstore lacks, and so cannot compress."""
+"""Dtypes that the installed tensorstore lacks. Layouts cannot compress them."""
 
 _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
     ArrayRule(pattern="large", chunk_bytes=400_000),

@@ -1,4 +1,4 @@
-"""Arrays of other software on S3. tensorstore reads them if the address is sufficient, and otherwise ckptcore does."""
+"""Arrays of other software on S3. tensorstore reads them if it can use the address. Otherwise ckptcore reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata files in the format of Orbax. Orbax reads and writes the same contents, and they survive round trips."""
+"""Metadata files in the format of Orbax. ckptcore reads and writes the same contents as Orbax."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Inspection of golden checkpoints of Orbax, Flax and AXLearn, without reads of arrays."""
+"""Inspection of golden checkpoints of Orbax, Flax and AXLearn. It reads no arrays."""
 
 import json
 import shutil

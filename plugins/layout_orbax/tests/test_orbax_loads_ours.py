@@ -1,4 +1,4 @@
-"""Loads by Orbax of checkpoints that ckptcore saved, with all layouts and options, and all readers of both versions."""
+"""Orbax loads checkpoints that ckptcore saved with all layouts and options. Both versions of Orbax load them."""
 
 import json
 
@@ -304,7 +304,7 @@ def test_objects_that_write_files_load(tmp_path):
 
 
 def test_nodes_and_values_in_different_directories_load(tmp_path):
-    """Orbax reads databases with two directories. ckptcore deletes both directories when it overwrites them."""
+    """Orbax reads databases with two directories. An overwrite by ckptcore deletes both."""
     large = "x" * 3000
     layout = OcdbtLayout(separate_nodes=True)
     ckptcore.save(tmp_path / "c", {**STEP, "text": large, "values": jnp.arange(2000.0)}, layout=layout)

@@ -1,4 +1,4 @@
-"""Trees of Flax, optax and Hypothesis that Orbax saves and ckptcore loads, and the reverse."""
+"""Trees of Flax, optax and Hypothesis. Orbax and ckptcore load each other's saves of them."""
 
 import tempfile
 
@@ -79,7 +79,7 @@ def test_int_keys_match_their_stored_text(tmp_path):
 
 
 class Network(nnx.Module):
-    """A module with layers in a list, whose keys in the state are ints."""
+    """A module with a list of layers. In its state the keys of the list are ints."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(2, 3, rngs=rngs), nnx.Linear(3, 2, rngs=rngs)])

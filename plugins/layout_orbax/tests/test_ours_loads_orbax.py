@@ -1,5 +1,5 @@
-"""Loads by ckptcore of checkpoints that Orbax saved, with the options of both versions, as NumPy arrays
-and into trees of JAX.
+"""ckptcore loads checkpoints that both versions of Orbax saved with many options. The loads return NumPy
+arrays, or fill abstract trees of JAX.
 """
 
 import json
@@ -234,7 +234,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("writer", SHARDED)
 def test_sharded_arrays_load(tmp_path, writer):
-    """They load as NumPy arrays, with their own sharding, onto another mesh, and onto one device."""
+    """Sharded arrays load as NumPy arrays, with their own sharding, onto another mesh, and onto one device."""
     state = sharded_state()
     SHARDED[writer](tmp_path / "c", state)
     assert_same(ckptcore.load(tmp_path / "c"), host(state))

@@ -155,7 +155,7 @@ def test_flipped_bits_in_nodes_and_manifests_of_orbax_are_detected(tmp_path, nam
 
 @pytest.mark.parametrize(("files", "compressed"), [(False, False), (True, False), (True, True)])
 def test_flipped_bits_in_chunk_indexes_of_orbax_never_move_elements(tmp_path, files, compressed):
-    """The index has a checksum. A load of an uncompressed chunk with a single read chunk may not need the index."""
+    """The index has a checksum. A load of an uncompressed array may not need the index."""
     array = np.random.default_rng(0).normal(size=600)
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=not files)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
@@ -328,7 +328,7 @@ ODD = {
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("name", ODD)
 def test_leaves_and_containers_that_orbax_lacks(tmp_path, layout, name):
-    """ckptcore loads them unchanged. Orbax loads all other leaves of the checkpoint."""
+    """ckptcore loads such leaves unchanged. Orbax loads all other leaves of the checkpoint."""
     state = {"odd": ODD[name], "w": np.ones(3)}
     ckptcore.save(tmp_path / "c", state, layout=KINDS[layout])
     loaded = ckptcore.load(tmp_path / "c")
@@ -412,7 +412,7 @@ def test_missing_files_with_elements_of_orbax_are_an_error(tmp_path, files, comp
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_strings.json", "_METADATA"])
 def test_missing_required_files_of_orbax(tmp_path, name):
-    """They raise an error, except the file that describes the tree: without it, names of arrays form the tree."""
+    """A missing file is an error. Only `_METADATA` may be missing: then the names of arrays form the tree."""
     v1.save(tmp_path / "c", {"a": {"w": np.ones(3)}, "text": "a"})
     (tmp_path / "c" / "state" / name).unlink()
     if name == "_METADATA":

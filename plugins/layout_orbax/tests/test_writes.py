@@ -135,7 +135,7 @@ def test_each_chunk_is_compared_with_few_boxes_of_a_process(layout: Layout, tmp_
 
 
 def test_names_that_are_too_long_for_a_database_are_refused(tmp_path: Path) -> None:
-    """The layout refuses them before the write, instead of the leader after the write."""
+    """The layout refuses such a name before the write. Otherwise the leader would fail after the write."""
     trial = flat_trial({"k" * 64_001: ArraySpec((3,), "int32")})
     with pytest.raises(UnsupportedKeyError, match="64001 bytes"):
         OcdbtLayout().check(trial.tree, 1)

@@ -1,4 +1,4 @@
-"""Formats of arrays of zarr 2 and 3, compared with tensorstore: it reads arrays of each format, and writes them."""
+"""Formats of arrays of zarr 2 and 3. tensorstore reads and writes arrays of each format."""
 
 from __future__ import annotations
 

@@ -55,4 +55,4 @@ def test_actors_with_other_working_directories(
         assert kind is NotSharedError and "the URL of an object store" in message
         assert f"that rank 0 created in {tmp_path}/host 0/run" in message and "NotSharedError" in notes[0]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all("owner" in path.parts for path in files), files  # only the record of the released lock of the run
+    assert all("owner" in path.parts for path in files), files  # only the record of the run's released lock

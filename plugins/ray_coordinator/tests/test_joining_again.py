@@ -1,5 +1,5 @@
-"""Actors that join their job again after one of them was restarted. Their Contexts keep working,
-and old and new ranks count exchanges from the same number.
+"""Actors that join their job again after one of them was restarted. Their Contexts keep working.
+Old and new ranks start to count exchanges at the same number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Member:
         ckptcore.save(location, state(step), overwrite=True)
 
     def open(self, directory: Path) -> int | None:
-        """Open a run, again if it is open. Return the newest step."""
+        """Open a run. Close it before if it is open. Return the newest step."""
         if self.run is not None:
             self.run.close()
         self.run = ckptcore.Checkpointer(directory, context=self.context)

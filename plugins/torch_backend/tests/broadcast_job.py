@@ -1,4 +1,4 @@
-"""A job of four processes with a shared load: one process reads data that several need, and sends it over gloo.
+"""A job of four processes with shared loads: one process reads the data, and sends it to the others over gloo.
 
 ``torchrun --nproc-per-node 4 broadcast_job.py DIRECTORY``, where ``DIRECTORY/saved`` is a
 checkpoint of `state`. Raises an error on a wrong result, and writes the number of array bytes that

@@ -86,7 +86,7 @@ def inner_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def resumed(directory: Path) -> None:
-    """Load into new and into used optimizers. Both continue like the saved job, and used ones keep their tensors."""
+    """Load into new and used optimizers. Both continue like the saved job. Used optimizers keep their tensors."""
     for kind in OPTIMIZERS:
         for tensor_parallel in (False, True):
             place = directory / f"{kind.__name__}-{tensor_parallel}"

@@ -22,7 +22,7 @@ from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
 
 _SIZE: Final = 1 << 18
-"""Elements of a large tensor, which does not share its memory with other tensors."""
+"""Number of elements of a large tensor, which does not share its memory with other tensors."""
 
 
 class State:

@@ -70,7 +70,7 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Wrap a model as torch.compile names it, without torch.compile, whose import takes seconds."""
+    """Wrap a model under the name that torch.compile uses. The import of torch.compile itself takes seconds."""
     outer = torch.nn.Module()
     outer._orig_mod = model
     return outer

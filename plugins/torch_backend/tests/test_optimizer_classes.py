@@ -399,7 +399,7 @@ def test_an_sgd_without_states_loads_any_entries_if_its_options_are_stored() -> 
 
 @pytest.mark.parametrize(("saved", "name"), [("Adamax", "Adam"), ("RAdam", "AdamW"), ("RAdam", "NAdam")])
 def test_options_that_a_class_of_pytorch_always_had_are_required(saved: str, name: str) -> None:
-    """They are not required if the stored group lacks the newer flags: another writer may have written it."""
+    """A stored group that lacks newer flags may be of another writer, so it may lack the options, too."""
     stored, target = run(saved, 0, stepped=False)[1].state_dict(), run(name, 1)[1]
     assert refuses(target, stored)
     for flag in ADDED_BY_VERSIONS:
@@ -437,7 +437,7 @@ def test_a_state_of_an_equivalent_class_can_be_loaded_unchecked(tmp_path: Path) 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_load_hook_that_changes_nothing_does_not_allow_an_unusable_state(tmp_path: Path, named: bool) -> None:
-    """With a hook, a state is refused only if the optimizer cannot make a step with it."""
+    """If an optimizer has a load hook, only states with which it cannot make a step are refused."""
     for saved in ("Adagrad", "AdamW"):
         model, optimizer = run("AdamW", 1)
         optimizer.register_load_state_dict_pre_hook(lambda *_: None)

@@ -1,7 +1,7 @@
 """Every optimizer of PyTorch, and some of other libraries, with every wrapper and every kind of file.
 
 After a load, the next steps equal those of the saved run, bit for bit. Otherwise the load is refused, and changes
-nothing. `make test` tries some of the combinations: each pair of values of two axes occurs in at least one.
+nothing. `make test` tries some of the combinations, which contain each pair of values of two axes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def of_torch(name: str, **options: Any) -> Make:
 
 
 def of(module: str, name: str, **options: Any) -> Make:
-    """Return a function that creates an optimizer of a library. It imports the library late: imports are slow."""
+    """Return a function that imports a library, which may be slow, and creates an optimizer of it."""
 
     def make(model: torch.nn.Module) -> Any:
         optimizer = getattr(pytest.importorskip(module), name)(model.parameters(), **options)
@@ -271,7 +271,7 @@ def test_all_ways(name: str, form: str, tmp_path: Path, full: bool, subtests: py
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:
-    """Fails if a later PyTorch has a new optimizer, until `OPTIMIZERS` contains it."""
+    """If a later PyTorch has a new optimizer, add it to `OPTIMIZERS`."""
     exported = {value for value in vars(torch.optim).values() if isinstance(value, type)}
     known = {kind for kind in exported if issubclass(kind, torch.optim.Optimizer)} - {torch.optim.Optimizer}
     existing = [case for name, case in OPTIMIZERS.items() if hasattr(torch.optim, name.partition("(")[0])]

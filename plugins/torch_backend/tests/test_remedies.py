@@ -94,7 +94,7 @@ def test_dtypes_that_the_other_framework_lacks(tmp_path: Path) -> None:
 
 
 class Expanded(nn.Module):
-    """A module with a buffer. Unless it was copied, elements of the buffer share memory."""
+    """A module with a buffer. The elements of the buffer share memory, unless the buffer is a copy."""
 
     def __init__(self, *, copied: bool) -> None:
         super().__init__()

@@ -171,7 +171,7 @@ def test_a_scheduler_that_no_longer_exists(named: bool, source: str, tmp_path: P
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
-    """Fails if a later PyTorch has a new scheduler, until `SCHEDULERS` contains it."""
+    """If a later PyTorch has a new scheduler, add it to `SCHEDULERS`."""
     abstract = {schedulers.LRScheduler, schedulers._LRScheduler}
     kinds = {value for _, value in inspect.getmembers(schedulers, inspect.isclass)} - abstract
     known = {kind for kind in kinds if issubclass(kind, schedulers.LRScheduler)}

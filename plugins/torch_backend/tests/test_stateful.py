@@ -261,7 +261,7 @@ def test_lazy_module_requests_the_stored_shapes() -> None:
 
 
 def _stored(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the state of an optimizer in the form in which metadata describes it."""
+    """Return the state of an optimizer with abstract arrays, as metadata returns it."""
 
     def abstract(node: Any) -> Any:
         if isinstance(node, torch.Tensor):

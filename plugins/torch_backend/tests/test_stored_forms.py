@@ -93,7 +93,7 @@ def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
 
 
 class Scaled(torch.nn.Module):
-    """A module whose second version stores a sixteenth of the weight that the first version stored."""
+    """A module with two versions. The second divides weights by 16 that the first version saved."""
 
     def __init__(self, version: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loads of tied weights from files with only one of their names, as `save_pretrained` of transformers writes them."""
+"""Loads of files that contain tied weights under only one name, like those of `save_pretrained` of transformers."""
 
 from __future__ import annotations
 
