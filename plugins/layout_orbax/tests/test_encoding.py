@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.zarr import chunk_encoding, writing
+from ckptcore_orbax.zarr import writing
 from ckptcore_orbax.zarr.chunk_codec import EncodingChunk, ReadErrors
 
 import ckptcore
@@ -42,7 +42,6 @@ class _FullStore:
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)
 def test_a_failed_write_waits_for_the_end_of_all_encoders(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_encoding, "_STARTED_BYTES", 1)
     monkeypatch.setattr(writing, "ENCODED_FILE_BYTES", 1)  # write the first chunk while others are being encoded
     begun: list[object] = []
     ended: list[object] = []
@@ -64,7 +63,7 @@ def test_a_failed_write_waits_for_the_end_of_all_encoders(layout: Layout, monkey
     monkeypatch.setattr(EncodingChunk, "__init__", noted_begin)
     monkeypatch.setattr(EncodingChunk, "settle", noted_settle)
     monkeypatch.setattr(EncodingChunk, "result", noted_result)
-    arrays = [np.full((64, 64), number) for number in range(12)]
+    arrays = [np.full((1024, 1024), number) for number in range(12)]  # 96 MiB, of which 64 MiB are encoded at a time
     description = describe_part("", list(arrays), layout, runtime_of(Context()).registry, rank=0, size=1)
     plan = description.plan(0, 1, "0" * 16)
     with pytest.raises(OSError, match="full") as raised:

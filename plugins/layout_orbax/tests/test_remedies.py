@@ -103,15 +103,17 @@ def test_names_of_codecs() -> None:
     assert [Compression(name).name for name in names] == ["zstd", "gzip", "blosc"]
 
 
-def test_chunks_that_are_too_large_for_blosc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_arrays, "_MAX_BLOSC_BYTES", 1000)
-    values = np.arange(599.0)  # a shape of this test only, because ckptcore caches the formats of arrays
+def test_chunks_that_are_too_large_for_blosc(tmp_path: Path) -> None:
+    huge = np.broadcast_to(np.int8(1), (1 << 31,))  # takes one byte of memory
     with pytest.raises(
-        CheckpointError, match=r"^w: .*: its chunks have 4792 bytes; blosc allows 1000; give a smaller chunk_b"
+        CheckpointError,
+        match=r"^w: .*: its chunks have 2147483648 bytes; blosc allows 2147483631; give a smaller chunk_b",
     ):
-        ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc"))
-    ckptcore.save(tmp_path / "c", {"w": values}, layout=Zarr3Layout(compression="blosc", chunk_bytes=1000))
-    assert same_value(ckptcore.load(tmp_path / "c"), {"w": values})
+        ckptcore.save(tmp_path / "c", {"w": huge}, layout=Zarr3Layout(compression="blosc", chunk_bytes=None))
+    smaller = Zarr3Layout(compression="blosc", chunk_bytes=1 << 20)
+    assert ckptcore.plan({"w": huge}, layout=smaller).array_bytes == huge.nbytes
+    ckptcore.save(tmp_path / "c", {"w": huge[: 1 << 22]}, layout=smaller)
+    assert same_value(ckptcore.load(tmp_path / "c"), {"w": np.ones(1 << 22, np.int8)})
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
