@@ -33,6 +33,14 @@ def together(*work: Callable[[], Any]) -> list[Any]:
         return [future.result() for future in [threads.submit(call) for call in work]]
 
 
+def wait_for_keys(store: dist.HashStore, count: int) -> None:
+    """Wait until a store has this number of keys. Stores have no event for this, so poll."""
+    deadline = time.monotonic() + 30
+    while store.num_keys() != count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert store.num_keys() == count
+
+
 def meet(job: list[StoreCoordinator]) -> None:
     leader, *others = job
     together(lambda: leader.gather("met", b""), *[lambda rank=rank: rank.gather("met", b"") for rank in others])
@@ -42,13 +50,13 @@ def test_keys_of_an_earlier_run_are_ignored() -> None:
     store = dist.HashStore()
     former = life(store, 2)
     meet(former)
+    wait_for_keys(store, 0)  # a separate thread of the leader deletes the hellos
     former[0].broadcast("choose", b"step 10")  # rank 1 fails before it receives this
     former[1].gather("describe", b"old")  # rank 1 sets its payload and fails before the leader reads it
     leader, other = life(store, 2)
-    heard = threading.Event()
 
     def lead() -> Any:
-        heard.wait(0.2)  # the other process asks first, and would find the old key
+        wait_for_keys(store, 3)  # two old keys, and the hello of the other process, which asks first
         leader.broadcast("choose", b"step 20")
         return leader.gather("describe", b"leader")
 
@@ -70,18 +78,12 @@ def test_a_new_run_starts_after_the_handshake_of_an_earlier_run_failed() -> None
             failed[rank].gather("describe", b"old")
         assert caught.value.missing == (0,)
     leader, *others = life(store, 3)
-    begun = threading.Event()
 
-    def lead() -> Any:
-        begun.set()
-        return leader.gather("describe", b"0")
+    def follow() -> None:
+        wait_for_keys(store, 4)  # two old hellos, and the answers of the leader to them
+        together(*[lambda rank=rank: rank.gather("describe", b"%d" % rank.rank) for rank in others])
 
-    def follow(rank: StoreCoordinator) -> None:
-        begun.wait()
-        time.sleep(0.2)
-        rank.gather("describe", b"%d" % rank.rank)
-
-    gathered, *_ = together(lead, lambda: follow(others[0]), lambda: follow(others[1]))
+    gathered, _ = together(lambda: leader.gather("describe", b"0"), follow)
     assert gathered == [b"0", b"1", b"2"]
 
 
@@ -128,8 +130,8 @@ def test_a_leader_that_exits_leaves_no_thread_in_the_store() -> None:
     assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
 
 
-def test_the_handshake_of_a_destroyed_group_ends() -> None:
-    """Rank 1 never sent its hello, so the first leader is still waiting for it."""
+def test_a_handshake_ends_with_its_store() -> None:
+    """Rank 1 sends no hello, so the thread of the leader waits for it until the store is deleted."""
     store: Any = dist.HashStore()
     make: Any = dist.PrefixStore
     first = make("job", store)
@@ -147,38 +149,38 @@ def test_no_keys_remain_after_complete_exchanges() -> None:
     meet(job)
     job[0].broadcast("told", b"x")
     assert [rank.broadcast("told", None) for rank in job[1:]] == [b"x", b"x"]
-    deadline = time.monotonic() + 30
-    while store.num_keys() and time.monotonic() < deadline:  # a separate thread of the leader deletes the hellos
-        time.sleep(0.01)
-    assert store.num_keys() == 0
+    wait_for_keys(store, 0)  # a separate thread of the leader deletes the hellos
 
 
-class _Broken:
-    """A store that fails or hangs."""
+class _Broken(dist.Store):
+    """A store whose requests fail or hang."""
 
-    def __init__(self, instead: Callable[[], Any]) -> None:
-        self._instead = instead
+    def __init__(self, request: Callable[[], Any]) -> None:
+        super().__init__()
+        self._request = request
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self._instead()
+    def set(self, *_: Any) -> Any:
+        return self._request()
+
+    get = add = check = deleteKey = set  # the requests of a PrefixStore
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, ()), (1, (0,))])
-def test_a_store_that_does_not_answer_raises_a_timeout(
-    rank: int, missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
+def test_a_store_that_does_not_answer_raises_a_timeout(rank: int, missing: tuple[int, ...]) -> None:
     goes_on = threading.Event()
-    coordinator = StoreCoordinator(_Broken(goes_on.wait), rank, 2, timeout_seconds=0.3)
+
+    def hang() -> None:
+        goes_on.wait()
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    coordinator = StoreCoordinator(_Broken(hang), rank, 2, timeout_seconds=0.3)
     with pytest.raises(CoordinationTimeoutError, match="store of the job did not answer for 0.3 s") as caught:
         coordinator.gather("describe", b"")
     goes_on.set()
     assert caught.value.missing == missing
 
 
-def test_a_store_that_fails_raises_an_error_that_names_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_torch.store_coordinator._with_prefix", lambda store: store)
-
+def test_a_store_that_fails_raises_an_error_that_names_the_exchange() -> None:
     def fail() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
