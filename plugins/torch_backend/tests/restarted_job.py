@@ -34,6 +34,12 @@ class DeadlyLeaves(HostArrayHandler):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def wait_for(*files: Path) -> None:
+    """Wait until other processes have created the files."""
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+
+
 def main(directory: Path, store: Any, life: int) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -54,15 +60,16 @@ def main(directory: Path, store: Any, life: int) -> None:
             loaded: Any = run.load(None, state(0))
             assert isinstance(loaded["rows"], DTensor) and bool((loaded["rows"].to_local() == 2).all())
             if rank == 0:
-                time.sleep(1)  # the others search for existing steps
+                wait_for(directory / "asks-1", directory / "asks-2")  # the others ask first, and could find the old key
+            else:
+                (directory / f"asks-{rank}").touch()
             assert coordinator.broadcast("chosen", b"1" if rank == 0 else None) == b"1"
         else:
             run.save(1, state(1))
             run.save(2, state(2))
             run.wait()
             if rank == 1:
-                while not (directory / "heard").exists():
-                    time.sleep(0.01)
+                wait_for(directory / "heard")
                 run.save(3, {**state(3), "deadly": Deadly()})
             coordinator.broadcast("chosen", b"0" if rank == 0 else None)  # the failing process never receives this
             if rank == 2:

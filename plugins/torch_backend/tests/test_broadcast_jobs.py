@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import ckptcore
+from plugins.torch_backend.tests.conftest import Torchrun
 
 sys.path.insert(0, str(Path(__file__).parent))
 import broadcast_job  # the module that the processes run
@@ -21,20 +20,11 @@ PROGRAM = Path(__file__).with_name("broadcast_job.py")
 
 
 @pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+def read(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
     """The bytes read by each rank, for each way to read and each kind of tensors."""
     directory = tmp_path_factory.mktemp("broadcast")
     ckptcore.save(directory / "saved", broadcast_job.state())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    torchrun(4, PROGRAM, directory)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
 
 

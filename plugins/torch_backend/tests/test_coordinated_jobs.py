@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from ckptcore.errors import PluginError
 from ckptcore.job.agreement import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore.runtime import runtime_of
+from plugins.torch_backend.tests.conftest import Torchrun
 
 pytestmark = pytest.mark.system
 
@@ -109,25 +109,15 @@ def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> Non
     assert loaded["life"].tolist() == [1, 1, 1] and loaded["step"] == 1
 
 
-def _run(size: int, *arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command += ["--max-restarts", "1"] if RESTARTED in arguments else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_job_saves_and_loads_without_a_context(tmp_path: Path, size: int) -> None:
-    _run(size, PROGRAM, tmp_path)
+def test_a_job_saves_and_loads_without_a_context(torchrun: Torchrun, tmp_path: Path, size: int) -> None:
+    torchrun(size, PROGRAM, tmp_path)
     assert {str(rank) for rank in range(size)} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow
-def test_job_restarted_with_the_same_store_continues(tmp_path: Path) -> None:
-    _run(3, RESTARTED, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "1-0", "1-1", "1-2"}
+def test_job_restarted_with_the_same_store_continues(torchrun: Torchrun, tmp_path: Path) -> None:
+    torchrun(3, RESTARTED, tmp_path, max_restarts=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "asks-1", "asks-2", "1-0", "1-1", "1-2"}
     assert ckptcore.CheckpointReader(tmp_path / "run").steps == (1, 2, 3, 4)

@@ -37,12 +37,6 @@ def job() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with job():
-        yield
-
-
 def dtensor(whole: torch.Tensor, *placements: Any) -> DTensor:
     with job():
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))

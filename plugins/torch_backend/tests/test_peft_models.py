@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -192,7 +190,7 @@ def test_adapters_are_saved_as_by_peft(tmp_path: Path, name: str) -> None:
         assert not equal(adapter_state(fresh), theirs[0])
         assert load_adapter_into(tmp_path / directory, fresh)["peft_type"] == method
         assert torch.equal(output(fresh, case), expected)
-        if name != "largest logits":  # PEFT converts these to logarithms at the load, which rounds
+        if name != "largest logits":  # PEFT converts these logits to logarithms at the load, which rounds
             assert equal(adapter_state(fresh), theirs[0])
         report = ckptcore.verify(tmp_path / directory)
         assert not report.problems and not report.unjudged
@@ -362,7 +360,7 @@ def test_a_model_that_was_compiled_before_it_got_the_adapter(tmp_path: Path) -> 
 
 
 def test_verify_reports_missing_parts_of_an_adapter(tmp_path: Path) -> None:
-    """Missing: one matrix of a pair, modules_to_save, and a target module that the model may never have had."""
+    """A missing matrix and missing modules_to_save are problems. A missing target module may not exist in the model."""
     model = trained(base_model(), peft.LoraConfig(**LORA, modules_to_save=["lm_head"]))
     model.save_pretrained(tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
@@ -396,17 +394,8 @@ def test_a_classifier_is_complete_with_one_of_its_two_heads(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "wrapper", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp1", marks=pytest.mark.slow)]
 )
-def test_a_job_saves_and_loads(tmp_path: Path, wrapper: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, __file__, wrapper, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+def test_a_job_saves_and_loads(torchrun: Any, tmp_path: Path, wrapper: str) -> None:
+    torchrun(2, __file__, wrapper, tmp_path)
 
 
 def _job(wrapper: str, directory: Path) -> None:

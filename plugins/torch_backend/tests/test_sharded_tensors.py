@@ -40,13 +40,6 @@ def job(backend: str = "gloo", size: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one process."""
-    with job():
-        yield
-
-
 def sharded(
     whole: torch.Tensor, places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]], group: Any = None
 ) -> ShardedTensor:
