@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -47,7 +47,7 @@ class Worker:
     def save(self, location: Path, value: float, end: End) -> str | None:
         """Take part in a save. Return the error, if any.
 
-        ``end`` says what this rank does after it has written its rows, before the other ranks know about them.
+        After this rank has written its rows, it works, raises an error, dies or hangs, as ``end`` says.
         """
         write = stages.write_parts
 
@@ -58,7 +58,7 @@ class Worker:
             if end == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             if end == "hangs":
-                time.sleep(600)
+                threading.Event().wait()  # until the test kills this process
             return result
 
         stages.write_parts = written
