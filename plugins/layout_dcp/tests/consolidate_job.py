@@ -27,7 +27,10 @@ MAX_FILE_BYTES = 500
 
 
 class Model(torch.nn.Module):
-    """Blocks with unevenly divisible rows, one different dtype, and an array smaller than the mesh."""
+    """Model whose rows do not divide evenly among processes.
+
+    One array has another dtype, and one is smaller than the mesh.
+    """
 
     def __init__(self) -> None:
         super().__init__()

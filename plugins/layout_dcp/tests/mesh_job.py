@@ -26,7 +26,7 @@ import ckptcore
 
 
 def _model(seed: int, kind: str) -> torch.nn.Sequential:
-    """Rows that are uneven when tensors are divided twice along one axis."""
+    """Return a model whose rows divide unevenly if they are divided twice along one axis."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.Tanh(), torch.nn.Linear(14, 6))
     size = dist.get_world_size()

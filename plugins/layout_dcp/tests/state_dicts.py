@@ -22,7 +22,7 @@ DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return the elements in C order."""
+    """Return the bytes of the elements in C order."""
     if not tensor.numel():
         return b""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -30,14 +30,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Return a tensor with every bit pattern."""
+    """Return a tensor of random bytes, so that all bit patterns occur."""
     flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
 
 
 def loaded(location: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict loaded by `dcp.load`."""
+    """Load a state dict with `dcp.load` and return it."""
     dcp.load(like, checkpoint_id=location, no_dist=True)
     return like
 

@@ -1,4 +1,4 @@
-"""PyTorch loads checkpoints of PyTorch that ckptcore copied unchanged."""
+"""PyTorch loads its own checkpoints from copies that ckptcore made without changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspection of checkpoints written by torch: the tree is that of the state, and every chunk is located."""
+"""Inspection of checkpoints written by torch: returns the tree of the saved state, and the location of every chunk."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def _value(record: LeafRecord) -> object:
 
 
 def _chunks(inspection: Inspection, leaf: int) -> Sequence[StoredItem]:
-    state = json.loads(json.dumps(inspection.state))  # it must be JSON
+    state = json.loads(json.dumps(inspection.state))  # the state must be valid JSON
     return ItemIndex(inspection.tree, state).items(leaf)
 
 
 def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
-    """Return a leaf as torch itself reads its items."""
+    """Read a leaf with torch, from the items that the inspection located."""
     record = inspection.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)
     whole: torch.Tensor | None = torch.empty(record.spec.shape) if 0 in record.spec.shape else None
@@ -108,7 +108,7 @@ def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
 
 
 def _rebuilt(path: Path, inspection: Inspection) -> Any:
-    """Return the state, with tensors loaded by torch and values by ckptcore."""
+    """Return the state: tensors loaded by torch, values by ckptcore."""
     leaves = iter(range(len(inspection.tree.leaves)))
 
     def build(node: Skeleton) -> Any:
@@ -143,7 +143,7 @@ def _same(found: Any, expected: Any) -> bool:
     [{}, {"single_file_per_rank": False}, {"thread_count": 3}, {"_extensions": [ZStandard()]}],
     ids=["one file", "a file each", "three threads", "compressed"],
 )
-def test_what_torch_writes_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_state_saved_by_torch_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     _save(tmp_path, **options)
     found = _inspect(tmp_path)
     assert found.writer == "torch.distributed.checkpoint"
@@ -151,7 +151,7 @@ def test_what_torch_writes_comes_back(tmp_path: Path, options: dict[str, Any]) -
     TreeMetadata.from_json(json.loads(json.dumps(found.tree.to_json())))
 
 
-def test_values_next_to_each_other_take_one_request(tmp_path: Path) -> None:
+def test_adjacent_values_take_one_request(tmp_path: Path) -> None:
     store = Directory(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
     found = inspect_dcp(store, ".metadata")
     assert found is not None and len(found.tree.leaves) == 201
@@ -164,7 +164,7 @@ def test_a_large_state_of_values_is_read_in_several_requests(tmp_path: Path) -> 
     assert _same(_rebuilt(tmp_path, found), state)
 
 
-def test_elements_are_where_the_length_of_an_item_says(tmp_path: Path) -> None:
+def test_the_length_of_an_item_gives_the_offset_of_its_elements(tmp_path: Path) -> None:
     sizes = [1, 47, 48, 63, 64, 65, 1000, 1 << 16]
     dtypes = [torch.uint8, torch.float32, torch.float8_e5m2, torch.uint64]
     state = {f"{size}.{dtype}": torch.ones(size).to(dtype) for size in sizes for dtype in dtypes}
@@ -204,7 +204,10 @@ def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
 
 
 def _two_ranks(path: Path) -> None:
-    """Write what two processes write that save without collectives: different shards, and shared entries."""
+    """Write the files of two processes that save without collectives.
+
+    They have different shards, and shared entries.
+    """
     for rank in range(2):
         part = path / f"part{rank}"
         _save(part, {"w": torch.full((2, 3), rank), "x": torch.ones(2), "step": 4 + rank})
@@ -223,7 +226,7 @@ def _two_ranks(path: Path) -> None:
         _merge(path, metadata, rank)
 
 
-def test_ranks_that_saved_each_for_itself_are_united(tmp_path: Path) -> None:
+def test_files_of_ranks_that_saved_separately_are_merged(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
     found = _inspect(tmp_path)
     expected = {"w": torch.tensor([[0] * 3] * 2 + [[1] * 3] * 2), "x": torch.ones(2), "step": 4}
@@ -242,7 +245,7 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_other_directories_are_none(tmp_path: Path) -> None:
+def test_other_directories_are_not_recognized(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
     assert inspect_dcp(Directory(tmp_path), None) is None
     assert inspect_dcp(Directory(tmp_path), "x.safetensors") is None
@@ -250,7 +253,7 @@ def test_other_directories_are_none(tmp_path: Path) -> None:
     assert inspect_dcp(Directory(tmp_path), None) is None
 
 
-def test_a_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path)
     (tmp_path / ".metadata").unlink()
     with pytest.raises(UncommittedCheckpointError, match="is missing: the save failed or is still running"):
@@ -282,7 +285,7 @@ def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
         _inspect(tmp_path)
 
 
-def test_a_stated_length_takes_no_memory(tmp_path: Path) -> None:
+def test_a_huge_stated_length_allocates_no_memory(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -303,8 +306,11 @@ def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transform", ["stream.zstd/1", None])
-def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tmp_path: Path) -> None:
-    """The pickle is compressed inside its item or with it, also after an uncompressed value of equal length."""
+def test_a_value_that_expands_a_thousand_times_is_refused(transform: str | None, tmp_path: Path) -> None:
+    """Compression is inside the item or around it.
+
+    A value of equal length, which compression hardly shortens, comes first.
+    """
     chance = random.Random(3)
     pickles = {
         "random": b"\x80\x02(" + b"".join([b"K" + chance.randbytes(1) for _ in range(15_000)]) + b"l.",
@@ -333,8 +339,8 @@ def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tm
 
 
 @pytest.mark.parametrize("shape", [(1 << 50, 10), (7, 10)])
-def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """It is rejected before anything is read, and `verify` reports it. Other arrays load."""
+def test_a_tensor_that_its_chunks_do_not_cover(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """A load rejects the tensor before it reads any data, and `verify` reports it. Other arrays load."""
     _save(tmp_path, {"w": torch.zeros(6, 10), "v": torch.ones(3)})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size(shape)  # type: ignore[union-attr]  # it is a tensor
@@ -365,7 +371,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
         _inspect(tmp_path)
 
 
-def test_damage_is_refused_or_read_as_something_else(tmp_path: Path) -> None:
+def test_damage_raises_a_checkpoint_error_or_changes_a_value(tmp_path: Path) -> None:
     _save(tmp_path, {"a": (1, "x"), "b": {"c": [1, 2]}, "t": torch.zeros(2)})
     chance = random.Random(3)
     originals = {name: (tmp_path / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
@@ -436,6 +442,6 @@ def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
     expect_shards(tmp_path / "hf", expected)
 
 
-def test_no_value_record_is_left_over(tmp_path: Path) -> None:
+def test_empty_containers_have_no_leaves(tmp_path: Path) -> None:
     found = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
     assert found.tree.leaves == () and not any(isinstance(record, ValueRecord) for record in found.tree.leaves)

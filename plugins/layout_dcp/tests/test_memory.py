@@ -1,4 +1,4 @@
-"""The layout dcp keeps no reference to tensors after a save or load, and frees snapshot memory."""
+"""The layout dcp keeps no reference to tensors after a save or load, and frees the memory of snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file ``.metadata``: read from torch, written for torch, and rejected if invalid."""
+"""The file ``.metadata``: read as torch writes it, written so that torch reads it, and rejected if it is invalid."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _read(value: object) -> DcpMetadata:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_writes_is_read(tmp_path: Path) -> None:
+def test_metadata_written_by_torch_is_read(tmp_path: Path) -> None:
     state = {
         "w": torch.zeros(2, 3, requires_grad=True),
         "a": {"b": [torch.ones(2, dtype=torch.uint16), 3]},
@@ -123,7 +123,7 @@ def test_every_field_is_read() -> None:
     )
 
 
-def test_torch_reads_what_is_written() -> None:
+def test_torch_reads_our_metadata() -> None:
     expected = _of_torch()
     data = write_metadata(_read(expected))
     assert len(data) < len(pickle.dumps(expected, protocol=4))
@@ -136,7 +136,8 @@ def test_torch_reads_what_is_written() -> None:
         if isinstance(tensor, theirs.TensorStorageMetadata):
             assert type(tensor.size) is type(tensor.chunks[0].offsets) is torch.Size
             assert tensor.properties.memory_format is torch.contiguous_format
-    pickletools.dis(data, StringIO())  # raises an error for an undefined memo entry or a stack that is not empty
+    # Raises an error for an undefined memo entry, or if the stack is not empty at the end.
+    pickletools.dis(data, StringIO())
 
 
 def test_no_paths_and_no_entries() -> None:
@@ -145,7 +146,7 @@ def test_no_paths_and_no_entries() -> None:
     assert _read(found) == DcpMetadata({}, {})
 
 
-def test_more_texts_than_a_byte_counts() -> None:
+def test_more_names_than_one_byte_can_number() -> None:
     names = [f"block.{number}.{'x' * (number % 300)}" for number in range(600)]
     metadata = DcpMetadata(
         {name: DcpTensor("float32", (4,), (DcpChunk((0,), (4,), f"__{name}.distcp", 0, 9),)) for name in names[:500]},
@@ -157,7 +158,7 @@ def test_more_texts_than_a_byte_counts() -> None:
     assert _read(pickle.loads(data)) == metadata
 
 
-def test_chunks_that_are_stored_twice_count_once_and_what_is_stored_nowhere_not_at_all() -> None:
+def test_duplicate_chunks_count_once_and_chunks_without_a_location_are_skipped() -> None:
     of_torch = _of_torch()
     entry = of_torch.state_dict_metadata["model.w"]
     entry.chunks.append(entry.chunks[0])
@@ -166,7 +167,7 @@ def test_chunks_that_are_stored_twice_count_once_and_what_is_stored_nowhere_not_
     assert [chunk.offsets for chunk in chunks] == [(0, 0)]
 
 
-def test_what_other_software_adds_is_passed_over() -> None:
+def test_additions_of_other_software_are_ignored() -> None:
     of_torch = _of_torch()
     of_torch.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 4)}}
     of_torch.planner_data = {"not": "paths"}
@@ -187,7 +188,7 @@ def test_files_outside_of_the_checkpoint_are_refused(path: str) -> None:
 @pytest.mark.parametrize(
     ("offset", "length"), [(-1, 1), (1, -1), (1 << 62, 1), (True, 1), ("0", 1), (0.0, 1), (None, 1), (1 << 5000, 1)]
 )
-def test_places_that_are_none_are_refused(offset: Any, length: Any) -> None:
+def test_invalid_offsets_and_lengths_are_refused(offset: Any, length: Any) -> None:
     of_torch = _of_torch()
     of_torch.storage_data[theirs.MetadataIndex("scalar", ())] = _place("a", offset, length)
     with pytest.raises(CorruptCheckpointError, match="expected a number of bytes"):
@@ -204,7 +205,7 @@ def test_chunks_outside_of_their_tensor_are_refused(offsets: tuple[int, ...], si
         _read(of_torch)
 
 
-def test_tensors_for_which_there_is_no_memory_are_refused() -> None:
+def test_tensors_larger_than_the_address_space_are_refused() -> None:
     of_torch = _of_torch()
     of_torch.state_dict_metadata["model.w"] = _tensor(torch.bfloat16, (1 << 40, 1 << 40))
     with pytest.raises(CorruptCheckpointError, match="exceeds the address space"):
@@ -221,13 +222,13 @@ def _expect_unreadable(of_torch: theirs.Metadata, name: str, error: type[Excepti
     assert message in str(problem)
 
 
-def test_dtypes_that_no_array_has_are_named() -> None:
+def test_an_error_names_an_unsupported_dtype() -> None:
     of_torch = _of_torch()
     of_torch.state_dict_metadata["deep"] = _tensor(torch.quint8, (2,))
     _expect_unreadable(of_torch, "deep", UnsupportedLeafError, "'deep' has the dtype torch.quint8")
 
 
-def test_a_value_that_is_stored_nowhere_is_named() -> None:
+def test_an_error_names_a_value_without_a_file() -> None:
     of_torch = _of_torch()
     del of_torch.storage_data[theirs.MetadataIndex("opt.lr")]
     _expect_unreadable(of_torch, "opt.lr", CorruptCheckpointError, "lists no file for the value 'opt.lr'")
@@ -268,7 +269,7 @@ def _old(module: str, name: str, **state: Any) -> Call:
     ],
     ids=["torch 2.0 to 2.2", "torch 1.13"],
 )
-def test_classes_are_known_where_they_were_before(metadata: str, properties: str, files: str) -> None:
+def test_classes_are_found_in_the_modules_of_older_versions(metadata: str, properties: str, files: str) -> None:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     encoding = Call(Global(properties, "MEM_FORMAT_ENCODING"), (0,))
     state: Any = (Global("torch", "half"), layout, False, encoding, False)
@@ -290,12 +291,12 @@ def test_classes_are_known_where_they_were_before(metadata: str, properties: str
     assert read_metadata(write_pickle(whole, protocol=4), key=".metadata") == expected
 
 
-def test_bytes_behind_the_pickle_are_refused() -> None:
+def test_bytes_after_the_pickle_are_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="ends at byte"):
         read_metadata(pickle.dumps(_of_torch(), protocol=4) + b"x", key=".metadata")
 
 
-def test_one_list_of_chunks_for_many_tensors_is_refused_soon() -> None:
+def test_one_list_of_chunks_for_many_tensors_is_refused_early() -> None:
     entry = _tensor(torch.bfloat16, (10,), *[((0,), (1,))] * 3000)
     entries = {
         str(number): theirs.TensorStorageMetadata(entry.properties, entry.size, entry.chunks) for number in range(3000)
@@ -307,7 +308,7 @@ def test_one_list_of_chunks_for_many_tensors_is_refused_soon() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_damage_is_refused_or_read_as_something_else() -> None:
+def test_damage_raises_an_error_or_changes_a_value() -> None:
     data = pickle.dumps(_of_torch(), protocol=4)
     chance = random.Random(7)
     refused = 0

@@ -1,4 +1,4 @@
-"""Rows of opcodes encoded at once have the same bytes as rows encoded one by one, and `pickle` reads them."""
+"""Opcodes encoded as rows of an array have the same bytes as opcodes encoded one by one, and `pickle` reads them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_references() -> None:
     assert begins.tolist() == [0, 2, 4, 9, 14]
 
 
-def test_more_rows_than_are_laid_out_at_a_time() -> None:
+def test_more_rows_than_one_batch() -> None:
     numbers = np.arange(20_000)
     rows, begins = encode_rows([number_field(numbers)], len(numbers))
     assert pickle.loads(b"\x80\x04](" + rows + b"e.") == numbers.tolist() and begins[-1] == len(rows)
 
 
 @given(st.data())
-def test_columns_and_single_chunks_make_the_same_file(data: st.DataObject) -> None:
+def test_columns_and_single_chunks_give_the_same_file(data: st.DataObject) -> None:
     tensors: dict[str, DcpTensor] = {}
     for name in data.draw(st.lists(st.text(max_size=3), unique=True, max_size=5)):
         axes = data.draw(st.integers(0, 5))

@@ -51,7 +51,7 @@ WRITERS: dict[str, dict[str, Any]] = {
 
 
 def awkward() -> dict[str, torch.Tensor]:
-    """Strided tensors, and tensors of every dtype and number of axes."""
+    """Return strided tensors, and tensors of every dtype and number of axes."""
     base = torch.randn(4, 3, 6, 5)
     state = {f"{dtype}-{shape}": tensor_of(ArraySpec(shape, dtype)) for dtype in DTYPES for shape in SHAPES}
     return {
@@ -71,7 +71,7 @@ def awkward() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_tensor_whatever_options_the_writer_has(tmp_path: Path, writer: str) -> None:
+def test_every_tensor_loads_with_every_option_of_the_writer(tmp_path: Path, writer: str) -> None:
     state = awkward()
     saved(dict(state), tmp_path / "c", **WRITERS[writer])
     found = ckptcore.load(tmp_path / "c")
@@ -111,7 +111,7 @@ def _as_tensors(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
-def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
+def test_optimizers_resume_with_equal_losses(tmp_path: Path, kind: str) -> None:
     def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         net = network(seed)
         options = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
@@ -132,7 +132,7 @@ def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
-    """Its keys are numbers, which torch stores as text."""
+    """The state dict has numbers as keys, which torch stores as text."""
     net = network(0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, amsgrad=True)
     trained(net, optimizer, 0)
@@ -142,7 +142,7 @@ def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
     assert_same(found, state)
 
 
-def test_load_into_what_is_there(tmp_path: Path) -> None:
+def test_load_into_keeps_the_memory_of_tensors(tmp_path: Path) -> None:
     state = {"net": dict(network(0).state_dict()), "plain": torch.arange(5.0), "step": 4}
     saved(dict(state), tmp_path / "c")
     other = {"net": dict(network(1).state_dict()), "plain": torch.zeros(5), "step": 0}
@@ -191,7 +191,7 @@ def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", ["plain", "file for each tensor", "ours"])
 @pytest.mark.parametrize(("shape", "axis"), [((4096, 2048), 0), ((8, 1 << 20), 1)])
 def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shape: tuple[int, int], axis: int) -> None:
-    """Elements are contiguous for the first axis, and in runs of a MiB for the second."""
+    """The requested elements are contiguous on axis 0, and in runs of 1 MiB on axis 1."""
     tensor = torch.randn(shape)
     state = {"w": tensor, "other": torch.randn(1 << 20)}
     if writer == "ours":
@@ -206,14 +206,14 @@ def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shap
     found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
     assert np.array_equal(found["w"], tensor.numpy()[box.slices])
     wanted = box.size * 4
-    # ckptcore's checksums cover blocks of a MiB, which are read whole: one more for each run of
-    # elements.
+    # A checksum of ckptcore covers a block of 1 MiB, which is read completely. Each run of elements can need one block
+    # more.
     runs = shape[0] if axis else 1
     room = runs << 20 if writer == "ours" else 0
     assert wanted <= plan.bytes_read <= wanted + room + (1 << 16)
 
 
-def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+def test_unrequested_tensors_are_not_read(tmp_path: Path) -> None:
     saved({"large": torch.randn(1 << 22), "small": torch.ones(3), "step": 1}, tmp_path / "c")
     plan = FaultPlan()
     like = {"large": ckptcore.PLACEHOLDER, "small": torch.empty(3, device="meta"), "step": 0}
@@ -239,8 +239,8 @@ def test_converted_and_back(tmp_path: Path, layout: str) -> None:
     assert_same(loaded(tmp_path / "direct", blank(NESTED)), NESTED)
 
 
-def test_both_directions_in_turn(tmp_path: Path) -> None:
-    """Each library saves again what it loaded from the other; nothing is lost."""
+def test_nothing_is_lost_if_both_libraries_save_in_turn(tmp_path: Path) -> None:
+    """Each library saves what it loaded from the other."""
     state: dict[str, Any] = {**awkward(), **NESTED}
     state = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     saved(dict(state), tmp_path / "0")
@@ -258,7 +258,7 @@ def test_both_directions_in_turn(tmp_path: Path) -> None:
 def test_another_shape_or_dtype_is_an_error_with_its_path(
     tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """torch would cast without notice."""
+    """torch would cast the elements without an error."""
     saved({"model": {"w": torch.randn(2, 3)}}, tmp_path / "c")
     if shape == (2, 3):
         cast = loaded(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
@@ -269,8 +269,8 @@ def test_another_shape_or_dtype_is_an_error_with_its_path(
         ckptcore.load_into(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
 
 
-def test_stale_files_do_no_harm(tmp_path: Path) -> None:
-    """torch overwrites in place, and files of a larger job remain."""
+def test_stale_files_of_a_larger_job_are_ignored(tmp_path: Path) -> None:
+    """torch overwrites a checkpoint in place, and does not remove the files of a larger job."""
     saved({f"t{number}": torch.randn(10) for number in range(4)}, tmp_path / "c", thread_count=4)
     state = {"t0": torch.ones(10)}
     saved(dict(state), tmp_path / "c")
@@ -279,8 +279,8 @@ def test_stale_files_do_no_harm(tmp_path: Path) -> None:
     assert ckptcore.verify(tmp_path / "c").ok
 
 
-def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path) -> None:
-    """Entry names are text, but the keys of an optimizer's parameters were numbers."""
+def test_an_optimizer_loads_a_state_with_text_keys(tmp_path: Path) -> None:
+    """The keys of an optimizer's state are numbers. DCP stores them as text."""
 
     def stepped(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(steps)
@@ -332,7 +332,7 @@ def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
     assert np.array_equal(again["pair"][0], pair[0]) and np.array_equal(again["moments"][1], pair[0])
 
 
-def test_a_damaged_tensor_in_a_tuple_is_noticed(tmp_path: Path) -> None:
+def test_damage_of_a_tensor_in_a_tuple_is_found(tmp_path: Path) -> None:
     saved({"pair": (torch.arange(1000.0), 1)}, tmp_path / "theirs")
     (file,) = (tmp_path / "theirs").glob("*.distcp")
     data = bytearray(file.read_bytes())
@@ -351,7 +351,7 @@ def test_tensors_in_compressed_tuples_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_buffers_load_as_bytes_and_into_buffers(tmp_path: Path) -> None:
-    """TorchTitan stores part of its state as the output of torch.save in a BytesIO."""
+    """TorchTitan stores part of its state in a BytesIO that contains the output of torch.save."""
     buffer = io.BytesIO()
     torch.save([1, 2.5], buffer)
     saved({"state": {"blob": buffer, "empty": io.BytesIO()}}, tmp_path / "theirs")

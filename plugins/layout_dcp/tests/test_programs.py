@@ -1,4 +1,4 @@
-"""Programs of PyTorch: TorchScript, and archives of ``torch.export.save``. PyTorch writes them."""
+"""Programs of PyTorch: files of TorchScript and of ``torch.export.save``. PyTorch writes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ writes_archives = pytest.mark.skipif(
 
 
 class Scripted(torch.nn.Module):
-    """A module whose attributes have every type of list and dict."""
+    """A module with attributes of every list and dict type that TorchScript supports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_a_missing_file_of_a_program_is_damage(tmp_path: Path) -> None:
 
 
 def damage(path: Path, member: str) -> None:
-    """Change a byte in the middle of a member."""
+    """Change a byte in the middle of a member of a zip."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if member in name)
         stored = archive.read(name)
@@ -164,7 +164,7 @@ def test_verify_compares_every_member_of_a_program(tmp_path: Path, member: str) 
     try:
         assert not ckptcore.verify(tmp_path / "module.pt").ok
     except CorruptCheckpointError:
-        assert member == "data.pkl"  # which describes the tree
+        assert member == "data.pkl"  # this member describes the tree
 
 
 def test_verify_compares_members_that_no_tensor_uses(tmp_path: Path) -> None:

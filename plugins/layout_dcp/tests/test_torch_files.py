@@ -1,4 +1,4 @@
-"""Files of torch.save, loaded bit for bit without torch and without executing code in them."""
+"""Files of torch.save load bit for bit, without torch, and without executing code in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _save(state: object, path: Path, zipped: bool = True) -> None:
 
 
 class _CountingStore(DirectoryReadStore):
-    """A store that counts the requested bytes."""
+    """A store that counts the bytes read from it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -254,7 +254,7 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
         "[" * 100_000,
     ],
 )
-def test_indexes_that_are_wrong(index: str, tmp_path: Path) -> None:
+def test_invalid_indexes_are_refused(index: str, tmp_path: Path) -> None:
     directory = tmp_path / "here"
     directory.mkdir()
     _save({"a": torch.ones(1)}, tmp_path / "secret.bin")
@@ -265,14 +265,14 @@ def test_indexes_that_are_wrong(index: str, tmp_path: Path) -> None:
         TorchLayout().inspect(DirectoryReadStore(directory), None)
 
 
-def test_a_directory_with_one_file(tmp_path: Path) -> None:
+def test_a_directory_with_only_pytorch_model_bin(tmp_path: Path) -> None:
     _save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     _assert_same(_load(tmp_path), {"w": torch.ones(2)})
 
 
 @_FORMATS
-def test_a_part_of_an_array_reads_that_part_only(zipped: bool, tmp_path: Path) -> None:
+def test_a_box_of_an_array_reads_only_its_bytes(zipped: bool, tmp_path: Path) -> None:
     tensor = torch.arange(400_000.0).reshape(1000, 400)
     _save({"w": tensor, "t": tensor.T}, tmp_path / "m.pt", zipped)
     found = _inspect(tmp_path / "m.pt")
@@ -286,7 +286,7 @@ def test_a_part_of_an_array_reads_that_part_only(zipped: bool, tmp_path: Path) -
     assert 0 < store.got < 4 * 1000
 
 
-def test_arrays_that_are_read_whole_are_compared_with_their_checksums(tmp_path: Path) -> None:
+def test_completely_read_arrays_are_verified(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     _save({"w": tensor, "v": tensor.reshape(10, 100), "u": tensor[3:]}, tmp_path / "m.pt")
     found = _inspect(tmp_path / "m.pt")
@@ -305,9 +305,7 @@ def test_arrays_that_are_read_whole_are_compared_with_their_checksums(tmp_path: 
 
 
 @_FORMATS
-def test_arrays_in_another_order_are_gathered_in_slabs(
-    zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transposed_arrays_are_read_in_slabs(zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storages, "_SLAB_BYTES", 4096)
     base = torch.arange(60_000).reshape(20, 30, 100)
     state = {
@@ -340,7 +338,7 @@ def test_files_that_were_zipped_again(compression: int, tmp_path: Path) -> None:
     _assert_same(_load(tmp_path / "m.pt"), state)
 
 
-def test_files_of_machines_with_the_other_byte_order(tmp_path: Path) -> None:
+def test_big_endian_files_load(tmp_path: Path) -> None:
     state = _tensors()
     _save(state, tmp_path / "m.pt")
     swapped: dict[str, bytes] = {"byteorder": b"big"}
@@ -380,14 +378,14 @@ def test_nothing_in_a_file_runs(zipped: bool, tmp_path: Path) -> None:
     assert sentinel.exists(), "the file does not do what this test is about"
 
 
-def test_whole_modules_come_as_their_attributes(tmp_path: Path) -> None:
+def test_whole_modules_load_as_their_attributes(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     _save(model, tmp_path / "m.pt")
     _assert_same(_load(tmp_path / "m.pt")["_parameters"]["weight"], model.weight)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
-def test_dtypes_without_a_meaning_come_as_bytes(tmp_path: Path) -> None:
+def test_dtypes_that_numpy_lacks_load_as_bytes(tmp_path: Path) -> None:
     raw = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     _save({"w": raw}, tmp_path / "m.pt")
     record = _inspect(tmp_path / "m.pt").tree.leaves[0]
@@ -413,7 +411,7 @@ def test_views_of_absurd_sizes_are_refused_in_little_memory(tmp_path: Path) -> N
         tracemalloc.stop()
 
 
-def test_a_legacy_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_a_truncated_legacy_file_is_refused(tmp_path: Path) -> None:
     _save({"w": torch.arange(100.0), "v": torch.ones(3)}, tmp_path / "m.pt", zipped=False)
     data = (tmp_path / "m.pt").read_bytes()
     for length in (len(data) - 1, len(data) - 300, 400, 100, 40):
@@ -424,7 +422,7 @@ def test_a_legacy_file_that_is_cut_off(tmp_path: Path) -> None:
     assert _load(tmp_path / "m.pt")["w"][99] == 99
 
 
-def test_a_legacy_file_whose_pickles_are_long(tmp_path: Path) -> None:
+def test_a_legacy_file_with_a_long_pickle(tmp_path: Path) -> None:
     state: dict[str, Any] = {f"a long name of a parameter {number}": number for number in range(20_000)}
     state["w"] = torch.arange(5)
     _save(state, tmp_path / "m.pt", zipped=False)
@@ -434,7 +432,7 @@ def test_a_legacy_file_whose_pickles_are_long(tmp_path: Path) -> None:
 
 @_FORMATS
 @pytest.mark.parametrize("seed", range(3))
-def test_random_damage_gives_an_error_or_other_numbers(zipped: bool, seed: int, tmp_path: Path) -> None:
+def test_random_damage_raises_an_error_or_changes_numbers(zipped: bool, seed: int, tmp_path: Path) -> None:
     _save(
         {"w": torch.arange(20.0).reshape(4, 5).T, "o": {"s": [1, "x", (2.5,)]}, "b": torch.ones(3)},
         tmp_path / "m.pt",
@@ -491,8 +489,8 @@ def test_hostile_states(tmp_path: Path) -> None:
             _read(store, Inspection(found.tree, state, ""), boxes)
 
 
-def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: Path) -> None:
-    """A hostile root can state that a compressed storage expands to a terabyte."""
+def test_an_impossible_stated_size_allocates_no_memory(tmp_path: Path) -> None:
+    """A hostile root can state that a compressed storage expands to 1 TiB."""
     _save({"w": torch.zeros(1 << 16)}, tmp_path / "m.pt")
     found = _inspect(tmp_path / "m.pt")
     extent = 1 << 38
@@ -506,10 +504,10 @@ def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: 
             _extents(tree, state)
 
 
-def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path) -> None:
-    """Without the limit, 4 kB of deflate data became 4 MB of pickle, and a million objects for each."""
+def test_a_deflated_pickle_that_expands_a_thousand_times_is_refused(tmp_path: Path) -> None:
+    """Without the limit, 4 kB of deflated data became 4 MB of pickle and millions of objects."""
     torch.save({}, tmp_path / "empty.pt")
-    assert _load(tmp_path / "empty.pt") == {}  # imports what a load needs
+    assert _load(tmp_path / "empty.pt") == {}  # imports the modules that a load needs
     for name, opcode in (("sets", b"\x8f"), ("dicts", b"}"), ("numbers", b"K\0")):
         path = tmp_path / f"{name}.pt"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
@@ -528,7 +526,7 @@ def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path)
 
 
 def test_a_file_that_was_zipped_again_with_compression(tmp_path: Path) -> None:
-    """Written by other software than torch. The pickle expands about five times."""
+    """Software other than torch wrote the file. Its pickle expands about five times."""
     state = {f"layers.{number}.weight": torch.full((3,), number) for number in range(500)}
     _save({"model": state, "rates": [0.125] * 100}, tmp_path / "stored.pt")
     with (
