@@ -45,7 +45,7 @@ def sharded(elements: Any, sharding: Any) -> jax.Array:
 
 
 def state(mesh: Mesh, step: int) -> dict[str, Any]:
-    """Return arrays that are sharded, replicated, on some processes, and separate on each process."""
+    """Return arrays of every kind: sharded, replicated, on some processes, and separate on each process."""
     key = jax.random.key(7)
     return {
         "both": sharded(ROWS + step, NamedSharding(mesh, P("x", "y"))),
@@ -99,7 +99,7 @@ def small(directory: Path) -> None:
 
 
 def layouts(directory: Path) -> None:
-    """Save on one mesh. Load on it, on another one, with the stored shardings, and as NumPy."""
+    """Save on one mesh. Load on the same mesh, on another mesh, with the stored shardings, and as NumPy arrays."""
     mesh, other = over_all(SIZE, DEVICES), over_all(1, SIZE * DEVICES)
     saved, wanted = state(mesh, 3), state(other, 3)
     for layout in ("zarr3", "ocdbt", "dcp"):
@@ -121,7 +121,7 @@ def reshard(directory: Path) -> None:
 
 
 def once(directory: Path) -> None:
-    """Check that arrays on all devices are written once, also arrays that are replicated on two halves."""
+    """Check that arrays on all devices are written once, including arrays with two replicas."""
     random = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
     mesh = over_all(2, 2)
     held = {
@@ -136,7 +136,7 @@ def once(directory: Path) -> None:
 
 
 def run(directory: Path) -> None:
-    """Save in the background, as steps and as overwrites, and fail a save on one rank."""
+    """Save in the background, as steps and as overwrites. Then fail a save on one rank."""
     mesh = over_all(2, 2)
     job = runtime_of(Context()).job()
     assert isinstance(job, KeyValueCoordinator) and (job.rank, job.size) == (RANK, SIZE)
@@ -175,12 +175,12 @@ def run(directory: Path) -> None:
 def orbax(directory: Path) -> None:
     """Exchange checkpoints of the job with Orbax in both directions.
 
-    They load onto the mesh of the save and onto another one.
+    Each checkpoint is loaded onto the mesh of the save and onto another mesh.
     """
     from orbax.checkpoint import v1 as ocp
 
     mesh, other = over_all(2, 2), over_all(1, 4)
-    # Orbax refuses arrays that each process has separately.
+    # Orbax rejects arrays that are separate on each process.
     saved, wanted = (
         {name: leaf for name, leaf in state(over, 3).items() if name not in ("own", "key")} for over in (mesh, other)
     )
@@ -210,7 +210,10 @@ def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
 
 
 def part(directory: Path) -> None:
-    """Save arrays on devices of one process, which other processes omit, and save from processes alone."""
+    """Save arrays on the devices of one process.
+
+    The other processes do not pass them. Also save from one process alone.
+    """
 
     def over_one(owner: int) -> jax.Array:
         theirs = [device for device in jax.devices() if device.process_index == owner]
@@ -275,11 +278,11 @@ def _die(directory: Path, rank: int) -> None:
     ckptcore.save(directory / "after", {"own": jnp.arange(5)}, layout="ocdbt", context=alone)
     (directory / "told").touch()
     sys.stdout.flush()
-    os._exit(0)  # JAX would wait for the failed process
+    os._exit(0)  # exit at once, because JAX would wait for the failed process
 
 
 def again(directory: Path) -> None:
-    """Continue in a restarted job from the last save, and repeat the failed save."""
+    """Resume in a restarted job from the last save, and repeat the failed save."""
     mesh = over_all(2, 2)
     loaded = ckptcore.load(directory / "before", blank(state(mesh, 1)))
     same(loaded, state(mesh, 1))

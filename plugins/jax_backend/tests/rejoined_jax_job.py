@@ -30,7 +30,7 @@ _ROWS: Final = np.arange(8, dtype=np.float32).reshape(4, 2)
 def _save_and_load(place: Path, life: int) -> None:
     """Overwrite the checkpoint twice, and load it collectively.
 
-    Processes with different counters would wait for each other until the timeout.
+    If the processes counted exchanges differently, they would wait for each other until the timeout.
     """
     spec: Any = PartitionSpec  # untyped in JAX
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
@@ -48,7 +48,7 @@ def main(who: str, directory: Path, ports: list[str]) -> None:
         jax.distributed.initialize(f"127.0.0.1:{ports[life]}", 2, rank, cluster_detection_method="deactivate")
         _save_and_load(directory / "run", life)
         jax.distributed.shutdown()
-        jax.extend.backend.clear_backends()  # else JAX refuses to initialize again
+        jax.extend.backend.clear_backends()  # JAX refuses to initialize again without this
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A controller of JAX saves and loads through its workers: messages are small, and no elements are
-touched outside of a worker.
+"""A controller of JAX saves and loads through its workers.
+
+Messages between them are small, and only workers access the elements of arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_BYTES = 40_000
 
 @pytest.fixture(scope="module")
 def executor() -> ColocatedExecutor:
-    """Return the devices of this process as devices of two hosts."""
+    """Return an executor with two workers, which share the devices of this process."""
     devices = jax.devices()
     return ColocatedExecutor([devices[:4], devices[4:]])
 
@@ -75,7 +76,7 @@ def state() -> dict[str, Any]:
 
 
 def other_places(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return abstract arrays for the same arrays on other devices."""
+    """Return abstract arrays that place the arrays of a tree on other devices."""
     mesh = grid()
     places = {
         "split": NamedSharding(mesh, P(None, "a")),
@@ -204,7 +205,7 @@ def test_arrays_may_be_deleted_once_an_asynchronous_save_began(context: ckptcore
     with watched() as messages:
         handle = ckptcore.save_async(tmp_path / "it", tree, layout="zarr3", context=context)
         for name, leaf in tree.items():
-            if isinstance(leaf, jax.Array) and name != "uncommitted":  # which asks for its like below
+            if isinstance(leaf, jax.Array) and name != "uncommitted":  # the load below requests it with this array
                 leaf.delete()
         handle.result()
     assert len(messages) == 4
@@ -233,7 +234,7 @@ def test_each_worker_writes_its_own_objects(context: ckptcore.Context, tmp_path:
     first, second = (files[name] for name in sorted(files))
     nbytes = 256 * 256 * 4
     assert first // 1000 == nbytes // 2 // 1000  # half of the sharded array
-    assert second // 1000 == (nbytes + nbytes // 2) // 1000  # the other half, and the arrays of this worker only
+    assert second // 1000 == (nbytes + nbytes // 2) // 1000  # the other half, and the array that only this worker has
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (8, 0), (1,)])
@@ -250,7 +251,7 @@ def test_arrays_of_few_elements(shape: tuple[int, ...], context: ckptcore.Contex
 
 @dataclass(frozen=True)
 class Reads:
-    """A pending result with these arrays."""
+    """A pending read that returns these arrays."""
 
     arrays: list[list[np.ndarray[Any, Any]]]
 
@@ -300,8 +301,8 @@ def test_the_error_names_the_failed_worker(context: ckptcore.Context, tmp_path: 
     assert ckptcore.verify(tmp_path / "it").ok
 
 
-def test_failed_worker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Colocated Python raises then; here the call to one worker does."""
+def test_the_error_for_a_lost_worker_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several hosts, Colocated Python raises this error. Here, a patched call to one worker raises it."""
     devices = jax.devices()
     executor = ColocatedExecutor([devices[:4], devices[4:]])
     context = ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
@@ -369,7 +370,7 @@ def test_pathways_is_detected_by_the_platform(monkeypatch: pytest.MonkeyPatch, t
     assert isinstance(found, ColocatedExecutor)
     assert found is pathways.executor_of_pathways()
     assert runtime_of(ckptcore.Context()).workers() is found
-    assert len(found.workers) == 1  # the devices of the test are of one host
+    assert len(found.workers) == 1  # all devices of the test belong to one host
 
 
 def test_hosts_of_pathways_are_tasks_of_slices() -> None:
@@ -383,7 +384,7 @@ def test_hosts_of_pathways_are_tasks_of_slices() -> None:
     assert [len(host) for host in devices_by_host([device(0), device(1)])] == [2]
 
 
-def test_a_plugin_can_tell_the_executor(executor: ColocatedExecutor, tmp_path: Path) -> None:
+def test_a_plugin_can_provide_the_executor(executor: ColocatedExecutor, tmp_path: Path) -> None:
     class Telling:
         @hookimpl
         def ckpt_executor(self) -> ColocatedExecutor:

@@ -83,7 +83,7 @@ class Recurrent(eqx.Module):
 
 
 class Normalised(eqx.Module):
-    """Layers with statistics in a state."""
+    """Layers whose running statistics are in a separate state."""
 
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -104,7 +104,7 @@ class Normalised(eqx.Module):
 
 
 class Tied(eqx.Module):
-    """An output layer with the table of the embedding."""
+    """An output layer that shares the table of the embedding."""
 
     shared: eqx.nn.Shared
 
@@ -129,13 +129,13 @@ def _perceptron(key: jax.Array) -> Any:
 
 
 def _stacked(key: jax.Array) -> Any:
-    """Return layers that are scanned, below a function."""
+    """Return stacked layers inside a function that scans them."""
     layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 3, key=key))(jax.random.split(key, 3))
     return Stacked(layers)
 
 
 class Stacked(eqx.Module):
-    """Layers that are scanned."""
+    """Stacked layers, which the call scans."""
 
     layers: eqx.nn.Linear
 
@@ -191,7 +191,7 @@ def _leaves(state: Any) -> list[Any]:
 
 @functools.cache
 def whole(name: str) -> Program:
-    """Return a program that saves its models as they are."""
+    """Return a program that saves complete models."""
     make = MODELS[name]
 
     def new(seed: int) -> Any:
@@ -204,13 +204,13 @@ def whole(name: str) -> Program:
         lambda: eqx.filter_eval_shape(new, 1),
         _leaves,
         lambda state: eqx.filter(state, lambda leaf: eqx.is_array_like(leaf) or isinstance(leaf, str)),
-        refused=("Orbax 0",) if make is Normalised else (),  # its StandardCheckpointer refuses text
+        refused=("Orbax 0",) if make is Normalised else (),  # the StandardCheckpointer of Orbax rejects text
     )
 
 
 @functools.cache
 def filtered(name: str) -> Program:
-    """Return a program that saves the arrays of its models."""
+    """Return a program that saves only the arrays of its models."""
     make = MODELS[name]
     _, static = eqx.partition(_new(make, 1), eqx.is_array)
 

@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
 
 
 def _process(program: str, arguments: Sequence[str], errors: str) -> None:
-    """The job's program, in a process that has imported JAX but not started a backend."""
+    """Return a process that runs the job's program. It has imported JAX but not started a backend."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     sys.argv = [program, *arguments]
@@ -33,7 +33,7 @@ def _process(program: str, arguments: Sequence[str], errors: str) -> None:
 def run(
     size: int, devices: int, task: str, directory: Path, program: Path = PROGRAM
 ) -> tuple[Sequence[int | None], str]:
-    """Run a task in a job of processes with devices. Return the exit status and output of each."""
+    """Run a task in a job of `size` processes. Return the exit status and the output of each process."""
     context = multiprocessing.get_context("forkserver")
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as place:

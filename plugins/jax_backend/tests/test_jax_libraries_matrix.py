@@ -21,7 +21,10 @@ OPTIMIZER: Final = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 100))
 
 
 def _of(init: Any, loss: Any) -> Program:
-    """Return a program with a loss of parameters, state and key, which returns its value and the next state."""
+    """Return a program that trains parameters with a loss function.
+
+    The loss takes parameters, state and key, and returns its value and the next state.
+    """
 
     def new(seed: int) -> Any:
         parameters, state = init(jax.random.key(seed))
@@ -41,7 +44,7 @@ def _of(init: Any, loss: Any) -> Program:
 
 
 def _haiku() -> Program:
-    """Names with slashes and tildes, statistics, and dropout."""
+    """A Haiku model with slashes and tildes in names, statistics, and dropout."""
 
     def call(x: Any) -> Any:
         x = haiku.nets.MLP([4, 3], with_bias=False, name="tower")(x)
@@ -62,7 +65,7 @@ def _haiku() -> Program:
 
 
 def _haiku_recurrent() -> Program:
-    """A core with a carry that is a named tuple."""
+    """A recurrent core whose carry is a named tuple."""
     model = haiku.transform(lambda x, carry: haiku.LSTM(4)(x, carry))
     start = haiku.transform(lambda: haiku.LSTM(4).initial_state(4))
 
@@ -78,7 +81,7 @@ def _haiku_recurrent() -> Program:
 
 
 def _numpyro(optimizer: Any) -> Program:
-    """Stochastic variational inference."""
+    """Stochastic variational inference with NumPyro."""
 
     def model(data: Any) -> None:
         rate = numpyro.sample("rate", numpyro.distributions.Normal(0, 1))
@@ -99,7 +102,7 @@ def _numpyro(optimizer: Any) -> Program:
 
 
 def _penzai() -> Program:
-    """Named arrays, and parameters that are taken out of a model."""
+    """Named arrays, and parameters that are separated from their model."""
     pz = pytest.importorskip("penzai.pz")
 
     def parts(key: Any) -> Any:

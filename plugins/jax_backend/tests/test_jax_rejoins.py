@@ -1,5 +1,6 @@
-"""Processes that end a job of JAX and begin another one: each counts its exchanges from 0, as a
-process that is new does.
+"""Processes that leave a job of JAX and join another one.
+
+Each process counts the exchanges of the new job from 0, like a process that has just started.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ REJOINED = Path(__file__).with_name("rejoined_jax_job.py")
 
 
 class _Client:
-    """Coordinator of an unused service."""
+    """Client of a service that no test uses."""
 
     def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
         raise NotImplementedError
@@ -42,7 +43,7 @@ class _Client:
         raise NotImplementedError
 
 
-def test_a_job_has_one_coordinator_and_the_next_one_another() -> None:
+def test_each_job_has_its_own_coordinator() -> None:
     counts, coordinators = ExchangeCounts(), _JobCoordinators()
     counted, incarnations = [], []
     for _ in range(2):

@@ -1,4 +1,7 @@
-"""Static content of registered containers is not saved, also in lists, tuples and dicts; a load takes the caller's."""
+"""Static content of registered containers is not saved. A load takes it from the request.
+
+This includes static content in lists, tuples and dicts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class State:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Mutable:
-    """A registered container that programs change."""
+    """A registered container that programs modify."""
 
     def __init__(self, weight: Any, part: Any) -> None:
         self.weight, self.part = weight, part
@@ -131,7 +134,7 @@ def test_arrays_next_to_static_content_are_saved(tmp_path: Path, container: type
             assert one is own if callable(own) else bool(np.all(np.asarray(one) == np.asarray(stored)))
 
 
-def test_without_the_caller_none_is_in_the_place_of_static_items(tmp_path: Path) -> None:
+def test_without_a_request_static_items_load_as_none(tmp_path: Path) -> None:
     part = (linear(1.0), jax.nn.relu, {"f": jnp.tanh, "w": jnp.ones(1)})
     ckptcore.save(tmp_path / "c", Model(jnp.ones(2), part))
     found = ckptcore.load(tmp_path / "c")["part"]
@@ -177,7 +180,7 @@ def test_tied_weights_of_shared_layers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(head.weight, shared(0)()[0].weight)
 
 
-def test_a_changed_place_is_a_difference(tmp_path: Path) -> None:
+def test_arrays_in_other_positions_are_a_mismatch(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", Model(jnp.ones(2), [jnp.tanh, jnp.ones(2)]))
     for part in ([jnp.tanh, jnp.tanh], [jnp.zeros(2), jnp.tanh], [jnp.zeros(2), jnp.zeros(2)]):
         with pytest.raises(TreeMismatchError, match="part"):
