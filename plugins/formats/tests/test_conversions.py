@@ -1,4 +1,7 @@
-"""Conversion of checkpoints of other software into Hugging Face directories: all bytes once, in bounded memory."""
+"""Conversions of checkpoints of other software into Hugging Face directories.
+
+Each byte is read once, and memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ print(resident("VmHWM:") - imported)
 
 
 def expected(form: Format, arrays: Arrays) -> Arrays:
-    """Return the arrays of a copy by name."""
+    """Return the arrays that a copy contains, by name."""
     return {"array": next(iter(arrays.values()))} if form.is_single else arrays
 
 
 def assert_converted(directory: Path, arrays: Arrays) -> None:
-    """Compare a Hugging Face directory bit for bit; it may have more."""
+    """Compare the arrays of a Hugging Face directory bit for bit. The directory may contain other arrays."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     for path in directory.glob("*.safetensors"):
         found.update(load_file(path))
@@ -73,7 +76,7 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
     )  # fmt: skip
     sources = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
     stored = sum(path.stat().st_size for path in sources)
-    slack = max(160_000, 64_000 * len(sources)) + form.header_bytes  # directories, headers and pickles
+    slack = max(160_000, 64_000 * len(sources)) + form.header_bytes  # allows for directories, headers and pickles
     assert plan.bytes_read < 1.02 * stored + slack
     arrays = expected(form, ARRAYS)
     elements = [operation for operation in plan.operations if operation.name == "get_into"]
@@ -88,11 +91,11 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
 def test_a_conversion_needs_little_memory(form: Format) -> None:
-    """At most 512 MiB more than the imports and one of the arrays, for 640 MiB."""
+    """A conversion of 640 MiB takes at most 512 MiB, in addition to the imports and one array."""
     arrays = {f"n{number}": array(f"n{number}", LARGE) for number in range(10)}
     if form.is_single:
         arrays = {"n": array("n", (10 * LARGE[0], LARGE[1]))}
-    with tempfile.TemporaryDirectory() as directory:  # not kept by pytest
+    with tempfile.TemporaryDirectory() as directory:  # pytest would keep the files of `tmp_path`
         _convert_alone(form, arrays, Path(directory))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: golden ones bit for bit, any number of processes, and errors for damaged ones."""
+"""Checkpoints of DeepSpeed: goldens load bit for bit, of any number of processes. Damaged ones raise errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
+def test_a_golden_equals_the_results_of_deepspeed(name: str) -> None:
     found = ckptcore.load(GOLDEN / name)
     path = GOLDEN / name
     with np.load(f"{path.with_name(EXPECTED_OF.get(path.name, path.name))}.npz") as expected:
@@ -40,7 +40,7 @@ def test_a_golden_has_what_deepspeed_returned(name: str) -> None:
             kind, _, parameter = key.partition("/")
             state = found["module"] if kind == "module" else found["optimizer"]["state"][parameter]
             stored = state[parameter if kind == "module" else kind]
-            # zero_to_fp32 converts buffers and frozen weights of 16 bits; ours have the stored dtype.
+            # zero_to_fp32 converts 16-bit buffers and frozen weights. ckptcore keeps the stored dtype.
             assert same_bits(stored.astype(expected[key].dtype), expected[key]), key
     groups = found["optimizer"]["param_groups"]
     assert sorted(name for group in groups for name in group["params"]) == sorted(found["optimizer"]["state"])
@@ -69,14 +69,14 @@ def test_a_step_and_its_parent_are_the_same_checkpoint() -> None:
     )
 
 
-def test_without_zero_the_file_of_the_model_is_all() -> None:
+def test_without_zero_one_file_has_the_whole_state() -> None:
     found = ckptcore.load(GOLDEN / "deepspeed" / "no_zero")
     assert found["module"]["embed.weight"].shape == (7, 6) and found["optimizer"]["param_groups"][0]["lr"] > 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_any_number_of_processes(stage: int, processes: int, tmp_path: Path) -> None:
+def test_files_of_any_number_of_processes_load(stage: int, processes: int, tmp_path: Path) -> None:
     write_zero(tmp_path, stage, processes, align=processes % 3 if stage < 3 else 0)
     found = ckptcore.load(tmp_path)
     for group in SHAPES:
@@ -168,20 +168,21 @@ def test_a_damaged_state_leaves_the_weights_readable(tmp_path: Path) -> None:
     assert same_bits(found["module"]["long"], array("long", (7, 11)))
 
 
-def test_lists_of_names_may_have_anything(tmp_path: Path) -> None:
+def test_odd_items_in_lists_of_names_are_ignored(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / MODEL, "buffer_names", value=[{"a": 1}, ({},), 3, "buffer"])
     edit(step / MODEL, "shared_params", value={"tied": {"a": 1}, "other": ({},), 3: "w"})
     assert same_bits(ckptcore.load(step)["module"]["w"], array("w", (5, 3, 2)))
 
 
-def test_state_that_differs_between_processes_is_not_lost_unsaid(tmp_path: Path) -> None:
+def test_state_that_differs_between_processes_is_an_error(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 3, 2)
     edit(step / "zero_pp_rank_1_mp_rank_00_model_states.pt", "epoch", value=4)
     with pytest.raises(UnsupportedLeafError, match="epoch.* differs between the processes"):
         ckptcore.load(step)
     assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
-    assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4  # the way on
+    # The remedy: each file loads by its own path.
+    assert ckptcore.load(step / "zero_pp_rank_1_mp_rank_00_model_states.pt")["epoch"] == 4
 
 
 RANK_1 = OPTIM.replace("rank_0_", "rank_1_")
@@ -202,24 +203,24 @@ def test_options_of_the_optimizer_that_differ_are_refused(case: str, tmp_path: P
     assert ckptcore.load(step, select=ckptcore.select.names("module"))["module"]["w"].shape == (5, 3, 2)
 
 
-def test_the_state_that_only_one_process_has_is_not_lost_unsaid(tmp_path: Path) -> None:
+def test_optimizer_state_of_only_one_process_is_an_error(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / OPTIM, *STATE, 1)
     with pytest.raises(CheckpointError, match=r"optimizer/state/b/exp_avg.*no tensor in the file"):
         ckptcore.load(step)
-    edit(step / RANK_1, *STATE, 1)  # no process has any, as for frozen weights
+    edit(step / RANK_1, *STATE, 1)  # no process has this state, as for frozen weights
     assert "b" not in ckptcore.load(step)["optimizer"]["state"]
 
 
 @pytest.mark.parametrize("states", [[{}], [{}] * 3])
-def test_a_list_of_states_has_one_for_each_group(states: list[Any], tmp_path: Path) -> None:
+def test_a_list_of_states_must_match_the_groups(states: list[Any], tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     edit(step / RANK_1, *STATE[:2], value=states)
     with pytest.raises(CorruptCheckpointError, match=rf"{RANK_1}.* have {len(states)}, and .* describes 2"):
         ckptcore.load(step)
 
 
-def test_names_are_only_keys(tmp_path: Path) -> None:
+def test_names_are_never_used_as_paths(tmp_path: Path) -> None:
     name = "../../etc/passwd"
     write_zero(tmp_path, 2, 2, [{name: (3, 2)}])
     assert same_bits(ckptcore.load(tmp_path)["module"][name], array(name, (3, 2)))
@@ -230,15 +231,16 @@ def test_names_are_only_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["layer_00-model_states.pt", "layer_0_expert_1_mp_rank_00_model_states.pt",
                                   "mp_rank_01_model_states.pt"])  # fmt: skip
-def test_other_parallelism_is_refused_with_the_way_on(file: str, tmp_path: Path) -> None:
+def test_the_error_for_other_parallelism_names_remedies(file: str, tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     shutil.copy(step / MODEL, step / file)
     with pytest.raises(UnsupportedLeafError, match=r"ds_to_universal\.py"):
         ckptcore.load(step)
-    assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0  # the other way that it names
+    # The other remedy that the error names.
+    assert ckptcore.load(step / OPTIM)["optimizer_state_dict"]["clip_grad"] == 1.0
 
 
-def test_weights_of_the_trainer_are_preferred_to_the_step_next_to_them(tmp_path: Path) -> None:
+def test_weights_of_the_trainer_are_preferred_to_its_step(tmp_path: Path) -> None:
     write_zero(tmp_path, 2, 2)
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     assert list(ckptcore.load(tmp_path)) == ["w"]
@@ -282,12 +284,12 @@ def test_saving_is_refused(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"w": np.ones(2)}, layout="deepspeed")
 
 
-def test_a_part_of_a_tensor_parallel_model_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_parallel_model_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "deepspeed" / "universal_zero1", tmp_path / "c")
     step = tmp_path / "c" / "global_step2_universal"
     shutil.copy(step / MODEL, step / "mp_rank_01_model_states.pt")
     assert ckptcore.load(step)["module"]["out.weight"].shape == (6, 5)
-    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 writes no such files
+    shutil.rmtree(step / "zero" / "frozen.weight")  # DeepSpeed before 0.19 does not write this directory
     with pytest.raises(UnsupportedLeafError, match="2 tensor parallel ranks"):
         ckptcore.load(step)
     assert ckptcore.load(step, select=ckptcore.select.names("module/out.weight"))
@@ -302,7 +304,7 @@ def test_a_save_does_not_delete_other_files_next_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("edge", [lambda step: None, lambda step: (step / "zero_to_fp32.py").write_text("raise")])
-def test_a_conversion_is_that_of_the_weights(edge: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_conversion_contains_the_weights(edge: Callable[[Path], object], tmp_path: Path) -> None:
     edge(write_zero(tmp_path / "c", 3, 3))
     ckptcore.copy(tmp_path / "c", tmp_path / "hf", layout="safetensors", subtree="module")
     found = load_file(tmp_path / "hf" / "model.safetensors")

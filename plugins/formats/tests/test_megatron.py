@@ -30,7 +30,7 @@ def test_the_golden_is_one_state() -> None:
     assert found["rng_state/shard_1_2"][0][0]["seed"] == 1
 
 
-def test_a_copy_has_all_of_it(tmp_path: Path) -> None:
+def test_a_copy_contains_tensors_and_common_state(tmp_path: Path) -> None:
     assert ckptcore.verify(GOLDEN).left_out == ()
     ckptcore.copy(GOLDEN, tmp_path / "c", layout="safetensors")
     found = ckptcore.load(tmp_path / "c")
@@ -58,16 +58,16 @@ def test_a_damaged_common_file_leaves_the_tensors_readable(content: bytes | None
     assert not ckptcore.verify(tmp_path / "c").ok
 
 
-def test_a_name_in_both_is_refused_alone(tmp_path: Path) -> None:
+def test_only_a_name_in_both_parts_is_refused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path / "c")
     torch.save({"norm.weight": 3, "iteration": 8}, tmp_path / "c" / "common.pt")
     with pytest.raises(CheckpointError, match=r"'norm\.weight' is in common\.pt and in \.metadata"):
         ckptcore.load(tmp_path / "c")
     assert ckptcore.load(tmp_path / "c", select=ckptcore.select.names("iteration")) == {"iteration": 8}
-    assert ckptcore.load(tmp_path / "c" / "common.pt")["norm.weight"] == 3  # the way on
+    assert ckptcore.load(tmp_path / "c" / "common.pt")["norm.weight"] == 3  # the remedy
 
 
-def test_the_goldens_are_small_and_say_nothing_of_where_they_were_made() -> None:
+def test_goldens_are_small_and_contain_no_local_paths() -> None:
     golden = Path(__file__).parent / "golden"
     files = [path for path in golden.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in files) < 700_000

@@ -1,4 +1,4 @@
-"""One torch.save file for each process: golden ones bit for bit, and errors for missing and damaged files."""
+"""One torch.save file for each process: goldens load bit for bit. Missing and damaged files raise errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrays_of(state: Any, path: str = "") -> dict[str, np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
-def test_a_golden_has_the_arrays_that_torch_gathered(name: str) -> None:
+def test_a_golden_equals_the_arrays_gathered_by_torch(name: str) -> None:
     found = ckptcore.load(GOLDEN / name)
     arrays = arrays_of({key: child for key, child in found.items() if key != "extra_state"})
     with np.load(GOLDEN / f"{name}.npz") as expected:
@@ -75,23 +75,23 @@ def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
         ckptcore.load(tmp_path / "c")
 
 
-def test_files_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
+def test_files_of_several_jobs_are_an_error(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "verl", tmp_path / "c")
     shutil.copy(tmp_path / "c" / "model_world_size_2_rank_0.pt", tmp_path / "c" / "model_world_size_1_rank_0.pt")
     with pytest.raises(CorruptCheckpointError, match=r"several jobs, such as model_world_size_1_rank_0\.pt and model_"):
         ckptcore.load(tmp_path / "c")
     (tmp_path / "other").mkdir()
     (tmp_path / "c" / "model_world_size_1_rank_0.pt").rename(tmp_path / "other" / "model_world_size_1_rank_0.pt")
-    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the way on
+    assert len(ckptcore.load(tmp_path / "c")["model"]) == 6  # the remedy
 
 
-def test_a_file_alone_names_its_parts_and_the_way_to_all() -> None:
+def test_the_error_for_a_single_file_names_a_remedy() -> None:
     path = GOLDEN / "mesh" / "state-rank3.bin"
     with pytest.raises(UnsupportedLeafError, match=r"a part .* of a tensor float32\[7, 5\].* load the directory"):
         ckptcore.load(path)
     found = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
     assert found["same"].shape == (7, 5) and found["number"] == 3.5
-    assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the way that the error names
+    assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the remedy that the error names
 
 
 def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path
     assert list(ckptcore.load(tmp_path)) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
 
 
-def test_other_weights_next_to_them_are_not_hidden(tmp_path: Path) -> None:
+def test_other_weights_in_the_directory_are_preferred(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
     torch.save({"w": torch.ones(2)}, tmp_path / "c" / "pytorch_model.bin")
     assert ckptcore.load(tmp_path / "c")["w"].shape == (2,)
 
 
-def test_what_processes_saved_differently_is_refused_alone(tmp_path: Path) -> None:
+def test_only_leaves_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "sharded", tmp_path / "c")
     for rank in range(4):
         path = tmp_path / "c" / f"pytorch_model_fsdp_rank{rank}.bin"
@@ -199,7 +199,7 @@ def test_replicas_are_compared(tmp_path: Path, *, differ: bool) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_files_of_the_program_do_not_hide_parts(tmp_path: Path) -> None:
+def test_other_files_of_the_program_are_ignored(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "c"))
     for name in ("scheduler.bin", "training_args.bin", "rng_state_0.pth", "data.pt"):
         torch.save({"n": 1}, directory / name)
@@ -207,7 +207,7 @@ def test_files_of_the_program_do_not_hide_parts(tmp_path: Path) -> None:
 
 
 class _Reduced:
-    """An object that pickles as a call, as torch pickles a DTensor."""
+    """An object that pickles as a call, like a DTensor."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.arguments = arguments
@@ -217,7 +217,10 @@ class _Reduced:
 
 
 def part_of(rank: int, **changes: Any) -> Any:
-    """Return a row of an array of four rows, as a DTensor of torch before 2.9 pickles, with changes."""
+    """Return one row of an array with four rows, as an object that pickles like a DTensor of torch before 2.9.
+
+    The keyword arguments change its attributes.
+    """
     mesh = object.__new__(DeviceMesh)
     vars(mesh).update(mesh=changes.get("mesh", torch.arange(4)), _coordinate_on_dim=changes.get("coordinates", [rank]))
     if "layout" in changes:

@@ -1,4 +1,4 @@
-"""Directories of torch_checkpointing: golden ones, one that it writes here, and damaged ones."""
+"""Directories of torch_checkpointing: goldens, a directory that it writes here, and damaged ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> Non
     assert np.array_equal(ckptcore.load(tmp_path / "copy")["model"]["c"], WHOLE)
 
 
-def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
+def test_a_new_directory_of_a_manager_loads(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     storage = LocalFileSystemStorageConfig(use_direct_io=False)
     manager = CheckpointManager(
@@ -53,7 +53,7 @@ def test_what_a_manager_writes_here_is_read(tmp_path: Path) -> None:
     assert found["step"] == 3
 
 
-def test_damaged_directories_are_named(tmp_path: Path) -> None:
+def test_errors_name_damaged_files(tmp_path: Path) -> None:
     directory = tmp_path / "c"
 
     def copied() -> Path:
@@ -74,7 +74,7 @@ def test_damaged_directories_are_named(tmp_path: Path) -> None:
         ckptcore.load(directory)
 
 
-def test_an_item_with_a_layout_of_its_own_is_named(tmp_path: Path) -> None:
+def test_the_error_for_an_item_in_another_layout_names_its_file(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
     metadata = pickle.loads((directory / "metadata.pkl").read_bytes())
     layout = {"file_path": "weights_0.safetensors", "serialization_format": {"type": "SafetensorsSerialization"}}
@@ -103,7 +103,7 @@ def test_a_save_keeps_files_whose_names_alone_look_like_items(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["actor_0.pt", "critic_0.pt"]
 
 
-def test_hostile_metadata_takes_no_time(tmp_path: Path) -> None:
+def test_deeply_nested_metadata_is_refused(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "resharded", tmp_path / "c"))
     nested: list[Any] = ["x"]
     for _ in range(60):

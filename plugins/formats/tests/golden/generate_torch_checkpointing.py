@@ -1,7 +1,7 @@
 """Writes the golden checkpoints of torch_checkpointing 0.1.1: ``torchrun --nproc-per-node 2 FILE DIRECTORY``.
 
-With torch 2.13.0 and gloo. torch_checkpointing gathers its metadata with tensors on CUDA, also without a CUDA device,
-so its function is replaced by one that gathers objects. Run by hand; tests only read them.
+Written with torch 2.13.0 and gloo. torch_checkpointing always gathers its metadata as CUDA tensors, even without a
+CUDA device. This program replaces its function by one that gathers objects. Run by hand; tests only read the files.
 """
 
 from __future__ import annotations
