@@ -1,4 +1,4 @@
-"""Whatever is wrong with a base, the error names the base and not the update, whose files are sound."""
+"""Damaged bases: the error names the base. The files of the update itself are sound."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path
             assert str(tmp_path / "base") in str(caught.value)
             assert "is in c" not in str(caught.value), "that is an array of the update, in a file of the same name"
             if damage in (_garble, _empty, _renew):
-                break  # what is open has read its roots
+                break  # an open checkpoint has already read its roots
     with pytest.raises(UnsupportedVersionError if damage is _renew else CorruptCheckpointError):
         ckptcore.copy(tmp_path / "update", tmp_path / "copied")
     assert not (tmp_path / "copied").exists()
@@ -74,8 +74,8 @@ def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path
         assert not ckptcore.verify(tmp_path / "update").ok
 
 
-def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An array that is larger than the memory is verified all the same."""
+def test_arrays_of_bases_are_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array larger than the memory can be verified."""
     big = np.arange(5 << 20, dtype=np.float64).reshape(5 << 10, 1 << 10)
     ckptcore.save(tmp_path / "base", {"big": big, "none": np.ones((0, 3)), "one": np.float64(3)})
     ckptcore.save(tmp_path / "update", {"n": 1}, strategy=ckptcore.Update(tmp_path / "base"))
@@ -99,7 +99,10 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
 def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read in parts. Without memory for a part, the answer is an error, not damage."""
+    """`verify` reads an array in parts.
+
+    If a part does not fit into memory, it raises an error and does not report damage.
+    """
     ckptcore.save(tmp_path / "base", {"w": np.arange(10_000.0), "v": 1}, layout=layout)
     ckptcore.save(tmp_path / "update", {"v": 2}, strategy=ckptcore.Update(tmp_path / "base"))
     others = {"zarr3": Zarr3Layout(chunk_bytes=8_000), "safetensors": ckptcore.SafetensorsLayout(standalone=True)}
@@ -121,7 +124,7 @@ def test_an_array_larger_than_memory_is_neither_sound_nor_damaged(
             ckptcore.verify(tmp_path / name)
 
 
-def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None:
+def test_a_failed_read_of_a_base_is_a_storage_error(tmp_path: Path) -> None:
     run, state = new_place("file", tmp_path), {"a": np.ones(2), "step": 1}
     ckptcore.save(f"{run}/0/1", state)
     plan = FaultPlan()

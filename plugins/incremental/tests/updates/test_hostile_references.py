@@ -1,4 +1,4 @@
-"""References in a root may be damaged or hostile: an error, never a crash, and nothing is read where no base may be."""
+"""Damaged or hostile references in a root raise an error. No file outside of the allowed bases is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _root(run: str, name: str) -> dict[str, Any]:
 
 
 def _forge(run: str, name: str, **changes: JSON) -> None:
-    """Change members of a root, or columns of its references."""
+    """Change members of a root, or columns of its references, and write the root with a valid checksum."""
     document = _root(run, name)
     for member, value in changes.items():
         within = document if member in document else document["tables"]["references"]
@@ -41,7 +41,7 @@ def _forge(run: str, name: str, **changes: JSON) -> None:
     store_at(f"{run}/{name}").put("checkpoint.json", sealed(document))
 
 
-def test_references_that_do_not_fit_are_refused(run: str) -> None:
+def test_invalid_references_are_refused(run: str) -> None:
     document = _root(run, "2")
     save_id = document["bases"][0][1]
     assert document["version"] == 1 and document["tables"]["references"] == {"leaf": [0], "base": [0], "stored": [0]}
@@ -101,8 +101,8 @@ def test_a_base_outside_is_not_read(run: str) -> None:
         ckptcore.load(f"{run}/2", context=ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere")))
 
 
-def test_references_do_not_go_round(run: str) -> None:
-    """References are one level deep: a base's own references do not count as its arrays."""
+def test_references_cannot_form_a_cycle(run: str) -> None:
+    """A reference is one level deep: it must not lead to an array that the base itself only refers to."""
     second, third = _root(run, "2")["save_id"], _root(run, "3")["save_id"]
     _forge(run, "2", bases=[["3", third]])
     _forge(run, "3", bases=[["2", second]])
