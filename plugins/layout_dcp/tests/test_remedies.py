@@ -30,7 +30,7 @@ pytestmark = [
 
 VALUES = torch.arange(6.0).reshape(2, 3)
 SPARSE = VALUES.to_sparse()
-# Torch warns about it.
+# torch warns about it.
 QUANTIZED: Callable[[], torch.Tensor] = lambda: torch.quantize_per_tensor(VALUES, 0.5, 1, torch.qint8)
 IN_PARTS = [
     (lambda: SPARSE, "save its indices and values", lambda it: [it.coalesce().indices(), it.coalesce().values()]),

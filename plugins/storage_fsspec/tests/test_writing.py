@@ -1,4 +1,4 @@
-"""Pieces in any order become an object, with bounded memory. Failures leave no object."""
+"""A writer accepts pieces in any order and writes one object, with bounded memory. A failure leaves no object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptcore.errors import StorageError, StorageFullError
 
 
 class Collected:
-    """A stream that records its data."""
+    """A stream that keeps its data in memory."""
 
     def __init__(self, *, room: int | None = None) -> None:
         self.data = bytearray()
@@ -60,7 +60,7 @@ def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
     assert sink.state == "finished"
 
 
-def test_what_comes_early_beyond_the_bound_is_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_pieces_beyond_the_memory_limit_go_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", 1000)
     writer = InOrderWriter(Collected(), "it", None)
     for start in range(9000, 0, -1000):
@@ -74,7 +74,7 @@ def test_what_comes_early_beyond_the_bound_is_in_a_file(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(10, [(0, 5)]), (10, [(5, 5)]), (None, [(0, 5), (6, 2)]), (10, [])])
-def test_bytes_that_are_missing_make_no_object(size: int | None, pieces: list[tuple[int, int]]) -> None:
+def test_missing_bytes_are_an_error(size: int | None, pieces: list[tuple[int, int]]) -> None:
     sink = Collected()
     writer = InOrderWriter(sink, "it", size)
     for start, length in pieces:
@@ -87,7 +87,7 @@ def test_bytes_that_are_missing_make_no_object(size: int | None, pieces: list[tu
     assert sink.state == "discarded"
 
 
-def test_bytes_that_cannot_be_are_refused() -> None:
+def test_invalid_offsets_are_refused() -> None:
     writer = InOrderWriter(Collected(), "it", 10)
     writer.write_at(0, b"123")
     writer.write_at(5, b"567")
@@ -100,14 +100,14 @@ def test_bytes_that_cannot_be_are_refused() -> None:
             call()
 
 
-def test_a_full_storage_is_told() -> None:
+def test_the_error_for_a_full_storage() -> None:
     writer = InOrderWriter(Collected(room=3), "'key' in place", None)
     with pytest.raises(StorageFullError, match="'key' in place"):
         writer.write_at(0, b"1234")
     writer.abort()
 
 
-def test_a_writer_that_is_slow_holds_no_other_up() -> None:
+def test_a_slow_writer_does_not_delay_others() -> None:
     slow, begun = threading.Event(), threading.Event()
 
     class Slow(Collected):

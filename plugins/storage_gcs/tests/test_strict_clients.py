@@ -1,4 +1,4 @@
-"""Tests of the strict GCS with other clients: they behave as with the real service."""
+"""Other clients use the strict GCS server like the real service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("plain", "a b/%41?ü#+&='()*~[y]", "deep/" * 20 + "end", "日本語/~")
 
 @pytest.fixture
 def store(gcs: StrictGcs) -> GCSStore:
-    """The bucket in obstore."""
+    """The bucket, opened with obstore."""
     key = {"gcs_base_url": gcs.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
     return GCSStore(
         "bucket",
@@ -46,7 +46,7 @@ def test_obstore_reads_what_it_put(store: GCSStore, name: str) -> None:
         obstore.get(store, name)
 
 
-def test_obstore_is_told_that_a_condition_does_not_hold(store: GCSStore) -> None:
+def test_obstore_raises_an_error_for_a_failed_condition(store: GCSStore) -> None:
     first = obstore.put(store, "a", b"first", mode="create", use_multipart=False)
     with pytest.raises(AlreadyExistsError):
         obstore.put(store, "a", b"second", mode="create", use_multipart=False)
@@ -80,9 +80,9 @@ def test_obstore_lists_a_level_at_a_time_and_in_pages(store: GCSStore, gcs: Stri
 
 @pytest.fixture
 def files(gcs: StrictGcs) -> Any:
-    """The service in gcsfs.
+    """The service, opened with gcsfs.
 
-    Its extension for zonal buckets would request the bucket's type by gRPC.
+    Its extension for zonal buckets is not used, because it would request the type of the bucket by gRPC.
     """
     return GCSFileSystem(token="anon", endpoint_url=gcs.url, skip_instance_cache=True)
 
@@ -113,13 +113,13 @@ def test_gcsfs_writes_by_a_resumable_upload(files: Any) -> None:
 
 @pytest.fixture
 def client(gcs: StrictGcs) -> Iterator[storage.Client]:
-    """The service in Google's library."""
+    """The service, opened with Google's library."""
     client = storage.Client("project", credentials=AnonymousCredentials(), client_options={"api_endpoint": gcs.url})
     yield client
     client.close()
 
 
-def test_googles_library_meets_the_conditions(client: storage.Client) -> None:
+def test_googles_library_supports_conditions(client: storage.Client) -> None:
     bucket = client.bucket("bucket")
     blob = bucket.blob("a/b c")
     blob.upload_from_string(b"0123456789", if_generation_match=0)

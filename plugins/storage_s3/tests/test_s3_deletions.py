@@ -1,6 +1,6 @@
-"""A save fails and deletes its objects.
+"""A failed save deletes its objects, while another save commits.
 
-The delete is throttled, and retried after another save has committed there.
+The service throttles the first delete request. The retry comes after the commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ckptcore
 from ckptcore.saving import writing
 
 
-def test_what_another_save_committed_meanwhile_stays(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concurrently_committed_checkpoint_is_kept(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     location = f"s3://{ministack.create_bucket()}/run/step_1"
     context = ckptcore.Context(storage={"s3": ministack.options})
     delete = Bucket._delete
