@@ -29,7 +29,7 @@ Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]"
 
 
 class Format(NamedTuple):
-    """How to write a format, and how a conversion reads it.
+    """A format: how to write it, and how a conversion reads it.
 
     Attributes:
         write: writes arrays into a new directory. Returns the location inside it.

@@ -201,7 +201,7 @@ def _of_many_axes(metadata: theirs.Metadata) -> None:
 
 
 def _shared_list(metadata: theirs.Metadata) -> None:
-    """Let two tensors share one list of chunks."""
+    """Make two tensors share one list of chunks."""
     first, second, *_ = metadata.state_dict_metadata.values()
     second.chunks = first.chunks
 

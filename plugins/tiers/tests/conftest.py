@@ -23,6 +23,6 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the uploader retry after short pauses."""
+    """Make the uploader retry after short pauses."""
     monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(uploader, "_LONGEST_PAUSE_SECONDS", 0.05)

@@ -28,7 +28,7 @@ class Standstill:
             assert self._open.wait(60)
 
     def open(self) -> None:
-        """Let the waiting writes and all later ones continue."""
+        """Resume the waiting writes, and no longer delay later ones."""
         self._open.set()
 
 
@@ -45,7 +45,7 @@ class Outage:
         self._watch = watch
 
     def begin(self) -> None:
-        """Let requests fail from now on."""
+        """Make requests fail from now on."""
         self._watch.before = self._fail
 
     def _fail(self, name: str, keys: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class Outage:
             raise StorageError("503: the far tier is away, as its test asked it to be")
 
     def end(self) -> None:
-        """Let requests succeed again."""
+        """Make requests succeed again."""
         self._is_over.set()
 
 

@@ -46,7 +46,7 @@ def test_steps_of_the_far_tier_are_read_concurrently(known: Sequence[int], near:
 
 
 def fail_at(watch: Watch, step: int, error: type[StorageError]) -> None:
-    """Let every request for the root of a step fail, but not the list of steps."""
+    """Make every request for the root of a step fail, but not the list of steps."""
 
     def fail(name: str, keys: Sequence[str]) -> None:
         if any(f"{step}/{ROOT}" in key for key in keys):
