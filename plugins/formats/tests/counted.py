@@ -24,7 +24,7 @@ def counted(plan: FaultPlan, load_bytes: int | None = None) -> Context:
 def assert_same(loaded: object, expected: Any) -> None:
     """Compare a loaded array with the original, converted to the byte order of this machine."""
     assert isinstance(loaded, np.ndarray)
-    found = np.asarray(expected)
-    dtype = found.dtype.newbyteorder("=")
-    assert loaded.dtype == dtype and loaded.shape == found.shape
-    assert loaded.tobytes() == found.astype(dtype).tobytes()
+    original = np.asarray(expected)
+    dtype = original.dtype.newbyteorder("=")
+    assert loaded.dtype == dtype and loaded.shape == original.shape
+    assert loaded.tobytes() == original.astype(dtype).tobytes()

@@ -48,7 +48,7 @@ class Format(NamedTuple):
 
 def _zero(stage: int) -> Format:
     def write(directory: Path, arrays: Arrays) -> str:
-        shapes = [(name, one.shape) for name, one in arrays.items()]
+        shapes = [(name, array.shape) for name, array in arrays.items()]
         write_zero(directory, stage, 3, [dict(shapes[: len(shapes) // 2]), dict(shapes[len(shapes) // 2 :])])
         return ""
 
@@ -56,18 +56,22 @@ def _zero(stage: int) -> Format:
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(one) for name, one in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def _universal(directory: Path, arrays: Arrays) -> str:
     """Write the files of ``ds_to_universal.py``."""
     step, tensors = directory / "global_step1_universal", _tensors(arrays)
     step.mkdir()
-    state = {"module": {}, "param_shapes": [{name: one.shape for name, one in tensors.items()}], "ds_version": "0"}
+    state = {
+        "module": {},
+        "param_shapes": [{name: tensor.shape for name, tensor in tensors.items()}],
+        "ds_version": "0",
+    }
     torch.save(state, step / "mp_rank_00_model_states.pt")
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         (step / "zero" / name).mkdir(parents=True)
-        torch.save({"param": one}, step / "zero" / name / "fp32.pt")
+        torch.save({"param": tensor}, step / "zero" / name / "fp32.pt")
     return "global_step1_universal"
 
 
@@ -114,8 +118,8 @@ def _of_file(name: str, dump: Callable[[Path, Arrays], object]) -> Callable[[Pat
 
 def _write_hdf5(path: Path, arrays: Arrays, **options: Any) -> None:
     with h5py.File(path, "w") as file:
-        for name, one in arrays.items():
-            file.create_dataset(f"module/{name}", data=one, **options)
+        for name, array in arrays.items():
+            file.create_dataset(f"module/{name}", data=array, **options)
 
 
 def _keras(path: Path, arrays: Arrays) -> None:

@@ -168,7 +168,7 @@ def test_member_names_outside_of_the_archive_are_refused(
     write(tmp_path / "model", {**FILES, name: b"x"})
     assert_same(ckptcore.load(tmp_path / "model!/policy.pth")["w"], WEIGHTS)
     storage = open_archive(LocalStorage(str(tmp_path), StorageOptions()), "model", "model")
-    assert list(storage.list()) == [f"model!/{one}" for one in sorted(FILES)]
+    assert list(storage.list()) == [f"model!/{member}" for member in sorted(FILES)]
     assert list(storage.list_names("model!")) == sorted(FILES)
     with pytest.raises(ObjectNotFoundError, match=f"has no member 'new'; '{name}' is outside of it and left out"):
         storage.size("model!/new")

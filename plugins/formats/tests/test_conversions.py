@@ -58,11 +58,11 @@ def expected(form: Format, arrays: Arrays) -> Arrays:
 
 def assert_converted(directory: Path, arrays: Arrays) -> None:
     """Compare the arrays of a Hugging Face directory bit for bit. The directory may contain other arrays."""
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    stored: dict[str, np.ndarray[Any, Any]] = {}
     for path in directory.glob("*.safetensors"):
-        found.update(load_file(path))
-    assert all(found[name].shape == one.shape for name, one in arrays.items())
-    assert all(found[name].tobytes() == one.tobytes() for name, one in arrays.items())
+        stored.update(load_file(path))
+    assert all(stored[name].shape == original.shape for name, original in arrays.items())
+    assert all(stored[name].tobytes() == original.tobytes() for name, original in arrays.items())
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
@@ -81,10 +81,10 @@ def test_a_conversion_reads_each_byte_once_in_pieces(form: Format, tmp_path: Pat
     arrays = expected(form, ARRAYS)
     elements = [operation for operation in plan.operations if operation.name == "get_into"]
     if form.by_ranges:
-        nbytes = sum([one.nbytes for one in arrays.values()])
-        assert 0.99 * nbytes <= sum([one.nbytes for one in elements]) < 1.01 * nbytes
-        assert max([one.nbytes for one in elements]) <= PIECE
-        assert len({(one.keys, one.offset) for one in elements}) == len(elements)
+        nbytes = sum([original.nbytes for original in arrays.values()])
+        assert 0.99 * nbytes <= sum([read.nbytes for read in elements]) < 1.01 * nbytes
+        assert max([read.nbytes for read in elements]) <= PIECE
+        assert len({(read.keys, read.offset) for read in elements}) == len(elements)
     assert_converted(tmp_path / "hf", arrays)
 
 
@@ -103,19 +103,19 @@ def _convert_alone(form: Format, arrays: Arrays, directory: Path) -> None:
     (directory / "c").mkdir()
     location = form.write(directory / "c", arrays)
     arguments = [str(directory / "c" / location), str(directory / "hf"), form.subtree]
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", CONVERSION, *arguments], capture_output=True, text=True, timeout=600, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) - 4 * math.prod(LARGE) <= 512 * MIB
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) - 4 * math.prod(LARGE) <= 512 * MIB
     assert_converted(directory / "hf", expected(form, arrays))
 
 
 def test_a_box_is_read_from_the_files_that_have_it(tmp_path: Path) -> None:
     write_zero(tmp_path / "c", 3, 3, SHAPES)
     plan = FaultPlan()
-    with ckptcore.open(place(tmp_path / "c"), context=counted(plan)) as opened:
+    with ckptcore.open(place(tmp_path / "c"), context=counted(plan)) as checkpoint:
         before = plan.bytes_read
-        row = opened["module"]["a"][100:101]
+        row = checkpoint["module"]["a"][100:101]
         assert np.array_equal(row, ARRAYS["a"][100:101])
         assert plan.bytes_read - before <= 1.05 * math.prod(row.shape) * 4

@@ -71,9 +71,9 @@ def test_groups_are_mappings_and_datasets_arrays(options: dict[str, Any], tmp_pa
     assert_same(loaded["records"]["f"], RECORDS["f"])
     assert loaded["text"] == "a text" and loaded["empty"] is None and loaded["nothing"] == {}
     assert ckptcore.verify(path).ok
-    opened = ckptcore.open(path)
+    checkpoint = ckptcore.open(path)
     for name in ("gzip", "none", "big_endian"):
-        assert_same(opened["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
+        assert_same(checkpoint["b"][name][60:70, 95:105], ARRAYS["large"][60:70, 95:105])
     custom: Any = ckptcore.metadata(path).custom["attributes"]
     assert custom == {"/": {"version": "3"}, "/a": {"numbers": [0, 1, 2]}}
 
@@ -124,9 +124,9 @@ def test_numbers_with_unused_bits(tmp_path: Path) -> None:
                 dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, numbers)
         h5py.h5d.create(file.id, b"structure", structure, space)
         expected = {name: file[name][()] for name in types}
-    opened = ckptcore.open(tmp_path / "a.h5")
+    checkpoint = ckptcore.open(tmp_path / "a.h5")
     for name, array in expected.items():
-        assert_same(opened[name][...], array)
+        assert_same(checkpoint[name][...], array)
     assert expected["precision"].tolist() == numbers.tolist()
     with pytest.raises(UnsupportedLeafError, match=r"structure.*of unusual types"):
         ckptcore.load(tmp_path / "a.h5")
@@ -153,8 +153,8 @@ def keras_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np
 def test_weights_of_keras_3(name: str, keras_files: tuple[Path, list[Any]]) -> None:
     directory, weights = keras_files
     layers = ckptcore.load(directory / name)["layers"]
-    found = [layers[layer]["vars"][number] for layer in ("dense", "dense_1") for number in ("0", "1")]
-    for array, expected in zip(found, weights, strict=True):
+    stored = [layers[layer]["vars"][number] for layer in ("dense", "dense_1") for number in ("0", "1")]
+    for array, expected in zip(stored, weights, strict=True):
         assert_same(array, expected)
     assert ckptcore.metadata(directory / name).writer in ("Keras", "HDF5")
 
@@ -178,7 +178,7 @@ def test_a_shard_of_keras_that_is_missing(keras_files: tuple[Path, list[Any]], t
     name = str(np.ravel(list(index["weight_map"].values())[-1])[0])
     (tmp_path / "c" / name).unlink()
     location = tmp_path / "c" / "s.weights.json"
-    for call in (ckptcore.load, ckptcore.metadata, lambda one: ckptcore.copy(one, tmp_path / "copy", layout="dcp")):
+    for call in (ckptcore.load, ckptcore.metadata, lambda path: ckptcore.copy(path, tmp_path / "copy", layout="dcp")):
         with pytest.raises(CorruptCheckpointError, match=f"lists {name}, which does not exist: restore {name} from a"):
             call(location)
     shutil.copy(directory / name, tmp_path / "c")
@@ -216,10 +216,10 @@ def test_memory(tmp_path: Path) -> None:
         file.create_dataset("b", data=array, chunks=(1, 1 << 20), compression="gzip")
     tracemalloc.start()
     try:
-        opened = ckptcore.open(tmp_path / "a.h5")
+        checkpoint = ckptcore.open(tmp_path / "a.h5")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         for name in ("a", "b"):
-            assert opened[name][...].shape == array.shape
+            assert checkpoint[name][...].shape == array.shape
         assert tracemalloc.get_traced_memory()[1] < array.nbytes + (24 << 20)
     finally:
         tracemalloc.stop()

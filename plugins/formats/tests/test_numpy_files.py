@@ -49,9 +49,9 @@ def test_an_archive_is_the_mapping_that_numpy_loads(write: Callable[..., None], 
         for name in theirs.files:
             assert_same(loaded[name], theirs[name])
     assert ckptcore.verify(tmp_path / "a.npz").ok
-    opened = ckptcore.open(tmp_path / "a.npz")
+    checkpoint = ckptcore.open(tmp_path / "a.npz")
     for name in ("large", "large_fortran"):
-        assert_same(opened[name][7:9, 20:70], ARRAYS[name][7:9, 20:70])
+        assert_same(checkpoint[name][7:9, 20:70], ARRAYS[name][7:9, 20:70])
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -89,10 +89,10 @@ def test_dtypes_that_numpy_does_not_name(tmp_path: Path) -> None:
     values = np.arange(3).astype(ml_dtypes.bfloat16)
     small = np.arange(3).astype(ml_dtypes.float8_e4m3fn)
     np.savez(tmp_path / "a.npz", b=values, f8=small, raw=np.array([b"abc"], "V3"), wide=np.ones(2, np.longdouble))
-    opened = ckptcore.open(tmp_path / "a.npz")
-    assert_same(opened["b"][...], values)
-    assert_same(opened["f8"][...], small.view(np.uint8))
-    assert_same(opened["raw"][...], np.frombuffer(b"abc", np.uint8).reshape(1, 3))
+    checkpoint = ckptcore.open(tmp_path / "a.npz")
+    assert_same(checkpoint["b"][...], values)
+    assert_same(checkpoint["f8"][...], small.view(np.uint8))
+    assert_same(checkpoint["raw"][...], np.frombuffer(b"abc", np.uint8).reshape(1, 3))
     with pytest.raises(UnsupportedLeafError, match="wide: .* a NumPy array that cannot be loaded: dtype float128"):
         ckptcore.load(tmp_path / "a.npz")
 

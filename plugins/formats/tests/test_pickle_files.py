@@ -83,8 +83,8 @@ def test_files_of_joblib(compress: Any, tmp_path: Path) -> None:
     assert loaded["objects"][1] is None and loaded["last"] == "text"
     for name in ("i", "f", "u"):
         assert_same(loaded["records"][name], RECORDS[name])
-    opened = ckptcore.open(tmp_path / "a")
-    assert_same(opened["large"][7:9, 20:70], ARRAYS["large"][7:9, 20:70])
+    checkpoint = ckptcore.open(tmp_path / "a")
+    assert_same(checkpoint["large"][7:9, 20:70], ARRAYS["large"][7:9, 20:70])
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
@@ -201,9 +201,9 @@ def test_memory(dump: Callable[[object, Path], object], tmp_path: Path) -> None:
     dump({"a": array, "b": torch.zeros(1 << 24, dtype=torch.uint8), "text": "x" * 100_000}, tmp_path / "a.pkl")
     tracemalloc.start()
     try:
-        opened = ckptcore.open(tmp_path / "a.pkl")
+        checkpoint = ckptcore.open(tmp_path / "a.pkl")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
-        loaded = opened["a"][...]
+        loaded = checkpoint["a"][...]
         assert tracemalloc.get_traced_memory()[1] < array.nbytes + (24 << 20)
     finally:
         tracemalloc.stop()

@@ -31,8 +31,8 @@ def arrays_of(state: Any, path: str = "") -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir() if path.is_dir()))
 def test_a_golden_equals_the_arrays_gathered_by_torch(name: str) -> None:
-    found = ckptcore.load(GOLDEN / name)
-    arrays = arrays_of({key: child for key, child in found.items() if key != "extra_state"})
+    loaded = ckptcore.load(GOLDEN / name)
+    arrays = arrays_of({key: child for key, child in loaded.items() if key != "extra_state"})
     with np.load(GOLDEN / f"{name}.npz") as expected:
         assert set(arrays) == set(expected.files)
         for path in expected.files:
@@ -44,13 +44,13 @@ def test_a_golden_equals_the_arrays_gathered_by_torch(name: str) -> None:
 
 
 def test_the_state_of_each_rank_is_kept() -> None:
-    found = ckptcore.load(GOLDEN / "verl")
-    assert list(found) == ["extra_state", "model", "optim"] and list(found["extra_state"]) == [0, 1]
-    for rank, state in found["extra_state"].items():
+    loaded = ckptcore.load(GOLDEN / "verl")
+    assert list(loaded) == ["extra_state", "model", "optim"] and list(loaded["extra_state"]) == [0, 1]
+    for rank, state in loaded["extra_state"].items():
         name, keys, *_ = state["rng"]["numpy"]
         assert name == "MT19937" and np.array_equal(keys, np.random.RandomState(rank).get_state()[1])  # type: ignore[index]
-    assert found["optim"]["param_groups"][0]["lr"] == 0.1
-    assert float(found["optim"]["state"][0]["step"]) == 1
+    assert loaded["optim"]["param_groups"][0]["lr"] == 0.1
+    assert float(loaded["optim"]["state"][0]["step"]) == 1
     assert ckptcore.load(GOLDEN / "sharded")["epoch"] == 4
 
 
@@ -89,8 +89,8 @@ def test_the_error_for_a_single_file_names_a_remedy() -> None:
     path = GOLDEN / "mesh" / "state-rank3.bin"
     with pytest.raises(UnsupportedLeafError, match=r"a part .* of a tensor float32\[7, 5\].* load the directory"):
         ckptcore.load(path)
-    found = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
-    assert found["same"].shape == (7, 5) and found["number"] == 3.5
+    loaded = ckptcore.load(path, select=ckptcore.select.names("same", "number"))
+    assert loaded["same"].shape == (7, 5) and loaded["number"] == 3.5
     assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the remedy that the error names
 
 
@@ -115,12 +115,12 @@ def test_only_leaves_that_differ_between_processes_are_refused(tmp_path: Path) -
         content["only"][f"of {rank}"] = rank
         torch.save(content, tmp_path / "c" / f"other_rank_{rank}.pt")
         torch.save({"same": 3, **content, "w": part_of(rank)}, path)
-    found = ckptcore.load(
+    loaded = ckptcore.load(
         tmp_path / "c", select=ckptcore.select.names(*[f"pytorch_model_fsdp/{name}" for name in ("w", "only", "equal")])
     )
-    assert np.array_equal(found["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
-    assert found["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
-    assert list(found["pytorch_model_fsdp"]["equal"]) == [0, 1, 2]
+    assert np.array_equal(loaded["pytorch_model_fsdp"]["w"], np.arange(8, dtype=np.float32).reshape(4, 2))
+    assert loaded["pytorch_model_fsdp"]["only"] == {f"of {rank}": rank for rank in range(4)}
+    assert list(loaded["pytorch_model_fsdp"]["equal"]) == [0, 1, 2]
     for name in ("seed", "list", "shape", "elements"):
         with pytest.raises(UnsupportedLeafError, match="processes"):
             ckptcore.load(tmp_path / "c", select=ckptcore.select.names(f"pytorch_model_fsdp/{name}"))

@@ -24,11 +24,11 @@ WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
 
 @pytest.mark.parametrize("name", ["plain", "resharded"])
 def test_a_golden_is_one_tree_of_all_processes(name: str, tmp_path: Path) -> None:
-    found = ckptcore.load(GOLDEN / name)
-    assert list(found) == ["model", "rng", "step"]
-    assert all(np.array_equal(found["model"][key], WHOLE) for key in ("w", "c", "r"))
-    assert found["model"]["n"]["plain"].tolist() == [1, 1, 1]
-    assert (found["step"], found["rng"]) == (7, {0: {"seed": 0}, 1: {"seed": 1}})
+    loaded = ckptcore.load(GOLDEN / name)
+    assert list(loaded) == ["model", "rng", "step"]
+    assert all(np.array_equal(loaded["model"][key], WHOLE) for key in ("w", "c", "r"))
+    assert loaded["model"]["n"]["plain"].tolist() == [1, 1, 1]
+    assert (loaded["step"], loaded["rng"]) == (7, {0: {"seed": 0}, 1: {"seed": 1}})
     metadata = ckptcore.metadata(GOLDEN / name)
     assert (metadata.layout, metadata.writer) == ("torch-checkpointing", "torch_checkpointing")
     assert ckptcore.verify(GOLDEN / name).ok
@@ -48,9 +48,9 @@ def test_a_new_directory_of_a_manager_loads(tmp_path: Path) -> None:
     )
     manager.save(str(tmp_path / "step_1"), {"model": model.state_dict(), "step": 3})
     manager.close()
-    found = ckptcore.load(tmp_path / "step_1", framework="torch")
-    assert torch.equal(found["model"]["weight"], model.weight)
-    assert found["step"] == 3
+    loaded = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+    assert loaded["step"] == 3
 
 
 def test_errors_name_damaged_files(tmp_path: Path) -> None:

@@ -61,27 +61,27 @@ def state(mesh: Mesh, step: int) -> dict[str, Any]:
 
 
 def blank(like: Any) -> Any:
-    def one(leaf: Any) -> Any:
+    def blank_leaf(leaf: Any) -> Any:
         make: Any = jax.ShapeDtypeStruct
         if not isinstance(leaf, jax.Array):
             return type(leaf)()
         return make(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
-    return jax.tree.map(one, like)
+    return jax.tree.map(blank_leaf, like)
 
 
-def same(found: Any, expected: Any) -> None:
+def same(actual: Any, expected: Any) -> None:
     """Return abstract arrays with the same shardings on devices of this process."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
-            assert type(one) is type(other) and one == other, path
+            assert type(leaf) is type(other) and leaf == other, path
             continue
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), path
-        assert one.sharding == other.sharding, (path, one.sharding, other.sharding)
+        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype), path
+        assert leaf.sharding == other.sharding, (path, leaf.sharding, other.sharding)
         if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        for mine, its in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        for mine, its in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
             assert mine.index == its.index and np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes(), path
 
 
@@ -227,8 +227,8 @@ def part(directory: Path) -> None:
     for layout in ("zarr3", "ocdbt", "dcp"):
         ckptcore.save(directory / layout, held, layout=layout)
         same(ckptcore.load(directory / layout, blank(held)), held)
-        found = ckptcore.load(directory / layout)
-        assert all(np.array_equal(found[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
+        loaded = ckptcore.load(directory / layout)
+        assert all(np.array_equal(loaded[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
     alone = Context(job=JobOptions(coordinator=KeyValueCoordinator(KeyValueCoordinator.of_job()._client, 0, 1)))
     everywhere = {"w": sharded(ROWS, NamedSharding(mesh, P()))}
     ckptcore.save(directory / f"alone {RANK}", everywhere, layout="zarr3", context=alone)

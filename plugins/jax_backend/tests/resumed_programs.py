@@ -214,12 +214,12 @@ def _avals(leaves: list[Any]) -> list[Any]:
     ]
 
 
-def _assert_equal(found: list[Any], expected: list[Any], *, exact: bool = False) -> None:
+def _assert_equal(actual: list[Any], expected: list[Any], *, exact: bool = False) -> None:
     """Assert equal values. If `exact` is set, also equal bytes and dtypes."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-        assert not exact or (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+    assert len(actual) == len(expected)
+    for leaf, other in zip(actual, expected, strict=True):
+        assert np.array_equal(leaf, other, equal_nan=leaf.dtype.kind in "fc")
+        assert not exact or (leaf.dtype, leaf.tobytes()) == (other.dtype, other.tobytes())
 
 
 def own(state: Any) -> Any:

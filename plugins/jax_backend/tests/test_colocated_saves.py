@@ -97,8 +97,8 @@ def bits(leaf: Any) -> bytes:
     return np.asarray(leaf).tobytes()
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, bytes]) -> None:
-    assert {name: bits(leaf) for name, leaf in found.items()} == expected
+def assert_same(actual: dict[str, Any], expected: dict[str, bytes]) -> None:
+    assert {name: bits(leaf) for name, leaf in actual.items()} == expected
 
 
 @contextmanager
@@ -366,11 +366,11 @@ def test_pathways_is_detected_by_the_platform(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(pathways, "jax", SimpleNamespace(
         config=SimpleNamespace(jax_platforms="proxy,cpu"), process_count=lambda: 1, devices=jax.devices
     ))  # fmt: skip
-    found = pathways.executor_of_pathways()
-    assert isinstance(found, ColocatedExecutor)
-    assert found is pathways.executor_of_pathways()
-    assert runtime_of(ckptcore.Context()).workers() is found
-    assert len(found.workers) == 1  # all devices of the test belong to one host
+    detected = pathways.executor_of_pathways()
+    assert isinstance(detected, ColocatedExecutor)
+    assert detected is pathways.executor_of_pathways()
+    assert runtime_of(ckptcore.Context()).workers() is detected
+    assert len(detected.workers) == 1  # all devices of the test belong to one host
 
 
 def test_hosts_of_pathways_are_tasks_of_slices() -> None:
@@ -380,7 +380,7 @@ def test_hosts_of_pathways_are_tasks_of_slices() -> None:
     two_slices = [
         device(number, slice_index=number // 4, virtual_task_index=number // 2 % 2) for number in (0, 1, 4, 2, 3, 5, 6)
     ]
-    assert [[one.id for one in host] for host in devices_by_host(two_slices)] == [[0, 1], [4, 5], [2, 3], [6]]
+    assert [[member.id for member in host] for host in devices_by_host(two_slices)] == [[0, 1], [4, 5], [2, 3], [6]]
     assert [len(host) for host in devices_by_host([device(0), device(1)])] == [2]
 
 

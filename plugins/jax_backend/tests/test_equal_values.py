@@ -70,9 +70,9 @@ def numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
     return [array(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert all(map(np.array_equal, numbers(found), numbers(expected)))
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert all(map(np.array_equal, numbers(actual), numbers(expected)))
 
 
 @pytest.mark.brings("Linen `TrainState` with `DynamicScale`, new and after jitted steps", "flax", "same")
@@ -86,8 +86,8 @@ def test_a_train_state_resumes(tmp_path: Path, layout: str, is_new: bool, is_raw
     for request in (new(), step(new()), jax.eval_shape(lambda: new()), new(raw=True), new(rate=jnp.float32(0.5))):
         loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(request))
         assert_equal(step(loaded).params, step(saved).params)
-        for found, asked in zip(jax.tree.leaves(loaded), jax.tree.leaves(request), strict=True):
-            assert isinstance(found, jax.Array if hasattr(asked, "sharding") else type(asked))
+        for leaf, asked in zip(jax.tree.leaves(loaded), jax.tree.leaves(request), strict=True):
+            assert isinstance(leaf, jax.Array if hasattr(asked, "sharding") else type(asked))
         assert numbers(loaded)[0] == int(saved.step)
 
 
@@ -187,9 +187,9 @@ def own(tree: Any) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
     """Two requested arrays can both be donated, even if one array was saved under both names."""
-    one = jnp.arange(6.0)
-    ckptcore.save(tmp_path / "c", {"w": one, "ema": one}, layout=layout)
-    separate = {"w": own(one), "ema": own(one)}
+    array = jnp.arange(6.0)
+    ckptcore.save(tmp_path / "c", {"w": array, "ema": array}, layout=layout)
+    separate = {"w": own(array), "ema": own(array)}
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     shape = jax.ShapeDtypeStruct((6,), jnp.float32)  # type: ignore[no-untyped-call]
     for loaded in (
@@ -201,7 +201,7 @@ def test_the_request_decides_who_shares(tmp_path: Path, layout: str) -> None:
     ):
         assert loaded["w"] is not loaded["ema"]
         assert [leaf.tolist() for leaf in step(loaded).values()] == [[1, 2, 3, 4, 5, 6]] * 2
-    for request in ({"w": one, "ema": one}, ckptcore.abstract({"w": one, "ema": one})):
+    for request in ({"w": array, "ema": array}, ckptcore.abstract({"w": array, "ema": array})):
         loaded = ckptcore.load(tmp_path / "c", request)
         assert loaded["w"] is loaded["ema"]
     numpy = {name: ckptcore.AbstractArray((6,), "float32") for name in separate}

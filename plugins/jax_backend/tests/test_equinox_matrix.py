@@ -34,10 +34,10 @@ class Activated(eqx.Module):
     name: str = eqx.field(static=True)
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        self.first = eqx.nn.Linear(3, 4, use_bias=False, key=one)
+        first_key, second_key = jax.random.split(key)
+        self.first = eqx.nn.Linear(3, 4, use_bias=False, key=first_key)
         self.activation = jax.nn.gelu
-        self.second = eqx.nn.Linear(4, 3, key=other)
+        self.second = eqx.nn.Linear(4, 3, key=second_key)
         self.final = _twice
         self.scale = 0.5
         self.nothing = None
@@ -53,8 +53,8 @@ class Listed(eqx.Module):
     layers: list[Any]
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        self.layers = [eqx.nn.Linear(3, 4, key=one), jax.nn.relu, eqx.nn.Linear(4, 3, key=other), jnp.tanh]
+        first_key, second_key = jax.random.split(key)
+        self.layers = [eqx.nn.Linear(3, 4, key=first_key), jax.nn.relu, eqx.nn.Linear(4, 3, key=second_key), jnp.tanh]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -109,8 +109,8 @@ class Tied(eqx.Module):
     shared: eqx.nn.Shared
 
     def __init__(self, key: jax.Array) -> None:
-        one, other = jax.random.split(key)
-        parts = (eqx.nn.Embedding(3, 3, key=one), eqx.nn.Linear(3, 3, key=other))
+        first_key, second_key = jax.random.split(key)
+        parts = (eqx.nn.Embedding(3, 3, key=first_key), eqx.nn.Linear(3, 3, key=second_key))
         self.shared = eqx.nn.Shared(parts, lambda parts: parts[1].weight, lambda parts: parts[0].weight)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -119,8 +119,8 @@ class Tied(eqx.Module):
 
 
 def _sequential(key: jax.Array) -> Any:
-    one, other = jax.random.split(key)
-    layers = [eqx.nn.Linear(3, 4, key=one), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=other)]
+    first_key, second_key = jax.random.split(key)
+    layers = [eqx.nn.Linear(3, 4, key=first_key), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=second_key)]
     return eqx.nn.Sequential([*layers, eqx.nn.Identity()])
 
 
@@ -172,10 +172,10 @@ def _train(state: Any) -> Any:
         if isinstance(model, Normalised):
             keys = jax.random.split(used, len(X))
             call = jax.vmap(model, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch")
-            found, changed = call(X, parts, keys)
+            output, changed = call(X, parts, keys)
         else:
-            found, changed = jax.vmap(model)(X), parts
-        return jnp.mean(found**2), changed
+            output, changed = jax.vmap(model)(X), parts
+        return jnp.mean(output**2), changed
 
     (_, changed), gradients = eqx.filter_value_and_grad(loss, has_aux=True)(state["model"])
     updates, optimizer = OPTIMIZER.update(

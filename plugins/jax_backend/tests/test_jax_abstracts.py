@@ -78,13 +78,13 @@ def test_a_checkpoint_loads_sharded_as_it_was_saved(tmp_path):
     state = new_state()
     loaded = ckptcore.load(tmp_path / "c", abstract_arrays(saved(tmp_path / "c", state)), context=CONTEXT)
     assert jax.tree.structure(loaded) == jax.tree.structure(state)
-    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
-        assert isinstance(found, jax.Array)
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        assert getattr(found, "weak_type", None) == getattr(expected, "weak_type", None)  # keys have no `weak_type`
-        assert found.sharding == expected.sharding
-        assert found.committed == expected.committed
-        assert elements(found) == elements(expected)
+    for leaf, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert isinstance(leaf, jax.Array)
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
+        assert getattr(leaf, "weak_type", None) == getattr(expected, "weak_type", None)  # keys have no `weak_type`
+        assert leaf.sharding == expected.sharding
+        assert leaf.committed == expected.committed
+        assert elements(leaf) == elements(expected)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="this version of JAX has no types of axes")
@@ -130,8 +130,8 @@ def test_containers_equal_those_of_the_metadata(tmp_path):
     abstract = abstract_arrays(metadata)
     assert jax.tree.structure(abstract) == jax.tree.structure(metadata.abstract)
     assert list(abstract["ordered"]) == ["z", "a"]
-    for found, expected in zip(jax.tree.leaves(abstract), jax.tree.leaves(metadata.abstract), strict=True):
-        assert found.shape == expected.shape
+    for actual, expected in zip(jax.tree.leaves(abstract), jax.tree.leaves(metadata.abstract), strict=True):
+        assert actual.shape == expected.shape
     leaf = saved(tmp_path / "leaf", jnp.ones(7))
     assert abstract_arrays(leaf).shape == (7,)
 
@@ -152,11 +152,13 @@ def test_one_of_several_checkpointables_has_abstract_arrays(tmp_path):
 
     state = {"w": on_mesh((8,), P("a"), a=8)}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "counter": Counter()}, context=CONTEXT)
-    found = ckptcore.metadata(tmp_path / "c").checkpointables
-    abstract = abstract_arrays(found["model"])
+    checkpointables = ckptcore.metadata(tmp_path / "c").checkpointables
+    abstract = abstract_arrays(checkpointables["model"])
     loaded = ckptcore.load_checkpointables(tmp_path / "c", {"model": abstract}, context=CONTEXT)
     assert loaded["model"]["w"].sharding == state["w"].sharding
-    assert abstract_arrays(found["counter"]) is found["counter"].abstract is None, "files are no arrays"
+    assert abstract_arrays(checkpointables["counter"]) is checkpointables["counter"].abstract is None, (
+        "files are no arrays"
+    )
 
 
 # --- arrays of other frameworks, and dtypes that JAX lacks
@@ -233,9 +235,9 @@ def test_an_impossible_sharding_is_ignored(spec):
 
 def test_sharding_of_key_data_becomes_that_of_the_keys():
     notes = sharded_notes(["a", None], a=4) | {"impl": "threefry2x32"}
-    found = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
-    assert found.shape == (8,) and is_key(found)
-    assert found.sharding == NamedSharding(mesh_of(range(4), a=4), P("a"))
+    abstract = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
+    assert abstract.shape == (8,) and is_key(abstract)
+    assert abstract.sharding == NamedSharding(mesh_of(range(4), a=4), P("a"))
 
 
 @pytest.mark.parametrize("impl", ["nonsense", "", None, 3, ["rbg"], "rbg"])

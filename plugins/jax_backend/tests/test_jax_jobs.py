@@ -73,8 +73,8 @@ def test_a_checkpoint_moves_from_two_processes_to_four_to_one(tmp_path: Path) ->
     succeed(4, 1, "reshard", tmp_path)
     succeed(1, 1, "reshard", tmp_path)
     for name in ("zarr3", "zarr3-4", "ocdbt-4", "dcp-4", "ocdbt-1"):
-        found = ckptcore.load(tmp_path / name)
-        assert np.array_equal(found["both"], np.arange(96, dtype=np.float32).reshape(12, 8) + 3)
+        loaded = ckptcore.load(tmp_path / name)
+        assert np.array_equal(loaded["both"], np.arange(96, dtype=np.float32).reshape(12, 8) + 3)
         assert ckptcore.verify(tmp_path / name).ok
 
 

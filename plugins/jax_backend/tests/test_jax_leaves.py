@@ -145,7 +145,7 @@ class TestConformance(LeafHandlerTests):
 
 class TestViewingConformance(LeafHandlerTests):
     handler = JaxLeafHandler(copy=False)
-    examples = tuple(one for one in EXAMPLES if one.name.startswith(("float32", "int4", "key-rbg")))
+    examples = tuple(example for example in EXAMPLES if example.name.startswith(("float32", "int4", "key-rbg")))
 
 
 @pytest.mark.parametrize("dtype", [name for name in AVAILABLE if name in WIDE])
@@ -276,7 +276,7 @@ def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     sharding = NamedSharding(mesh(a=8), P("a")) if sharded else None
     leaf = jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding)
     leaf = jax.jit(lambda array: array + 0, out_shardings=sharding)(leaf)  # memory that JAX itself allocated
-    found = on_host(leaf)
+    parts = on_host(leaf)
     if end == "delete":
         leaf.delete()
     elif end == "donate":
@@ -288,22 +288,22 @@ def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     del leaf
     gc.collect()
     others = [jnp.full((1 << 16,), float(number)) for number in range(8)]
-    assert all(np.array_equal(part, expected[box.slices]) for box, part in found.items())
+    assert all(np.array_equal(part, expected[box.slices]) for box, part in parts.items())
     assert len(others) == 8
 
 
 def test_a_save_does_not_stop_later_donations():
     leaf = jnp.arange(1 << 16, dtype=jnp.float32)
     pointer = leaf.unsafe_buffer_pointer()
-    found = on_host(leaf)
-    del found
+    parts = on_host(leaf)
+    del parts
     assert jitted_in_place()(leaf).unsafe_buffer_pointer() == pointer
 
 
 def test_views_wait_for_the_computation():
     leaf = jax.jit(lambda array: array @ array @ array)(jnp.ones((700, 700)))
-    (found,) = on_host(leaf).values()
-    assert (found == 700.0 * 700.0).all()
+    (part,) = on_host(leaf).values()
+    assert (part == 700.0 * 700.0).all()
 
 
 @pytest.mark.parametrize("make", [jax.device_put, jax.dlpack.from_dlpack])
@@ -571,11 +571,11 @@ def test_boxes_make_up_the_array_under_any_sharding(saved, dtype, asked):
     expected = numbers(shape, dtype)
     leaf = jax.device_put(expected, sharding)
     record = HANDLER.describe(leaf)
-    found = on_host(leaf)
-    assert uncovered(record.spec, list(found)) is None
-    assert record.cuts == cuts_of(shape, found)
+    parts = on_host(leaf)
+    assert uncovered(record.spec, list(parts)) is None
+    assert record.cuts == cuts_of(shape, parts)
     whole = np.zeros(shape, name_dtype := record.spec.numpy_dtype)
-    for box, part in found.items():
+    for box, part in parts.items():
         assert part.dtype == name_dtype
         whole[box.slices] = part
     assert whole.tobytes() == expected.tobytes()

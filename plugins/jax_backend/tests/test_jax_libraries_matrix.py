@@ -58,8 +58,8 @@ def _haiku() -> Program:
     init = jax.jit(model.init)
 
     def loss(parameters: Any, state: Any, key: Any) -> Any:
-        found, state = model.apply(parameters, state, key, X)
-        return jnp.mean(found**2), state
+        output, state = model.apply(parameters, state, key, X)
+        return jnp.mean(output**2), state
 
     return _of(lambda key: init(key, X), loss)
 
@@ -74,8 +74,8 @@ def _haiku_recurrent() -> Program:
         return model.init(key, X, carry), carry
 
     def loss(parameters: Any, carry: Any, key: Any) -> Any:
-        found, carry = model.apply(parameters, key, X, carry)
-        return jnp.mean(found**2), jax.lax.stop_gradient(carry)
+        output, carry = model.apply(parameters, key, X, carry)
+        return jnp.mean(output**2), jax.lax.stop_gradient(carry)
 
     return _of(init, loss)
 
@@ -106,11 +106,11 @@ def _penzai() -> Program:
     pz = pytest.importorskip("penzai.pz")
 
     def parts(key: Any) -> Any:
-        one, other = jax.random.split(key)
+        first_key, second_key = jax.random.split(key)
         layers = [
-            pz.nn.Linear.from_config("one", one, {"in": 3}, {"hidden": 4}),
+            pz.nn.Linear.from_config("one", first_key, {"in": 3}, {"hidden": 4}),
             pz.nn.Elementwise(jax.nn.relu),
-            pz.nn.Linear.from_config("two", other, {"hidden": 4}, {"out": 2}),
+            pz.nn.Linear.from_config("two", second_key, {"hidden": 4}, {"out": 2}),
         ]
         return pz.unbind_params(pz.nn.Sequential(layers), freeze=True)
 
@@ -121,8 +121,8 @@ def _penzai() -> Program:
 
     def loss(parameters: Any, state: Any, _: Any) -> Any:
         bound = pz.bind_variables(model, parameters, unfreeze_as_copy=True)
-        found = bound(pz.nx.wrap(X).tag("rows", "in"))
-        return jnp.mean(found.unwrap("rows", "out") ** 2), {"calls": state["calls"] + 1}
+        output = bound(pz.nx.wrap(X).tag("rows", "in"))
+        return jnp.mean(output.unwrap("rows", "out") ** 2), {"calls": state["calls"] + 1}
 
     return _of(init, loss)
 

@@ -67,6 +67,6 @@ def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, 2, ((4,), ()), 4, False, True, {})
     monkeypatch.setattr("ckptcore_jax.shardings.placement_of", lambda sharding, shape: placement)
     sharding = NamedSharding(_mesh(), PartitionSpec("x"))
-    found = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
-    assert found == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]
+    shards = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
+    assert shards == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]
     assert placement_of(sharding, (8, 8)) is not placement

@@ -48,10 +48,10 @@ def test_each_job_has_its_own_coordinator() -> None:
     counted, incarnations = [], []
     for _ in range(2):
         client = _Client()
-        found = coordinators.of(JobService(client, 1, 2))
-        assert isinstance(found, Rejoinable) and coordinators.of(JobService(client, 1, 2)) is found
-        counted.append([counts.key(found, "run"), counts.key(found, "run")])
-        incarnations.append(found.incarnation)
+        coordinator = coordinators.of(JobService(client, 1, 2))
+        assert isinstance(coordinator, Rejoinable) and coordinators.of(JobService(client, 1, 2)) is coordinator
+        counted.append([counts.key(coordinator, "run"), counts.key(coordinator, "run")])
+        incarnations.append(coordinator.incarnation)
     assert counted == [["run#0", "run#1"]] * 2 and incarnations == [1, 2]
 
 
@@ -79,7 +79,7 @@ def test_continuing_process_saves_together_with_a_new_one(tmp_path: Path) -> Non
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))
-        ports = [str(found.getsockname()[1]) for found in (first, second)]
+        ports = [str(listener.getsockname()[1]) for listener in (first, second)]
     begun = [
         subprocess.Popen([sys.executable, str(REJOINED), who, str(tmp_path), *ports], stderr=subprocess.PIPE, text=True)
         for who in ("stays", "leaves", "comes")

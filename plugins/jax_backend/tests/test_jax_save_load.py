@@ -37,12 +37,12 @@ def mesh(**axes: int) -> Mesh:
 def abstract_of(tree: Any, sharding=None) -> Any:
     """Return the tree with abstract arrays. They have the given sharding, or keep their own."""
 
-    def one(leaf):
+    def abstract_leaf(leaf):
         if not isinstance(leaf, jax.Array):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(abstract_leaf, tree)
 
 
 def data(leaf: Any) -> np.ndarray:
@@ -51,20 +51,20 @@ def data(leaf: Any) -> np.ndarray:
     return np.array(jax.random.key_data(leaf) if keys else leaf)
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Assert equal structures, types, dtypes, shardings and bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if callable(other):
-            assert one is other
+            assert leaf is other
             continue
-        assert type(one) is type(other)
+        assert type(leaf) is type(other)
         if isinstance(other, jax.Array):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            assert data(one).tobytes() == data(other).tobytes()
-            assert one.sharding == other.sharding
+            assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
+            assert data(leaf).tobytes() == data(other).tobytes()
+            assert leaf.sharding == other.sharding
         else:
-            assert one == other
+            assert leaf == other
 
 
 # --- devices
@@ -507,9 +507,9 @@ def test_a_sharding_over_an_abstract_mesh_is_one_over_the_mesh_that_is_set(tmp_p
         loaded = ckptcore.load(tmp_path / "c", abstract)
         resolved = ckptcore.abstract(abstract)
     again = ckptcore.load_async(tmp_path / "c", resolved).result()
-    for found in (loaded, again):
-        assert found["w"].sharding == NamedSharding(mesh, P("a", "b")) and (found["w"] == values).all()
-        assert found["k"].sharding == NamedSharding(mesh, P("a"))
+    for tree in (loaded, again):
+        assert tree["w"].sharding == NamedSharding(mesh, P("a", "b")) and (tree["w"] == values).all()
+        assert tree["k"].sharding == NamedSharding(mesh, P("a"))
 
 
 @NEEDS_SET_MESH

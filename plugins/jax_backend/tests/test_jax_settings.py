@@ -96,12 +96,12 @@ def state() -> dict[str, Any]:
 
 def in_thread(call: Callable[[], Any]) -> Any:
     """Return the result of a call in a new thread."""
-    found: list[Any] = []
+    results: list[Any] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # noqa: BLE001  # raised below
             errors.append(error)
 
@@ -110,27 +110,27 @@ def in_thread(call: Callable[[], Any]) -> Any:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]
 
 
-def assert_equal(found: Any, expected: Any, default: Any) -> None:
+def assert_equal(actual: Any, expected: Any, default: Any) -> None:
     """Compare bytes, dtypes, weak types and shardings.
 
     Uncommitted arrays must be on the default device.
     """
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         if isinstance(other, int):
-            assert one == other and type(one) is int
+            assert leaf == other and type(leaf) is int
             continue
-        assert (one.dtype, one.committed) == (other.dtype, other.committed), jax.tree_util.keystr(path)
-        assert one.sharding == other.sharding if other.committed else one.devices() == {default}
+        assert (leaf.dtype, leaf.committed) == (other.dtype, other.committed), jax.tree_util.keystr(path)
+        assert leaf.sharding == other.sharding if other.committed else leaf.devices() == {default}
         if not jax.config.jax_enable_x64:  # with 64-bit numbers, JAX creates no arrays of weak float32
-            assert getattr(one, "weak_type", None) == getattr(other, "weak_type", None)
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
+            assert getattr(leaf, "weak_type", None) == getattr(other, "weak_type", None)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
         with jax.transfer_guard("allow"):  # the test itself transfers data here
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+            assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.brings("settings of JAX that raise or change results: debug, guards, device, x64, mesh", "jax", "same")
@@ -151,8 +151,8 @@ def test_a_round_trip(tmp_path: Path, settings: Callable[[], Any]) -> None:
         ckptcore.load_into(tmp_path / "c", target)
         ckptcore.load(tmp_path / "c", framework="jax")
         default = jax.config.jax_default_device or jax.devices()[0]
-        for found in (*loaded, target):
-            assert_equal(found, expected, default)
+        for tree in (*loaded, target):
+            assert_equal(tree, expected, default)
         assert_equal(elsewhere, expected, next(iter(elsewhere["small"].devices())))
 
 
@@ -190,15 +190,15 @@ def test_a_load_while_jax_traces(tmp_path: Path, transform: Any, with_mesh: bool
     """For example, an initializer may load weights."""
     ckptcore.save(tmp_path / "c", {"w": np.float32(3)})
     argument = jnp.ones(2 if transform is jax.vmap else ())
-    found: list[Any] = []
+    results: list[Any] = []
 
     def function(x: jax.Array) -> jax.Array:
-        found.append(ckptcore.load(tmp_path / "c")["w"])
-        return x * found[0]
+        results.append(ckptcore.load(tmp_path / "c")["w"])
+        return x * results[0]
 
     with jax.set_mesh(MESH) if with_mesh else nullcontext():
         if transform is jax.eval_shape:
             jax.eval_shape(function, argument)
         else:
             transform(function)(argument)
-    assert found[0] == 3
+    assert results[0] == 3

@@ -118,13 +118,13 @@ def continued(make: Any) -> list[Any]:
 
 def leaves(*values: Any) -> list[Any]:
     """Return the arrays of modules and states as NumPy arrays."""
-    found = [leaf for value in values for leaf in jax.tree.leaves(nnx.state(value))]
+    arrays = [leaf for value in values for leaf in jax.tree.leaves(nnx.state(value))]
     return [np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-            for leaf in found]  # fmt: skip
+            for leaf in arrays]  # fmt: skip
 
 
-def assert_equal(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected) and all(map(np.array_equal, found, expected))
+def assert_equal(actual: list[Any], expected: list[Any]) -> None:
+    assert len(actual) == len(expected) and all(map(np.array_equal, actual, expected))
 
 
 def _in_place(path: Path, make: Any) -> tuple[Any, Any]:
@@ -251,8 +251,8 @@ def test_modules_that_share_a_part(tmp_path: Path, layout: str) -> None:
 
 
 def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
-    one, other = pair(0), pair(1)
-    ckptcore.save(tmp_path / "c", {"actor": one["actor"], "critic": other["critic"], "again": one["actor"]})
+    first, other = pair(0), pair(1)
+    ckptcore.save(tmp_path / "c", {"actor": first["actor"], "critic": other["critic"], "again": first["actor"]})
     with pytest.raises(TreeMismatchError, match="one object in the request, but separate in .*Request two objects"):
         ckptcore.load(tmp_path / "c", pair(2))
     two = {"actor": pair(2)["actor"], "critic": pair(3)["critic"], "again": ...}
@@ -262,11 +262,11 @@ def test_one_object_cannot_have_two_values(tmp_path: Path) -> None:
 
 def test_a_shared_variable_that_is_loaded_in_one_place(tmp_path: Path) -> None:
     """The variable gets the stored value even if the tree lists another place first."""
-    one = pair(0)
-    ckptcore.save(tmp_path / "c", {"critic": one["critic"]})
+    modules = pair(0)
+    ckptcore.save(tmp_path / "c", {"critic": modules["critic"]})
     kept = ckptcore.load(tmp_path / "c", pair(1), matching=ckptcore.Matching(missing="keep"))
-    ckptcore.save(tmp_path / "d", one)
+    ckptcore.save(tmp_path / "d", modules)
     chosen = ckptcore.load(tmp_path / "d", pair(1), select=ckptcore.select.names("critic"))
     for loaded in (kept, chosen):
         assert loaded["actor"].torso.kernel is loaded["critic"].torso.kernel
-        assert_equal(leaves(loaded["critic"]), leaves(one["critic"]))
+        assert_equal(leaves(loaded["critic"]), leaves(modules["critic"]))

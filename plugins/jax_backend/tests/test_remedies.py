@@ -216,15 +216,15 @@ def test_abstract_meshes(tmp_path: Path) -> None:
         "load within `with jax.set_mesh(mesh):`, or call ckptcore.abstract(tree) there and pass its result",
     )
     with jax.set_mesh(mesh):
-        found = [ckptcore.load(tmp_path / "c", like)]
+        copies = [ckptcore.load(tmp_path / "c", like)]
         concrete = ckptcore.abstract(like)
-    found.append(ckptcore.load(tmp_path / "c", concrete))
+    copies.append(ckptcore.load(tmp_path / "c", concrete))
     with jax.set_mesh(other):
         refused(
             lambda: ckptcore.load(tmp_path / "c", like),
             "set a mesh with the same axes, or create the abstract tree with the current mesh",
         )
         current = NamedSharding(other.abstract_mesh, P("y"))
-        found.append(ckptcore.load(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=current)}))
-    for loaded in found:
+        copies.append(ckptcore.load(tmp_path / "c", {"w": jax.ShapeDtypeStruct((2, 3), np.float32, sharding=current)}))
+    for loaded in copies:
         assert np.array_equal(loaded["w"], VALUES) and len(loaded["w"].sharding.device_set) == 2

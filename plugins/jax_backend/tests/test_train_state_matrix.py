@@ -130,8 +130,8 @@ def program(name: str) -> Program:
 
         def loss(tree: Any) -> Any:
             variables = {"params": tree, **state.statistics}
-            found, changed = model.apply(variables, X, rngs={"dropout": key}, mutable=[*state.statistics])
-            return jnp.mean(found**2), changed
+            output, changed = model.apply(variables, X, rngs={"dropout": key}, mutable=[*state.statistics])
+            return jnp.mean(output**2), changed
 
         if state.scale is None:
             scale = None

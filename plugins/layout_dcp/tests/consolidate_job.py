@@ -43,8 +43,8 @@ class Model(torch.nn.Module):
         values = self.embed(tokens).to(torch.bfloat16)
         for block in self.blocks:
             values = torch.tanh(block(values))
-        found: torch.Tensor = self.head(values.float())
-        return found
+        output: torch.Tensor = self.head(values.float())
+        return output
 
 
 def save(by: str, directory: Path, context: ckptcore.Context) -> None:

@@ -42,15 +42,15 @@ def _losses(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, seed: 
     All processes train on the same data, so losses of jobs of different sizes differ only by rounding.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    losses = []
     for _ in range(STEPS):
         inputs, targets = torch.randn(8, 10, generator=generator), torch.randn(8, 3, generator=generator)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

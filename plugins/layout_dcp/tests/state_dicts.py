@@ -72,21 +72,21 @@ def blank(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-def assert_same(found: Any, expected: Any, path: str = "") -> None:
+def assert_same(actual: Any, expected: Any, path: str = "") -> None:
     """Assert equal types, keys and elements."""
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor) and found.dtype == expected.dtype, path
-        assert found.shape == expected.shape and bytes_of(found) == bytes_of(expected), path
+        assert isinstance(actual, torch.Tensor) and actual.dtype == expected.dtype, path
+        assert actual.shape == expected.shape and bytes_of(actual) == bytes_of(expected), path
     elif isinstance(expected, dict):
-        assert isinstance(found, dict) and list(found) == list(expected), path
+        assert isinstance(actual, dict) and list(actual) == list(expected), path
         for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
+            assert_same(actual[key], expected[key], f"{path}/{key}")
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}/{number}")
+        assert type(actual) is type(expected) and len(actual) == len(expected), path
+        for number, (item, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(item, other, f"{path}/{number}")
     else:
-        assert type(found) is type(expected) and found == expected, path
+        assert type(actual) is type(expected) and actual == expected, path
 
 
 def network(seed: int) -> torch.nn.Sequential:

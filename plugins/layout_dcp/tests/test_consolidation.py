@@ -24,24 +24,24 @@ FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions
 def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:
     """Read tensors like ``transformers.modeling_utils`` (4.57): each from the file that the index names."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
-    found = {}
+    tensors = {}
     for name in sorted(set(index["weight_map"].values())):
         assert (directory / name).is_file()
-        with safe_open(directory / name, "pt") as opened:
-            assert opened.metadata()["format"] == "pt"
-            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118  # not a mapping
-        assert all(torch.equal(found[key], tensor) for key, tensor in load_file(directory / name).items())
-    assert set(found) == set(index["weight_map"])
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        with safe_open(directory / name, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118  # not a mapping
+        assert all(torch.equal(tensors[key], tensor) for key, tensor in load_file(directory / name).items())
+    assert set(tensors) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
     assert {path.name for path in directory.glob("*.safetensors")} == set(index["weight_map"].values())
-    return found
+    return tensors
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert equal names, dtypes, shapes and elements."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -93,11 +93,11 @@ def test_a_file_of_torch_save_is_converted(tmp_path: Path) -> None:
         subtree="model",
         context=FAST,
     )
-    found = read_as_transformers(tmp_path / "hf")
+    restored = read_as_transformers(tmp_path / "hf")
     loaded = ckptcore.load(tmp_path / "hf")
-    assert set(found) | {"tied"} == set(state)
+    assert set(restored) | {"tied"} == set(state)
     for name, tensor in state.items():
-        assert torch.equal(found.get(name, tensor), tensor)
+        assert torch.equal(restored.get(name, tensor), tensor)
         assert loaded[name].astype("float64").tolist() == tensor.double().tolist()
 
 

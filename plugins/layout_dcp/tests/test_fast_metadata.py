@@ -73,9 +73,9 @@ def _fast(data: bytes) -> tuple[DcpMetadata, int]:
 
     def read(function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:
         nonlocal objects
-        found = reader.read(function, position, memo)
-        objects += 0 if found is None else len(found[0])
-        return found
+        result = reader.read(function, position, memo)
+        objects += 0 if result is None else len(result[0])
+        return result
 
     read_pickle(data, key=".metadata", objects=read)
     return read_fast(data, key=".metadata"), objects
@@ -93,9 +93,9 @@ def _outcome(read: Callable[[], DcpMetadata]) -> DcpMetadata | tuple[type, str]:
 def test_most_objects_of_torch_are_read_fast(count: int, chunks: int, axes: int, shared: bool) -> None:
     metadata, total = _tensors(count, chunks, axes, shared=shared)
     data = pickle.dumps(metadata, protocol=4)
-    found, objects = _fast(data)
-    assert found == _plain(data)
-    assert list(found.tensors) == list(_plain(data).tensors) and found.names == _plain(data).names
+    decoded, objects = _fast(data)
+    assert decoded == _plain(data)
+    assert list(decoded.tensors) == list(_plain(data).tensors) and decoded.names == _plain(data).names
     assert objects > 2.6 * total, "most of the chunks and of their places, of two objects each, are read fast"
 
 
@@ -124,9 +124,9 @@ def test_both_readers_agree_on_flipped_bits() -> None:
         for _ in range(60):
             data = bytearray(good)
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            found = _outcome(lambda data=data: read_metadata(bytes(data), key=".metadata"))  # type: ignore[misc]
-            assert found == _outcome(lambda data=data: _plain(bytes(data)))  # type: ignore[misc]
-            outcomes.add("error" if isinstance(found, tuple) else "same" if found == expected else "other")
+            outcome = _outcome(lambda data=data: read_metadata(bytes(data), key=".metadata"))  # type: ignore[misc]
+            assert outcome == _outcome(lambda data=data: _plain(bytes(data)))  # type: ignore[misc]
+            outcomes.add("error" if isinstance(outcome, tuple) else "same" if outcome == expected else "other")
     assert outcomes == {"error", "same", "other"}
 
 
@@ -139,8 +139,8 @@ def test_both_readers_agree_on_inserted_and_replaced_opcodes() -> None:
         place = chance.choice(marks)
         opcode = bytes([chance.choice(b"012N)]}(tuae\x85\x86\x94R.")])
         data = good[:place] + opcode + good[place + chance.choice((0, 1)) :]
-        found = _outcome(lambda data=data: read_metadata(data, key=".metadata"))  # type: ignore[misc]
-        assert found == _outcome(lambda data=data: _plain(data))  # type: ignore[misc]
+        outcome = _outcome(lambda data=data: read_metadata(data, key=".metadata"))  # type: ignore[misc]
+        assert outcome == _outcome(lambda data=data: _plain(data))  # type: ignore[misc]
 
 
 def _twice(metadata: theirs.Metadata) -> None:
@@ -225,8 +225,8 @@ def test_both_readers_agree_on_unusual_metadata(change: Callable[[theirs.Metadat
     metadata, _ = _tensors(40, chunks, 2, shared=False)
     change(metadata)
     data = pickle.dumps(metadata, protocol=4)
-    found = _outcome(lambda: read_metadata(data, key=".metadata"))
-    assert found == _outcome(lambda: _plain(data))
+    outcome = _outcome(lambda: read_metadata(data, key=".metadata"))
+    assert outcome == _outcome(lambda: _plain(data))
 
 
 def test_memo_entries_with_explicit_numbers() -> None:

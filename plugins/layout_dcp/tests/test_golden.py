@@ -47,21 +47,21 @@ def built(expected: Any) -> Any:
     return [built(child) for child in expected] if isinstance(expected, list) else expected
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    assert type(found) is type(expected), where
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
+    assert type(actual) is type(expected), where
     if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected), where
+        assert sorted(actual) == sorted(expected), where
         for key, child in expected.items():
-            assert_same(found[key], child, f"{where}/{key}")
+            assert_same(actual[key], child, f"{where}/{key}")
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
+        assert len(actual) == len(expected), where
         for number, child in enumerate(expected):
-            assert_same(found[number], child, f"{where}/{number}")
+            assert_same(actual[number], child, f"{where}/{number}")
     elif isinstance(expected, np.ndarray):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert found.tobytes() == expected.tobytes(), where
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        assert actual.tobytes() == expected.tobytes(), where
     else:
-        assert repr(found) == repr(expected), where  # nan is not equal to nan
+        assert repr(actual) == repr(expected), where  # nan is not equal to nan
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -96,17 +96,17 @@ def _arrays(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray[Any, Any]
 
 
 def _dtype(array: np.ndarray[Any, Any]) -> torch.dtype:
-    found = getattr(torch, array.dtype.name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, array.dtype.name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_goldens_are_sound_and_load_without_their_root(name: str, tmp_path: Path) -> None:
     assert ckptcore.verify(GOLDEN / name).ok
     shutil.copytree(GOLDEN / name, tmp_path / "c", ignore=shutil.ignore_patterns("checkpoint.*"))
-    found = ckptcore.metadata(tmp_path / "c")
-    assert (found.layout, found.save_id) == ("dcp", None)
+    metadata = ckptcore.metadata(tmp_path / "c")
+    assert (metadata.layout, metadata.save_id) == ("dcp", None)
     assert_same(ckptcore.load(tmp_path / "c"), built(EXPECTED[name]["tree"]))
 
 

@@ -25,12 +25,12 @@ from plugins.layout_dcp.tests.directories import Directory
 
 def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
     """Assert that a directory contains exactly the expected tensors."""
-    found = inspect_dcp(Directory(path), None)
-    assert found is not None
-    table = dcp_index(found.tree, json.loads(json.dumps(found.state)))
-    assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
-    for leaf, (name,) in enumerate(found.tree.paths):
-        record = found.tree.leaves[leaf]
+    inspection = inspect_dcp(Directory(path), None)
+    assert inspection is not None
+    table = dcp_index(inspection.tree, json.loads(json.dumps(inspection.state)))
+    assert set(map(str, inspection.tree.paths)) == {str((name,)) for name in expected}
+    for leaf, (name,) in enumerate(inspection.tree.paths):
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
         whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
         for chunk in table.boxes(leaf, Box.whole(record.spec.shape)):
@@ -116,10 +116,10 @@ def test_torch_loads_slices_written_by_ckptcore(tmp_path: Path) -> None:
 
     layout = ckptcore.SafetensorsLayout(standalone=True)
     ThreadJob(2, timeout_seconds=60).run(job)
-    found = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
-    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
+    target = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
+    dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
     for name, array in state.items():
-        assert np.array_equal(found[name].numpy(), array)
+        assert np.array_equal(target[name].numpy(), array)
     (tmp_path / "ours" / "checkpoint.json").unlink()
     expect_shards(tmp_path / "ours", {name: torch.from_numpy(array) for name, array in state.items()})
     layout = ckptcore.SafetensorsLayout()
@@ -137,9 +137,9 @@ def test_parts_of_float4_pairs_written_by_torch(tmp_path: Path) -> None:
     state = {"w": pairs.view(torch.float4_e2m1fn_x2), "x": torch.ones(2)}
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
     expect_shards(tmp_path, {"w": pairs, "x": torch.ones(2)})
-    found = inspect_dcp(Directory(tmp_path), None)
-    assert found is not None
-    kinds = {path: record.kind for path, record in zip(found.tree.paths, found.tree.leaves, strict=True)}
+    inspection = inspect_dcp(Directory(tmp_path), None)
+    assert inspection is not None
+    kinds = {path: record.kind for path, record in zip(inspection.tree.paths, inspection.tree.leaves, strict=True)}
     assert kinds == {("w",): "torch.float4_e2m1fn_x2", ("x",): "array"}
 
 

@@ -74,9 +74,9 @@ def _save(path: Path, state: dict[str, Any] | None = None, **options: Any) -> Pa
 
 
 def _inspect(path: Path) -> Inspection:
-    found = inspect_dcp(Directory(path), None)
-    assert found is not None
-    return found
+    inspection = inspect_dcp(Directory(path), None)
+    assert inspection is not None
+    return inspection
 
 
 def _value(record: LeafRecord) -> object:
@@ -127,15 +127,17 @@ def _rebuilt(path: Path, inspection: Inspection) -> Any:
     return build(inspection.tree.skeleton)
 
 
-def _same(found: Any, expected: Any) -> bool:
+def _same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and torch.equal(found.double(), expected.detach().double())
+        return isinstance(actual, torch.Tensor) and torch.equal(actual.double(), expected.detach().double())
     if isinstance(expected, Mapping):
         # torch converts the keys of flattened mappings to text.
-        return list(map(str, found)) == list(map(str, expected)) and all(map(_same, found.values(), expected.values()))
+        return list(map(str, actual)) == list(map(str, expected)) and all(
+            map(_same, actual.values(), expected.values())
+        )
     if isinstance(expected, list | tuple):
-        return type(found) is type(expected) and len(found) == len(expected) and all(map(_same, found, expected))
-    return repr(found) == repr(expected)
+        return type(actual) is type(expected) and len(actual) == len(expected) and all(map(_same, actual, expected))
+    return repr(actual) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -145,34 +147,34 @@ def _same(found: Any, expected: Any) -> bool:
 )
 def test_a_state_saved_by_torch_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
     _save(tmp_path, **options)
-    found = _inspect(tmp_path)
-    assert found.writer == "torch.distributed.checkpoint"
-    assert _same(_rebuilt(tmp_path, found), _state())
-    TreeMetadata.from_json(json.loads(json.dumps(found.tree.to_json())))
+    inspection = _inspect(tmp_path)
+    assert inspection.writer == "torch.distributed.checkpoint"
+    assert _same(_rebuilt(tmp_path, inspection), _state())
+    TreeMetadata.from_json(json.loads(json.dumps(inspection.tree.to_json())))
 
 
 def test_adjacent_values_take_one_request(tmp_path: Path) -> None:
     store = Directory(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
-    found = inspect_dcp(store, ".metadata")
-    assert found is not None and len(found.tree.leaves) == 201
+    inspection = inspect_dcp(store, ".metadata")
+    assert inspection is not None and len(inspection.tree.leaves) == 201
     assert store.gets == 2
 
 
 def test_a_large_state_of_values_is_read_in_several_requests(tmp_path: Path) -> None:
     state = {str(number): bytes([number]) * (3 << 20) for number in range(5)}
-    found = _inspect(_save(tmp_path, state))
-    assert _same(_rebuilt(tmp_path, found), state)
+    inspection = _inspect(_save(tmp_path, state))
+    assert _same(_rebuilt(tmp_path, inspection), state)
 
 
 def test_the_length_of_an_item_gives_the_offset_of_its_elements(tmp_path: Path) -> None:
     sizes = [1, 47, 48, 63, 64, 65, 1000, 1 << 16]
     dtypes = [torch.uint8, torch.float32, torch.float8_e5m2, torch.uint64]
     state = {f"{size}.{dtype}": torch.ones(size).to(dtype) for size in sizes for dtype in dtypes}
-    found = _inspect(_save(tmp_path, state))
+    inspection = _inspect(_save(tmp_path, state))
     data = (tmp_path / "__0_0.distcp").read_bytes()
-    for leaf, record in enumerate(found.tree.leaves):
+    for leaf, record in enumerate(inspection.tree.leaves):
         assert isinstance(record, ArrayRecord)
-        (chunk,) = _chunks(found, leaf)
+        (chunk,) = _chunks(inspection, leaf)
         nbytes = record.spec.nbytes
         start = chunk.offset + chunk.nbytes - 873 - nbytes // 64 * 64
         assert data[start : start + nbytes] == np.ones(record.spec.shape, record.spec.numpy_dtype).tobytes()
@@ -187,16 +189,16 @@ class _Custom:
 
 def test_objects_of_classes_stay_inert(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    found = _inspect(_save(tmp_path / "made", {"a": _Custom(), "s": {1}, "t": 1}))
-    types = {node.type for node in found.tree.skeleton.children if isinstance(node, Node)}  # type: ignore[union-attr]  # a dict
+    inspection = _inspect(_save(tmp_path / "made", {"a": _Custom(), "s": {1}, "t": 1}))
+    types = {node.type for node in inspection.tree.skeleton.children if isinstance(node, Node)}  # type: ignore[union-attr]  # a dict
     assert any(name is not None and name.endswith("_Custom") for name in types)
-    assert [_value(record) for record in found.tree.leaves] == [3, 1, 1]
+    assert [_value(record) for record in inspection.tree.leaves] == [3, 1, 1]
 
 
 def test_tensors_within_values_are_listed_without_elements(tmp_path: Path) -> None:
-    found = _inspect(_save(tmp_path, {"a": (torch.zeros(2, 3), 1), "b": torch.ones(1)}))
-    assert [getattr(record, "spec", None) is not None for record in found.tree.leaves] == [True, False, True]
-    assert [len(_chunks(found, leaf)) for leaf in range(3)] == [0, 0, 1]
+    inspection = _inspect(_save(tmp_path, {"a": (torch.zeros(2, 3), 1), "b": torch.ones(1)}))
+    assert [getattr(record, "spec", None) is not None for record in inspection.tree.leaves] == [True, False, True]
+    assert [len(_chunks(inspection, leaf)) for leaf in range(3)] == [0, 0, 1]
 
 
 def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
@@ -228,10 +230,10 @@ def _two_ranks(path: Path) -> None:
 
 def test_files_of_ranks_that_saved_separately_are_merged(tmp_path: Path) -> None:
     _two_ranks(tmp_path)
-    found = _inspect(tmp_path)
+    inspection = _inspect(tmp_path)
     expected = {"w": torch.tensor([[0] * 3] * 2 + [[1] * 3] * 2), "x": torch.ones(2), "step": 4}
-    assert _same(_rebuilt(tmp_path, found), expected)
-    record = found.tree.leaves[0]
+    assert _same(_rebuilt(tmp_path, inspection), expected)
+    record = inspection.tree.leaves[0]
     assert isinstance(record, ArrayRecord) and record.cuts == ((2,), ())
 
 
@@ -364,8 +366,8 @@ class _Evil:
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
     _save(tmp_path, {"a": (_Evil(),), "b": 1})
-    found = _inspect(tmp_path)
-    assert len(found.tree.leaves) >= 2
+    inspection = _inspect(tmp_path)
+    assert len(inspection.tree.leaves) >= 2
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
     with pytest.raises(CorruptCheckpointError, match="expected a Metadata"):
         _inspect(tmp_path)
@@ -436,12 +438,14 @@ def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
         "v": torch.arange(8.0).reshape(2, 4),
         "r": torch.ones(4),
     }
-    found = _inspect(tmp_path / "plain")
-    rebuilt = _rebuilt(tmp_path / "plain", found)
+    inspection = _inspect(tmp_path / "plain")
+    rebuilt = _rebuilt(tmp_path / "plain", inspection)
     assert _same({name: rebuilt[name] for name in (*expected, "nested")}, {**expected, "nested": {"step": 3}})
     expect_shards(tmp_path / "hf", expected)
 
 
 def test_empty_containers_have_no_leaves(tmp_path: Path) -> None:
-    found = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
-    assert found.tree.leaves == () and not any(isinstance(record, ValueRecord) for record in found.tree.leaves)
+    inspection = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
+    assert inspection.tree.leaves == () and not any(
+        isinstance(record, ValueRecord) for record in inspection.tree.leaves
+    )

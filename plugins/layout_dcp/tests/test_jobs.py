@@ -40,9 +40,9 @@ def launch(program: str, size: int, *arguments: str | Path) -> None:
 
 def losses(directory: Path, task: str, size: int) -> list[float]:
     """Return the losses of a task."""
-    found: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
-    assert len(found) == 3
-    return found
+    losses_of_task: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
+    assert len(losses_of_task) == 3
+    return losses_of_task
 
 
 def resumed(directory: Path, saver: str, saved_by: int, sizes: tuple[int, ...]) -> None:
@@ -64,10 +64,10 @@ def test_torch_resumes_in_fewer_processes(tmp_path: Path) -> None:
 def _expect_weights_in_slices(directory: Path) -> None:
     """Check weights that the job also exported in another layout, in slices that one process collects."""
     ckptcore.copy(directory / "weights", directory / "published", subtree=())
-    found = load_file(directory / "published" / "model.safetensors")
+    loaded = load_file(directory / "published" / "model.safetensors")
     expected = ckptcore.load(directory / "ckptcore")["model"]
-    assert list(found) == list(expected) == ["0.weight", "0.bias", "2.weight"]
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert list(loaded) == list(expected) == ["0.weight", "0.bias", "2.weight"]
+    assert all(np.array_equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow

@@ -75,24 +75,24 @@ def test_metadata_written_by_torch_is_read(tmp_path: Path) -> None:
         "t": (1, 2),
     }
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    found = read_metadata((tmp_path / ".metadata").read_bytes(), key=".metadata")
-    assert found.paths == {"w": ("w",), "a.b.0": ("a", "b", 0), "a.b.1": ("a", "b", 1), "t": ("t",)}
-    assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()} == {
+    metadata = read_metadata((tmp_path / ".metadata").read_bytes(), key=".metadata")
+    assert metadata.paths == {"w": ("w",), "a.b.0": ("a", "b", 0), "a.b.1": ("a", "b", 1), "t": ("t",)}
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in metadata.tensors.items()} == {
         "w": ("float32", (2, 3)),
         "a.b.0": ("uint16", (2,)),
     }
-    assert set(found.values) == {"a.b.1", "t"}
-    assert found.names == ["w", "a.b.0", "a.b.1", "t"]
-    assert found.tensors["w"].requires_grad and not found.tensors["a.b.0"].requires_grad
-    assert found.checkpoint_id == str(tmp_path)
+    assert set(metadata.values) == {"a.b.1", "t"}
+    assert metadata.names == ["w", "a.b.0", "a.b.1", "t"]
+    assert metadata.tensors["w"].requires_grad and not metadata.tensors["a.b.0"].requires_grad
+    assert metadata.checkpoint_id == str(tmp_path)
     size = (tmp_path / "__0_0.distcp").stat().st_size
-    places = [*found.values.values(), *[chunk for tensor in found.tensors.values() for chunk in tensor.chunks]]
+    places = [*metadata.values.values(), *[chunk for tensor in metadata.tensors.values() for chunk in tensor.chunks]]
     assert sum(place.length for place in places) == size
 
 
 def test_every_field_is_read() -> None:
-    found = _read(_of_torch())
-    assert found == DcpMetadata(
+    metadata = _read(_of_torch())
+    assert metadata == DcpMetadata(
         {
             "model.w": DcpTensor(
                 "bfloat16",
@@ -127,12 +127,12 @@ def test_torch_reads_our_metadata() -> None:
     expected = _of_torch()
     data = write_metadata(_read(expected))
     assert len(data) < len(pickle.dumps(expected, protocol=4))
-    found = pickle.loads(data)
-    assert found == expected
-    assert {(index.fqn, index.index) for index in found.storage_data} == {
+    metadata = pickle.loads(data)
+    assert metadata == expected
+    assert {(index.fqn, index.index) for index in metadata.storage_data} == {
         (index.fqn, index.index) for index in expected.storage_data
     }
-    for tensor in found.state_dict_metadata.values():
+    for tensor in metadata.state_dict_metadata.values():
         if isinstance(tensor, theirs.TensorStorageMetadata):
             assert type(tensor.size) is type(tensor.chunks[0].offsets) is torch.Size
             assert tensor.properties.memory_format is torch.contiguous_format
@@ -141,9 +141,9 @@ def test_torch_reads_our_metadata() -> None:
 
 
 def test_no_paths_and_no_entries() -> None:
-    found = pickle.loads(write_metadata(DcpMetadata({}, {})))
-    assert found == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
-    assert _read(found) == DcpMetadata({}, {})
+    metadata = pickle.loads(write_metadata(DcpMetadata({}, {})))
+    assert metadata == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
+    assert _read(metadata) == DcpMetadata({}, {})
 
 
 def test_more_names_than_one_byte_can_number() -> None:
@@ -171,8 +171,8 @@ def test_additions_of_other_software_are_ignored() -> None:
     of_torch = _of_torch()
     of_torch.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 4)}}
     of_torch.planner_data = {"not": "paths"}
-    found = _read(of_torch)
-    assert found.paths is None and found.names == ["model.w", "scalar", "deep", "große", "opt.lr"]
+    metadata = _read(of_torch)
+    assert metadata.paths is None and metadata.names == ["model.w", "scalar", "deep", "große", "opt.lr"]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_tensors_larger_than_the_address_space_are_refused() -> None:
 
 
 def _expect_unreadable(of_torch: theirs.Metadata, name: str, error: type[Exception], message: str) -> None:
-    found = _read(of_torch)
-    assert name in found.names
-    assert name not in {*found.tensors, *found.values}
-    (record,) = found.unreadable.values()
+    metadata = _read(of_torch)
+    assert name in metadata.names
+    assert name not in {*metadata.tensors, *metadata.values}
+    (record,) = metadata.unreadable.values()
     problem = unreadable_error(record)
     assert isinstance(problem, error)
     assert message in str(problem)

@@ -89,8 +89,8 @@ def test_names_and_values_equal_those_of_torch(state: dict[str, Any]) -> None:
     assert list(names.paths.items()) == list(paths.items())
     assert {array.name for array in names.arrays} == {name for name, value in flat.items() if value is _TENSOR}
     expected = {name: value for name, value in flat.items() if value is not _TENSOR}
-    found = _values(names)
-    assert found == expected and str(found) == str(expected)  # the text distinguishes 1 from True, and 0.0 from -0.0
+    values = _values(names)
+    assert values == expected and str(values) == str(expected)  # the text distinguishes 1 from True, and 0.0 from -0.0
 
 
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=2), _TREES, max_size=4))
@@ -109,7 +109,7 @@ def test_names_give_the_tree_that_torch_rebuilds(state: dict[str, Any]) -> None:
         expected = unflatten_state_dict(dict(flat), paths)
     except (ValueError, TypeError, AttributeError, KeyError):  # the mapping has both 1 and "1" as keys
         return
-    if any(one != other and other[: len(one)] == one for one in paths.values() for other in paths.values()):
+    if any(path != other and other[: len(path)] == path for path in paths.values() for other in paths.values()):
         return  # ckptcore rejects it, while torch loses one of the two entries without an error
     subtrees = {name: _tree(value) for name, value in flat.items()}
     skeleton, order = tree_of_names({name: tree.skeleton for name, tree in subtrees.items()}, paths)

@@ -74,12 +74,12 @@ def awkward() -> dict[str, torch.Tensor]:
 def test_every_tensor_loads_with_every_option_of_the_writer(tmp_path: Path, writer: str) -> None:
     state = awkward()
     saved(dict(state), tmp_path / "c", **WRITERS[writer])
-    found = ckptcore.load(tmp_path / "c")
-    assert set(found) == set(state)
+    restored = ckptcore.load(tmp_path / "c")
+    assert set(restored) == set(state)
     for name, tensor in state.items():
-        assert found[name].shape == tuple(tensor.shape), name
-        assert str(found[name].dtype) == str(tensor.dtype).removeprefix("torch."), name
-        assert found[name].tobytes() == bytes_of(tensor), name
+        assert restored[name].shape == tuple(tensor.shape), name
+        assert str(restored[name].dtype) == str(tensor.dtype).removeprefix("torch."), name
+        assert restored[name].tobytes() == bytes_of(tensor), name
     like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
     assert_same(ckptcore.load(tmp_path / "c", like), {name: tensor.detach() for name, tensor in state.items()})
     assert ckptcore.verify(tmp_path / "c").ok
@@ -126,8 +126,8 @@ def test_optimizers_resume_with_equal_losses(tmp_path: Path, kind: str) -> None:
     saved(state(net, optimizer), tmp_path / "c")
     expected = trained(net, optimizer, 9)
     other, its_optimizer = made(1)
-    found = ckptcore.load(tmp_path / "c", state(other, its_optimizer))
-    set_state_dict(other, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    restored = ckptcore.load(tmp_path / "c", state(other, its_optimizer))
+    set_state_dict(other, its_optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"])
     assert trained(other, its_optimizer, 9) == expected
 
 
@@ -138,8 +138,8 @@ def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
     trained(net, optimizer, 0)
     state = optimizer.state_dict()
     saved(dict(state), tmp_path / "c")
-    found = ckptcore.load(tmp_path / "c", state)
-    assert_same(found, state)
+    restored = ckptcore.load(tmp_path / "c", state)
+    assert_same(restored, state)
 
 
 def test_load_into_keeps_the_memory_of_tensors(tmp_path: Path) -> None:
@@ -181,11 +181,11 @@ def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
         ),
         "step": 0,
     }
-    found = ckptcore.load(tmp_path / "c", like)
+    restored = ckptcore.load(tmp_path / "c", like)
     for name in ("w", "bf16", "uneven order", "large"):
-        assert found[name].sharding == like[name].sharding  # type: ignore[attr-defined]
-        assert np.asarray(found[name]).tobytes() == bytes_of(state[name]), name  # type: ignore[arg-type]
-    assert found["step"] == 3
+        assert restored[name].sharding == like[name].sharding  # type: ignore[attr-defined]
+        assert np.asarray(restored[name]).tobytes() == bytes_of(state[name]), name  # type: ignore[arg-type]
+    assert restored["step"] == 3
 
 
 @pytest.mark.parametrize("writer", ["plain", "file for each tensor", "ours"])
@@ -203,8 +203,8 @@ def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shap
     box = Box(tuple(start), tuple(stop))
     plan = FaultPlan()
     like = {"w": Part(ArraySpec(shape, "float32"), box), "other": ckptcore.PLACEHOLDER}
-    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
-    assert np.array_equal(found["w"], tensor.numpy()[box.slices])
+    restored = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert np.array_equal(restored["w"], tensor.numpy()[box.slices])
     wanted = box.size * 4
     # A checksum of ckptcore covers a block of 1 MiB, which is read completely. Each run of elements can need one block
     # more.
@@ -217,8 +217,8 @@ def test_unrequested_tensors_are_not_read(tmp_path: Path) -> None:
     saved({"large": torch.randn(1 << 22), "small": torch.ones(3), "step": 1}, tmp_path / "c")
     plan = FaultPlan()
     like = {"large": ckptcore.PLACEHOLDER, "small": torch.empty(3, device="meta"), "step": 0}
-    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
-    assert_same(found["small"], torch.ones(3))
+    restored = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert_same(restored["small"], torch.ones(3))
     assert plan.bytes_read < 1 << 16
     plan = FaultPlan()
     abstract = ckptcore.metadata(place(tmp_path / "c"), context=counted(plan)).abstract
@@ -247,8 +247,8 @@ def test_nothing_is_lost_if_both_libraries_save_in_turn(tmp_path: Path) -> None:
     for number in range(2):
         state_here = ckptcore.load(tmp_path / str(2 * number), _meta(state))
         ckptcore.save(tmp_path / str(2 * number + 1), state_here, layout="dcp")
-        found = loaded(tmp_path / str(2 * number + 1), blank(state))
-        saved(found, tmp_path / str(2 * number + 2))
+        restored = loaded(tmp_path / str(2 * number + 1), blank(state))
+        saved(restored, tmp_path / str(2 * number + 2))
     assert_same(ckptcore.load(tmp_path / "4", _meta(state)), state)
 
 
@@ -297,11 +297,11 @@ def test_an_optimizer_loads_a_state_with_text_keys(tmp_path: Path) -> None:
     for steps in (0, 2):  # an optimizer without state, and one with state
         _, optimizer = stepped(steps)
         ckptcore.load_into(tmp_path / "theirs", {"optimizer": optimizer})
-        found, expected = optimizer.state_dict(), original.state_dict()
-        assert found["param_groups"] == expected["param_groups"]
-        assert list(found["state"]) == [0, 1]
+        actual, expected = optimizer.state_dict(), original.state_dict()
+        assert actual["param_groups"] == expected["param_groups"]
+        assert list(actual["state"]) == [0, 1]
         for number, slots in expected["state"].items():
-            assert all(torch.equal(found["state"][number][name], held) for name, held in slots.items())
+            assert all(torch.equal(actual["state"][number][name], held) for name, held in slots.items())
 
 
 def _in_tuples() -> dict[str, Any]:
@@ -317,8 +317,8 @@ def _in_tuples() -> dict[str, Any]:
 def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
     state = _in_tuples()
     saved(state, tmp_path / "theirs", **WRITERS[writer])
-    found = ckptcore.load(tmp_path / "theirs")
-    pair, moments = found["pair"], found["moments"]
+    restored = ckptcore.load(tmp_path / "theirs")
+    pair, moments = restored["pair"], restored["moments"]
     assert isinstance(pair, tuple) and pair[1] == 5 and np.array_equal(pair[0], state["pair"][0].numpy())
     assert np.array_equal(pair[2]["deep"][0], pair[0].T) and pair[2]["deep"][1].tolist() == [1, 1, 1]
     assert moments[0].shape == (0,) and np.array_equal(moments[1], pair[0]) and moments[2] == 3
@@ -356,5 +356,5 @@ def test_buffers_load_as_bytes_and_into_buffers(tmp_path: Path) -> None:
     torch.save([1, 2.5], buffer)
     saved({"state": {"blob": buffer, "empty": io.BytesIO()}}, tmp_path / "theirs")
     assert ckptcore.load(tmp_path / "theirs")["state"] == {"blob": buffer.getvalue(), "empty": b""}
-    found = ckptcore.load(tmp_path / "theirs", {"state": {"blob": io.BytesIO(), "empty": io.BytesIO()}})
-    assert torch.load(found["state"]["blob"]) == [1, 2.5]
+    restored = ckptcore.load(tmp_path / "theirs", {"state": {"blob": io.BytesIO(), "empty": io.BytesIO()}})
+    assert torch.load(restored["state"]["blob"]) == [1, 2.5]

@@ -72,8 +72,8 @@ def same(left: Any, right: Any) -> bool:
 @given(value=VALUES)
 def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
     data = pickle.dumps(value, protocol)
-    found, end = read_pickle(b"before" + data + b"after", key="k", start=6)
-    made = plain(found)
+    decoded, end = read_pickle(b"before" + data + b"after", key="k", start=6)
+    made = plain(decoded)
     if protocol < 3:  # below protocol 3 a set of bytes contains calls, so compare plain values
         assert made == value
     assert same(made, value)
@@ -175,24 +175,24 @@ def test_shared_values_stay_shared(protocol: int) -> None:
     inner: list[Any] = [1]
     pair = (inner, "x")
     call = Call(Global("m", "f"), (inner,), state={"s": pair}, appended=[pair], pairs=[("k", inner)])
-    found: Any = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")[0]
-    assert issubclass(type(found), list)
-    assert found[1] is found[2]
-    assert found[1][0] is found[0]
-    assert found[3] is found[4]
-    assert found[3].arguments[0] is found[0]
-    assert found[3].state["s"] is found[1]
-    assert found[3].appended[0] is found[1]
-    assert found[3].pairs[0][1] is found[0]
-    assert found[5]["a"] is found[0]
+    value: Any = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")[0]
+    assert issubclass(type(value), list)
+    assert value[1] is value[2]
+    assert value[1][0] is value[0]
+    assert value[3] is value[4]
+    assert value[3].arguments[0] is value[0]
+    assert value[3].state["s"] is value[1]
+    assert value[3].appended[0] is value[1]
+    assert value[3].pairs[0][1] is value[0]
+    assert value[5]["a"] is value[0]
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_values_that_contain_themselves_are_read(protocol: int) -> None:
     row: list[Any] = []
     row.append(row)
-    found = pickle.loads(write_pickle(row, protocol=protocol))
-    assert found[0] is found
+    decoded = pickle.loads(write_pickle(row, protocol=protocol))
+    assert decoded[0] is decoded
     for size in (1, 5):
         held: list[Any] = []
         pair = (held,) * size
@@ -233,11 +233,11 @@ def test_calls_survive_a_round_trip() -> None:
         keywords={"key": 2.5},
         new=True,
     )
-    found: Any = read_pickle(write_pickle(call, protocol=4), key="k")[0]
-    assert issubclass(type(found), Call)
-    assert found.function == call.function
-    assert (found.arguments, found.state, found.appended, found.pairs) == ((), {"a": 1}, call.appended, call.pairs)
-    assert (found.keywords, found.new) == (call.keywords, True)
+    value: Any = read_pickle(write_pickle(call, protocol=4), key="k")[0]
+    assert issubclass(type(value), Call)
+    assert value.function == call.function
+    assert (value.arguments, value.state, value.appended, value.pairs) == ((), {"a": 1}, call.appended, call.pairs)
+    assert (value.keywords, value.new) == (call.keywords, True)
     with pytest.raises(UnsupportedLeafError, match="keywords"):
         write_pickle(call, protocol=2)
 
@@ -257,10 +257,10 @@ def test_deep_values_are_written_and_read() -> None:
     for number in range(50_000):
         value = (value,) if number % 2 else [value]
     data = write_pickle(value, protocol=4)
-    found: Any = read_pickle(data, key="k")[0]
+    decoded: Any = read_pickle(data, key="k")[0]
     for _ in range(50_000):
-        found = found[0]
-    assert found == []
+        decoded = decoded[0]
+    assert decoded == []
     with pytest.raises(CorruptCheckpointError, match="deep"):
         tree_of(value, key="k", limit=10**6)
 
@@ -445,8 +445,8 @@ def test_damage_raises_an_error_or_gives_another_value(data: st.DataObject, valu
             case _ if len(good) > 1:
                 del good[place]
     try:
-        found, end = read_pickle(bytes(good), key="k")
+        decoded, end = read_pickle(bytes(good), key="k")
     except CorruptCheckpointError:
         return
     assert 0 < end <= len(good)
-    brief(found)
+    brief(decoded)

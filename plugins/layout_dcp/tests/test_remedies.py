@@ -335,5 +335,5 @@ def test_files_of_ranks_of_which_one_is_missing(tmp_path: Path) -> None:
     ):
         ckptcore.load(tmp_path / "step_2")
     assert same_value(ckptcore.load(tmp_path / "step_2" / "rank_2.pt", framework="torch")["w"], VALUES + 2)
-    found = ckptcore.load(tmp_path / "step_1", framework="torch")
-    assert all(same_value(found[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))
+    loaded = ckptcore.load(tmp_path / "step_1", framework="torch")
+    assert all(same_value(loaded[f"rank_{rank}.pt"]["w"], VALUES + rank) for rank in range(3))

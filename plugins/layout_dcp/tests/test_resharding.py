@@ -38,9 +38,9 @@ def _read_by_all(location: Path, state: Mapping[str, HostArray], grid: Grid) -> 
         boxes = {name: boxes_of(array.shape, grid)[rank] for name, array in state.items()}
         like = {name: Part(ArraySpec(array.shape, "int16"), boxes[name]) for name, array in state.items()}
         plan = FaultPlan()
-        found = ckptcore.load(place(location), like, context=counted(plan))
+        loaded = ckptcore.load(place(location), like, context=counted(plan))
         for name, array in state.items():
-            assert np.array_equal(found[name], array[boxes[name].slices]), (rank, name)
+            assert np.array_equal(loaded[name], array[boxes[name].slices]), (rank, name)
         nbytes = sum(box.size * 2 for box in boxes.values())
         needed, read = needed + nbytes, read + plan.bytes_read
         worst = max(worst, plan.bytes_read / nbytes)
@@ -85,20 +85,20 @@ def test_parts_of_rows_are_read_with_the_gaps_between_them(
     assert 1.9 <= ratio <= worst <= 2.01
 
 
-@pytest.mark.parametrize(("grid", "found"), [((2, 1), True), ((1, 4), True), ((4, 1), False)])
+@pytest.mark.parametrize(("grid", "is_detected"), [((2, 1), True), ((1, 4), True), ((4, 1), False)])
 def test_items_that_are_read_completely_are_verified(
-    tmp_path: Path, state: Mapping[str, HostArray], grid: Grid, *, found: bool
+    tmp_path: Path, state: Mapping[str, HostArray], grid: Grid, *, is_detected: bool
 ) -> None:
     """A wrong byte in a file of torch is found only if the request makes the load read the whole item."""
     save_torch(tmp_path / "c", {"q": state["q"]}, (2, 1))
     file = tmp_path / "c" / "__0_0.distcp"
-    with file.open("r+b") as opened:
-        opened.seek(1 << 20)
-        byte = opened.read(1)
-        opened.seek(1 << 20)
-        opened.write(bytes([byte[0] ^ 1]))
+    with file.open("r+b") as stream:
+        stream.seek(1 << 20)
+        byte = stream.read(1)
+        stream.seek(1 << 20)
+        stream.write(bytes([byte[0] ^ 1]))
     like = {"q": Part(ArraySpec(SHAPE, "int16"), boxes_of(SHAPE, grid)[0])}
-    with pytest.raises(ChecksumError, match="__0_0") if found else nullcontext():
+    with pytest.raises(ChecksumError, match="__0_0") if is_detected else nullcontext():
         ckptcore.load(place(tmp_path / "c"), like, context=counted(FaultPlan()))
 
 

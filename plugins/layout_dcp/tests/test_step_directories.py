@@ -126,10 +126,10 @@ def test_one_checkpointable_is_loaded_by_name_and_by_location(xorl_step: Path) -
 
 
 def test_metadata_of_several_checkpointables(xorl_step: Path) -> None:
-    found = ckptcore.metadata(xorl_step)
-    layouts = {name: told.layout for name, told in found.checkpointables.items()}
+    metadata = ckptcore.metadata(xorl_step)
+    layouts = {name: told.layout for name, told in metadata.checkpointables.items()}
     assert layouts == {"extra_state": "torch", "model": "dcp", "optimizer": "dcp", "scheduler.pt": "torch"}
-    assert not found.checkpointables.deleted and not found.checkpointables.unreadable and found.save_id is None
+    assert not metadata.checkpointables.deleted and not metadata.checkpointables.unreadable and metadata.save_id is None
 
 
 def test_a_reader_finds_steps_with_several_checkpointables(xorl_step: Path) -> None:
@@ -229,9 +229,9 @@ def test_unreadable_files_are_listed(xorl_step: Path, monkeypatch: pytest.Monkey
         raise UnsupportedLeafError("it holds a graph")
 
     monkeypatch.setattr(torch_files, "read_pickle", refused)
-    found = ckptcore.metadata(xorl_step)
-    assert list(found.checkpointables) == ["model", "optimizer"]
-    assert found.checkpointables.unreadable.keys() == {"extra_state", "scheduler.pt"}
+    metadata = ckptcore.metadata(xorl_step)
+    assert list(metadata.checkpointables) == ["model", "optimizer"]
+    assert metadata.checkpointables.unreadable.keys() == {"extra_state", "scheduler.pt"}
     assert ckptcore.load_checkpointables(xorl_step, ["model"])["model"]["n"] == 7
 
 

@@ -34,9 +34,9 @@ def _pickled(state: object) -> Value:
 
 
 def _tensor(state: object) -> StoredTensor:
-    found = stored_tensor(_pickled(state), key="file", path="w")
-    assert found is not None
-    return found
+    stored = stored_tensor(_pickled(state), key="file", path="w")
+    assert stored is not None
+    return stored
 
 
 def _storage(kind: str = "FloatStorage", count: object = 10, *more: Value) -> Persistent:
@@ -71,19 +71,19 @@ def _rebuild(
 )
 def test_shape_strides_and_offset_equal_those_of_torch(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    found = _tensor(tensor)
-    assert found.shape == tuple(tensor.shape)
-    assert found.strides == tensor.stride()
-    assert found.offset == tensor.storage_offset()
-    assert found.dtype == str(tensor.dtype).removeprefix("torch.")
-    assert found.itemsize == tensor.element_size()
-    assert found.requires_grad == tensor.requires_grad
-    assert found.is_contiguous == tensor.is_contiguous()
-    assert found.storage_bytes == tensor.untyped_storage().nbytes()
-    check_bounds(found, tensor.untyped_storage().nbytes(), key="file", path="w")
-    if found.span:
+    stored = _tensor(tensor)
+    assert stored.shape == tuple(tensor.shape)
+    assert stored.strides == tensor.stride()
+    assert stored.offset == tensor.storage_offset()
+    assert stored.dtype == str(tensor.dtype).removeprefix("torch.")
+    assert stored.itemsize == tensor.element_size()
+    assert stored.requires_grad == tensor.requires_grad
+    assert stored.is_contiguous == tensor.is_contiguous()
+    assert stored.storage_bytes == tensor.untyped_storage().nbytes()
+    check_bounds(stored, tensor.untyped_storage().nbytes(), key="file", path="w")
+    if stored.span:
         with pytest.raises(CorruptCheckpointError, match="ends? at byte"):
-            check_bounds(found, (found.offset + found.span) * found.itemsize - 1, key="file", path="w")
+            check_bounds(stored, (stored.offset + stored.span) * stored.itemsize - 1, key="file", path="w")
 
 
 def test_tensors_with_attributes_are_recognized() -> None:
@@ -99,19 +99,19 @@ def test_tensors_with_attributes_are_recognized() -> None:
 def test_bare_storages() -> None:
     assert _tensor(torch.ones(3).untyped_storage()).spec.shape == (12,)
     legacy = _storage("HalfStorage", 10, ("1", 4, 3))
-    found = stored_tensor(legacy, key="file", path="s")
-    assert found is not None and (found.dtype, found.shape, found.offset) == ("float16", (3,), 4)
+    stored = stored_tensor(legacy, key="file", path="s")
+    assert stored is not None and (stored.dtype, stored.shape, stored.offset) == ("float16", (3,), 4)
 
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="PyTorch before 2.8 has no float4")
 def test_dtypes_stored_as_raw_bytes() -> None:
-    found = _tensor(torch.empty(3, dtype=torch.float4_e2m1fn_x2))
-    assert (found.dtype, found.kind) == ("uint8", "torch.float4_e2m1fn_x2")
+    stored = _tensor(torch.empty(3, dtype=torch.float4_e2m1fn_x2))
+    assert (stored.dtype, stored.kind) == ("uint8", "torch.float4_e2m1fn_x2")
 
 
 def test_views_of_storages_before_torch_1_6() -> None:
-    found = stored_tensor(_rebuild(_storage("FloatStorage", 10, ("9", 4, 6)), 1, (2,)), key="file", path="w")
-    assert found is not None and found.offset == 5
+    stored = stored_tensor(_rebuild(_storage("FloatStorage", 10, ("9", 4, 6)), 1, (2,)), key="file", path="w")
+    assert stored is not None and stored.offset == 5
     for view in (("9", 5, 6), ("9", -1, 2), ("9", 1), "9", ("9", 1.0, 2)):
         with pytest.raises(CorruptCheckpointError):
             stored_tensor(_rebuild(_storage("FloatStorage", 10, view), 0, (2,)), key="file", path="w")

@@ -68,18 +68,18 @@ class _CountingStore(DirectoryReadStore):
 
 
 def _inspect(path: Path) -> Inspection:
-    found = TorchLayout().inspect(DirectoryReadStore(path.parent), path.name)
-    assert found is not None
-    return found
+    inspection = TorchLayout().inspect(DirectoryReadStore(path.parent), path.name)
+    assert inspection is not None
+    return inspection
 
 
-def _read(store: DirectoryReadStore, found: Inspection, items: Sequence[tuple[int, Box]]) -> list[HostArray]:
+def _read(store: DirectoryReadStore, inspection: Inspection, items: Sequence[tuple[int, Box]]) -> list[HostArray]:
     buffers: list[HostArray] = []
     for leaf, box in items:
-        record = found.tree.leaves[leaf]
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         buffers.append(np.empty(box.shape, record.spec.numpy_dtype))
-    index = TorchLayout().index(found.tree, found.state)
+    index = TorchLayout().index(inspection.tree, inspection.state)
     assert sorted(store.read_boxes(index, [ReadItem(leaf, box) for leaf, box in items], buffers)) == list(
         range(len(items))
     )
@@ -97,23 +97,23 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def _assert_same(found: Any, expected: Any) -> None:
+def _assert_same(actual: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, np.ndarray)
-        assert found.shape == tuple(expected.shape)
-        assert str(found.dtype) == str(expected.dtype).removeprefix("torch.")
-        assert found.tobytes() == _bits(expected)
+        assert isinstance(actual, np.ndarray)
+        assert actual.shape == tuple(expected.shape)
+        assert str(actual.dtype) == str(expected.dtype).removeprefix("torch.")
+        assert actual.tobytes() == _bits(expected)
     elif isinstance(expected, dict):
-        assert type(found) is type(expected)
-        assert list(found) == list(expected)
+        assert type(actual) is type(expected)
+        assert list(actual) == list(expected)
         for key, value in expected.items():
-            _assert_same(found[key], value)
+            _assert_same(actual[key], value)
     elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            _assert_same(one, other)
+        assert type(actual) is type(expected) and len(actual) == len(expected)
+        for leaf, other in zip(actual, expected, strict=True):
+            _assert_same(leaf, other)
     else:
-        assert type(found) is type(expected) and found == expected
+        assert type(actual) is type(expected) and actual == expected
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -124,8 +124,8 @@ def _tensors() -> dict[str, torch.Tensor]:
     )  # fmt: skip
     torch.manual_seed(0)
     base = torch.randn(6, 5) * 10
-    found = {str(dtype): base.abs().to(dtype) for dtype in dtypes}
-    found |= {
+    tensors = {str(dtype): base.abs().to(dtype) for dtype in dtypes}
+    tensors |= {
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
         "none": torch.empty(3, 0, dtype=torch.int32),
@@ -141,7 +141,7 @@ def _tensors() -> dict[str, torch.Tensor]:
         "bf16 transposed": torch.randn(3, 4).to(torch.bfloat16).T,
         "fp8 stepped": torch.randn(12).to(torch.float8_e4m3fn)[::3],
     }
-    return found
+    return tensors
 
 
 @_FORMATS
@@ -235,8 +235,8 @@ def test_a_directory_of_shards(tmp_path: Path) -> None:
     expected = first | {"b": second["b"]}
     _assert_same(_load(tmp_path), expected)
     _assert_same(_load(tmp_path / "pytorch_model.bin.index.json"), expected)
-    found = TorchLayout().inspect(DirectoryReadStore(tmp_path), None)
-    assert found is not None and dict(found.tree.aliases) == {2: 1}
+    inspection = TorchLayout().inspect(DirectoryReadStore(tmp_path), None)
+    assert inspection is not None and dict(inspection.tree.aliases) == {2: 1}
 
 
 @pytest.mark.parametrize(
@@ -275,13 +275,13 @@ def test_a_directory_with_only_pytorch_model_bin(tmp_path: Path) -> None:
 def test_a_box_of_an_array_reads_only_its_bytes(zipped: bool, tmp_path: Path) -> None:
     tensor = torch.arange(400_000.0).reshape(1000, 400)
     _save({"w": tensor, "t": tensor.T}, tmp_path / "m.pt", zipped)
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = _CountingStore(tmp_path)
     box = Box((10, 3), (12, 9))
-    (part,) = _read(store, found, [(0, box)])
+    (part,) = _read(store, inspection, [(0, box)])
     assert part.tobytes() == _bits(tensor[10:12, 3:9])
     assert store.got == 0 and store.tiles[0].checksum is None
-    (part,) = _read(store, found, [(1, Box((3, 10), (9, 12)))])
+    (part,) = _read(store, inspection, [(1, Box((3, 10), (9, 12)))])
     assert part.tobytes() == _bits(tensor[10:12, 3:9].T)
     assert 0 < store.got < 4 * 1000
 
@@ -289,16 +289,16 @@ def test_a_box_of_an_array_reads_only_its_bytes(zipped: bool, tmp_path: Path) ->
 def test_completely_read_arrays_are_verified(tmp_path: Path) -> None:
     tensor = torch.arange(1000.0)
     _save({"w": tensor, "v": tensor.reshape(10, 100), "u": tensor[3:]}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = _CountingStore(tmp_path)
     boxes = [(leaf, Box.whole(shape)) for leaf, shape in enumerate([(1000,), (10, 100), (997,)])]
-    _read(store, found, boxes)
+    _read(store, inspection, boxes)
     assert [tile.checksum is not None for tile in store.tiles] == [True, False, False]
     data = bytearray((tmp_path / "m.pt").read_bytes())
     data[data.index(np.float32(500).tobytes())] ^= 1
     (tmp_path / "m.pt").write_bytes(data)
     with pytest.raises(ChecksumError):
-        _read(store, found, boxes[:1])
+        _read(store, inspection, boxes[:1])
     with pytest.raises(ChecksumError) as caught:
         _load(tmp_path / "m.pt")
     assert caught.value.key == "m.pt"
@@ -342,13 +342,13 @@ def test_big_endian_files_load(tmp_path: Path) -> None:
     state = _tensors()
     _save(state, tmp_path / "m.pt")
     swapped: dict[str, bytes] = {"byteorder": b"big"}
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     data = (tmp_path / "m.pt").read_bytes()
     members = torch_members(read_zip(lambda start, stop: data[start:stop], 0, len(data), key="m.pt"))
     names = {member.start: name for name, member in members.items()}
-    state_json: Any = found.state
+    state_json: Any = inspection.state
     for leaf, storage, _, _ in state_json["arrays"]:
-        record = found.tree.leaves[leaf]
+        record = inspection.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)
         width = record.spec.numpy_dtype.itemsize // (2 if record.spec.dtype.startswith("complex") else 1)
         start, nbytes = state_json["storages"][storage][1:3]
@@ -403,9 +403,9 @@ def test_views_of_absurd_sizes_are_refused_in_little_memory(tmp_path: Path) -> N
     _save({"w": torch.ones(1).expand(1 << 20, 1 << 15)}, tmp_path / "m.pt")
     tracemalloc.start()
     try:
-        found = _inspect(tmp_path / "m.pt")
-        assert found is not None
-        assert "expand" in str(found.tree.leaves[0])
+        inspection = _inspect(tmp_path / "m.pt")
+        assert inspection is not None
+        assert "expand" in str(inspection.tree.leaves[0])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -447,13 +447,13 @@ def test_random_damage_raises_an_error_or_changes_numbers(zipped: bool, seed: in
         (tmp_path / "m.pt").write_bytes(data)
         store = DirectoryReadStore(tmp_path)
         try:
-            found = TorchLayout().inspect(store, "m.pt")
-            if found is None:
+            inspection = TorchLayout().inspect(store, "m.pt")
+            if inspection is None:
                 continue
-            for leaf, record in enumerate(found.tree.leaves):
+            for leaf, record in enumerate(inspection.tree.leaves):
                 if isinstance(record, ArrayRecord):
-                    _read(store, found, [(found.tree.aliases.get(leaf, leaf), Box.whole(record.spec.shape))])
-            _extents(found.tree, found.state)
+                    _read(store, inspection, [(inspection.tree.aliases.get(leaf, leaf), Box.whole(record.spec.shape))])
+            _extents(inspection.tree, inspection.state)
         except CheckpointError:
             continue
 
@@ -463,10 +463,10 @@ _NONSENSE: list[Any] = [None, -1, 1 << 70, True, "x", 1.5, [], {}]
 
 def test_hostile_states(tmp_path: Path) -> None:
     _save({"w": torch.arange(20.0).reshape(4, 5), "t": torch.arange(20.0).reshape(4, 5).T}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     store = DirectoryReadStore(tmp_path)
     boxes = [(0, Box.whole((4, 5))), (1, Box.whole((5, 4)))]
-    text = json.dumps(found.state)
+    text = json.dumps(inspection.state)
     places: list[tuple[Any, ...]] = [("files",), ("storages",), ("arrays",), ("files", 0)]
     places += [("storages", 0, column) for column in range(8)] + [
         ("arrays", row, column) for row in (0, 1) for column in range(4)
@@ -478,24 +478,24 @@ def test_hostile_states(tmp_path: Path) -> None:
             for step in place[:-1]:
                 inner = inner[step]
             inner[place[-1]] = nonsense
-            hostile = Inspection(found.tree, state, "")
+            hostile = Inspection(inspection.tree, state, "")
             try:
                 _read(store, hostile, boxes)
-                _extents(found.tree, state)
+                _extents(inspection.tree, state)
             except CheckpointError:
                 continue
     for state in _NONSENSE:
         with pytest.raises(CorruptCheckpointError):
-            _read(store, Inspection(found.tree, state, ""), boxes)
+            _read(store, Inspection(inspection.tree, state, ""), boxes)
 
 
 def test_an_impossible_stated_size_allocates_no_memory(tmp_path: Path) -> None:
     """A hostile root can state that a compressed storage expands to 1 TiB."""
     _save({"w": torch.zeros(1 << 16)}, tmp_path / "m.pt")
-    found = _inspect(tmp_path / "m.pt")
+    inspection = _inspect(tmp_path / "m.pt")
     extent = 1 << 38
-    tree = replace(found.tree, leaves=(ArrayRecord(ArraySpec((extent,), "float32")),))
-    state: Any = json.loads(json.dumps(found.state))
+    tree = replace(inspection.tree, leaves=(ArrayRecord(ArraySpec((extent,), "float32")),))
+    state: Any = json.loads(json.dumps(inspection.state))
     for compression, error in ((8, CorruptCheckpointError), (99, CorruptCheckpointError), (0, UnsupportedLeafError)):
         storage = state["storages"][0]
         storage[3], storage[6] = storage[2] if compression == 0 else extent * 4, compression

@@ -50,14 +50,14 @@ WITHOUT = sorted(set(DTYPE_NAMES) - set(DTYPES))
 
 def items_of(location: Path) -> dict[str, bytes]:
     """Return every item that ``.metadata`` lists, by name and offsets."""
-    found = {}
+    items = {}
     for index, place in metadata_of(location).storage_data.items():
         with (location / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
         assert len(data) == place.length
-        found[f"{index.fqn} at {index.offset}"] = data
-    return found
+        items[f"{index.fqn} at {index.offset}"] = data
+    return items
 
 
 def metadata_of(location: Path) -> Any:
@@ -100,10 +100,10 @@ def test_a_partial_save_of_several_sessions(tmp_path: Path) -> None:
         ckptcore.partial(tmp_path / "c", layout="dcp").save(given)
     ckptcore.partial(tmp_path / "c").finalize()
     like = loaded(tmp_path / "c", blank(state))
-    found = like.pop("tensors")
+    copies = like.pop("tensors")
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert bytes_of(found[name]) == bytes_of(tensor), name
+        assert copies[name].dtype == tensor.dtype and copies[name].shape == tensor.shape, name
+        assert bytes_of(copies[name]) == bytes_of(tensor), name
     assert_same(like, {name: child for name, child in state.items() if name != "tensors"})
     assert_whole_items(tmp_path / "c")
 
@@ -190,8 +190,8 @@ def test_tied_tensors_under_each_of_their_names(tmp_path: Path) -> None:
 def test_torch_loads_a_part_of_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
     part = {"model": {"layer": {"1": {"bias": torch.zeros(2)}}}, "step": 0}
-    found = loaded(tmp_path / "c", part)
-    assert_same(found, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
+    restored = loaded(tmp_path / "c", part)
+    assert_same(restored, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
     by_keys = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=tmp_path / "c")
     assert_same(by_keys, {"model": NESTED["model"], "step": 7})
     if Version(torch.__version__) >= Version("2.8"):  # older versions return an empty state
@@ -224,12 +224,12 @@ def test_a_model_and_its_optimizer_resume_with_equal_losses(tmp_path: Path, kind
     ckptcore.save(tmp_path / "c", state, layout="dcp")
     expected = trained(net, optimizer, 9)
     other, its_optimizer = make(1)
-    found = loaded(
+    restored = loaded(
         tmp_path / "c",
         {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its_optimizer)},
     )
-    set_model_state_dict(other, found["model"])
-    set_optimizer_state_dict(other, its_optimizer, found["optimizer"])
+    set_model_state_dict(other, restored["model"])
+    set_optimizer_state_dict(other, its_optimizer, restored["optimizer"])
     assert trained(other, its_optimizer, 9) == expected
 
 
@@ -261,13 +261,13 @@ def test_torch_loads_arrays_of_numpy_and_jax(tmp_path: Path) -> None:
         "sharded": torch.zeros(64, 6),
         "epoch": None,
     }
-    found = loaded(tmp_path / "c", like)
-    assert found["numpy"].tolist() == [0, 2, 4, 6, 8]
-    assert found["big endian"].tolist() == [0, 1, 2, 3, 4]
-    assert np.array_equal(found["fortran"].numpy(), state["fortran"])
-    assert found["jax"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert np.array_equal(found["sharded"].numpy(), whole)
-    assert found["epoch"] == 3
+    restored = loaded(tmp_path / "c", like)
+    assert restored["numpy"].tolist() == [0, 2, 4, 6, 8]
+    assert restored["big endian"].tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(restored["fortran"].numpy(), state["fortran"])
+    assert restored["jax"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.array_equal(restored["sharded"].numpy(), whole)
+    assert restored["epoch"] == 3
 
 
 @pytest.mark.parametrize("dtype", WITHOUT)
@@ -334,8 +334,8 @@ def test_torch_loads_each_of_several_checkpointables(tmp_path: Path) -> None:
         tmp_path / "c", {"model": net, "optimizer": optimizer, "extra": {"step": 3, "w": np.ones(2)}}, layout="dcp"
     )
     model = net.state_dict()
-    found = loaded(tmp_path / "c" / "model", {name: torch.zeros_like(tensor) for name, tensor in model.items()})
-    assert_same(found, dict(model))
+    restored = loaded(tmp_path / "c" / "model", {name: torch.zeros_like(tensor) for name, tensor in model.items()})
+    assert_same(restored, dict(model))
     assert loaded(tmp_path / "c" / "extra", {"step": None})["step"] == 3
     stored = metadata_of(tmp_path / "c" / "optimizer").state_dict_metadata
     assert {"state.0.exp_avg", "param_groups.0.lr"} <= set(stored)

@@ -69,10 +69,10 @@ def test_other_leaves_can_be_loaded(name: str, tmp_path: Path) -> None:
     loaded = ckptcore.load(path, ckptcore.metadata(path).abstract)
     np.testing.assert_array_equal(loaded["list"][1], np.ones(2))
     assert loaded["odd"] is PLACEHOLDER
-    with ckptcore.open(path) as opened:
-        assert opened["w"][1] == 1
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint["w"][1] == 1
         with pytest.raises(UnsupportedLeafError, match=r"odd: it cannot be loaded, because it was saved as a"):
-            opened["odd"]
+            checkpoint["odd"]
     contents = ckptcore.metadata(path).tree
     assert contents is not None
     assert [record.kind for record in contents.leaves].count(UNREADABLE) == 1
@@ -115,10 +115,10 @@ def test_the_remedy_for_a_copy_keeps_the_other_leaves(tmp_path: Path) -> None:
 def test_a_cycle_closes_only_the_container_that_has_it(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"
     torch.save({"w": torch.ones(2), "cycle": _cycle()}, path)
-    with ckptcore.open(path) as opened:
-        assert opened["w"][0] == 1
+    with ckptcore.open(path) as checkpoint:
+        assert checkpoint["w"][0] == 1
         with pytest.raises(UnsupportedLeafError, match="cycle/itself/again: .* a container that contains itself"):
-            opened["cycle"]["itself"]["again"]
+            checkpoint["cycle"]["itself"]["again"]
     loaded = ckptcore.load(path, {"w": torch.empty(2), "cycle": PLACEHOLDER})
     assert torch.equal(loaded["w"], torch.ones(2))
 
@@ -161,9 +161,9 @@ def test_values_of_dcp(tmp_path: Path) -> None:
             {"w": torch.ones(2), "n": 3, "odd": SimpleNamespace(tensor=torch.eye(3).to_sparse())},
             checkpoint_id=tmp_path / "c",
         )
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["n"] == 3
-        assert opened["w"][0] == 1
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["n"] == 3
+        assert checkpoint["w"][0] == 1
     with pytest.raises(UnsupportedLeafError, match="odd.* a sparse tensor"):
         ckptcore.load(tmp_path / "c")
 
@@ -201,10 +201,10 @@ def test_an_index_with_invalid_entries(name: str, tmp_path: Path) -> None:
     weight_map = {"a": "first.bin", "lost": file, "b": "second.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for location in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
-        with ckptcore.open(location) as opened:
-            assert opened["b"][0] == 1
+        with ckptcore.open(location) as checkpoint:
+            assert checkpoint["b"][0] == 1
             with pytest.raises(CorruptCheckpointError, match=f"lost: it cannot be loaded, because .*{message}"):
-                opened["lost"]
+                checkpoint["lost"]
         assert ckptcore.metadata(location).unused == {"first.bin": ["b"]}
     loaded = ckptcore.load(tmp_path, {"a": torch.empty(2), "b": torch.empty(2), "lost": PLACEHOLDER})
     assert torch.equal(loaded["b"], torch.ones(2))
@@ -224,10 +224,10 @@ def test_a_file_without_the_elements_of_one_tensor(tmp_path: Path) -> None:
         for name in whole.namelist():
             if not name.endswith("data/1"):
                 part.writestr(name, whole.read(name))
-    with ckptcore.open(tmp_path / "state.pt") as opened:
-        assert opened["w"][0] == 1
+    with ckptcore.open(tmp_path / "state.pt") as checkpoint:
+        assert checkpoint["w"][0] == 1
         with pytest.raises(CorruptCheckpointError, match="lost.* has no elements: the storage '1' is missing"):
-            opened["lost"]
+            checkpoint["lost"]
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "state.pt").problems] == [("lost",)]
 
 
@@ -244,9 +244,9 @@ def _save_in_files(directory: Path, **entries: Any) -> dict[str, Path]:
 def _assert_others_are_readable(
     directory: Path, error: type[Exception], message: str, *, names: set[str], damaged: bool
 ) -> None:
-    with ckptcore.open(directory) as opened:
-        assert opened["a"][2] == 2
-        assert set(opened) == {*names, "lost"}
+    with ckptcore.open(directory) as checkpoint:
+        assert checkpoint["a"][2] == 2
+        assert set(checkpoint) == {*names, "lost"}
     assert ckptcore.metadata(directory).tree is not None
     assert ckptcore.load(directory, select=~select.names("lost")).keys() == names
     with pytest.raises(error, match=message):

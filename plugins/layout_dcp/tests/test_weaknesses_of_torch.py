@@ -54,8 +54,8 @@ def flipped(path: Path, position: int, bit: int = 0) -> None:
 def places(location: Path, name: str) -> tuple[Path, int, int]:
     """Return the file, the offset and the length of an item."""
     stored = dcp.FileSystemReader(location).read_metadata().storage_data
-    ((_, found),) = ((index, found) for index, found in stored.items() if index.fqn == name)
-    return location / found.relative_path, found.offset, found.length
+    ((_, info),) = ((index, info) for index, info in stored.items() if index.fqn == name)
+    return location / info.relative_path, info.offset, info.length
 
 
 # --- failed writes ----------------------------------------------------------------------------------------------------
@@ -211,11 +211,11 @@ def test_a_flipped_bit_anywhere_never_changes_the_result(
     for position in range(0, size, 1 + size // 400):
         flipped(path, position, position % 8)
         try:
-            found = ckptcore.load(location, state)
+            restored = ckptcore.load(location, state)
         except CheckpointError:
             seen += 1
         else:
-            assert_same(found, state, f"byte {position}")
+            assert_same(restored, state, f"byte {position}")
         flipped(path, position, position % 8)
     assert seen > 10
 
@@ -228,11 +228,11 @@ def test_a_flipped_bit_of_a_compressed_item_is_found(tmp_path: Path) -> None:
         position = offset + length * number // 100
         flipped(path, position, number % 8)
         try:
-            found = ckptcore.load(location)["w"]
+            restored = ckptcore.load(location)["w"]
         except CorruptCheckpointError:
             seen += 1
         else:
-            assert found.tobytes() == bytes_of(tensor)  # this bit does not affect the elements
+            assert restored.tobytes() == bytes_of(tensor)  # this bit does not affect the elements
         flipped(path, position, number % 8)
     assert seen > 90
     assert ckptcore.load(location)["w"].tobytes() == bytes_of(tensor)
@@ -334,8 +334,8 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     saved({"w": torch.ones(2), "bad": _Runs(mark)}, tmp_path / "c")
     assert not mark.exists()
-    found = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2), "bad": ckptcore.PLACEHOLDER})
-    assert_same(found["w"], torch.ones(2))
+    restored = ckptcore.load(tmp_path / "c", {"w": torch.zeros(2), "bad": ckptcore.PLACEHOLDER})
+    assert_same(restored["w"], torch.ones(2))
     try:
         ckptcore.load(tmp_path / "c")
         ckptcore.verify(tmp_path / "c")
@@ -360,10 +360,10 @@ def test_values_of_classes_that_torch_pickles_by_name(tmp_path: Path) -> None:
         "numpy": np.float32(1.5),
     }
     saved(dict(state), tmp_path / "c")
-    found = ckptcore.load(tmp_path / "c")
-    assert found["w"].tolist() == [1] and found["ordered"] == {"a": 1} and found["numpy"] == 1.5
-    assert tuple(found["size"]) == (2, 3)
-    assert set(found) == set(state)
+    restored = ckptcore.load(tmp_path / "c")
+    assert restored["w"].tolist() == [1] and restored["ordered"] == {"a": 1} and restored["numpy"] == 1.5
+    assert tuple(restored["size"]) == (2, 3)
+    assert set(restored) == set(state)
 
 
 # --- state of each process --------------------------------------------------------------------------------------------
@@ -387,10 +387,10 @@ def test_the_state_of_each_process_is_restored(tmp_path: Path) -> None:
         return ckptcore.load_checkpointables(location, wanted, context=context)
 
     ThreadJob(size, timeout_seconds=30).run(save)
-    for rank, found in enumerate(run_ranks(size, load, timeout_seconds=30)):
-        assert found["model"]["w"].tolist() == [0, 1, 2, 3, 4]
-        assert found["data"]["position"] == 10 * rank
-        assert found["data"]["seed"].tolist() == [rank] * (rank + 1)
+    for rank, restored in enumerate(run_ranks(size, load, timeout_seconds=30)):
+        assert restored["model"]["w"].tolist() == [0, 1, 2, 3, 4]
+        assert restored["data"]["position"] == 10 * rank
+        assert restored["data"]["seed"].tolist() == [rank] * (rank + 1)
     assert ckptcore.verify(location).ok
     assert_same(loaded(location / "model", {"w": torch.zeros(5).double()}), {"w": torch.arange(5.0).double()})
     own = [location / f"data.rank_{rank}" for rank in range(size)]

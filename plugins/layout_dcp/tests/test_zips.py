@@ -51,10 +51,10 @@ def _python_zip(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED
 
 def _assert_as_zipfile(data: bytes, start: int = 0, stop: int | None = None) -> None:
     stop = len(data) if stop is None else stop
-    found = _read(data, start, stop)
+    members = _read(data, start, stop)
     with zipfile.ZipFile(io.BytesIO(data[start:stop])) as archive:
-        assert list(found) == archive.namelist()
-        for name, member in found.items():
+        assert list(members) == archive.namelist()
+        for name, member in members.items():
             expected = archive.read(name)
             assert read_member(_Object(data).fetch, member, key="file") == expected
             if member.compression == STORED:
@@ -82,16 +82,16 @@ def test_a_zip_between_other_bytes() -> None:
 
 def test_a_long_file_of_torch_takes_few_requests() -> None:
     data = _saved(20_000, 40)
-    found = _Object(data)
-    read_zip(found.fetch, 0, len(data), key="file")
-    assert len(found.requests) <= 2
-    assert sum(stop - start for start, stop in found.requests) < 50_000
+    zipped = _Object(data)
+    read_zip(zipped.fetch, 0, len(data), key="file")
+    assert len(zipped.requests) <= 2
+    assert sum(stop - start for start, stop in zipped.requests) < 50_000
 
 
 def test_a_short_zip_takes_one_request() -> None:
-    found = _Object(_saved(10))
-    read_zip(found.fetch, 0, len(found.data), key="file")
-    assert len(found.requests) == 1
+    zipped = _Object(_saved(10))
+    read_zip(zipped.fetch, 0, len(zipped.data), key="file")
+    assert len(zipped.requests) == 1
 
 
 def test_data_descriptors_of_torch_are_found() -> None:

@@ -41,19 +41,19 @@ class _Identity:
 
     def get_token(self, scope: str) -> _Token:
         assert scope == "https://storage.azure.com/.default"
-        found = self.tokens.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        token = self.tokens.pop(0)
+        if isinstance(token, Exception):
+            raise token
+        return token
 
 
 @pytest.fixture
 def identity(monkeypatch: pytest.MonkeyPatch) -> _Identity:
-    found = _Identity()
-    monkeypatch.setattr("azure.identity.DefaultAzureCredential", found)
+    credential = _Identity()
+    monkeypatch.setattr("azure.identity.DefaultAzureCredential", credential)
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
-    return found
+    return credential
 
 
 def _open(endpoint: str, **options: Any) -> StorageBackend:

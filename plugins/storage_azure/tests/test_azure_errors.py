@@ -137,8 +137,8 @@ class _Copies:
             self.put_id = request.headers["x-ms-meta-ckptcoreput"]
             return Reply(0) if self.lose else Reply(202, b"", {**DATE, "x-ms-copy-status": self.states.pop(0)})
         if request.method == "HEAD":
-            found = {"x-ms-copy-id": "id", "x-ms-meta-ckptcoreput": self.answers_as or self.put_id}
-            return Reply(200, b"", {**DATE, **found, "x-ms-copy-status": self.states.pop(0)})
+            headers = {"x-ms-copy-id": "id", "x-ms-meta-ckptcoreput": self.answers_as or self.put_id}
+            return Reply(200, b"", {**DATE, **headers, "x-ms-copy-status": self.states.pop(0)})
         return Reply(202 if request.method == "DELETE" else 201, b"", DATE)
 
 
@@ -151,9 +151,14 @@ def test_an_upload_ends_after_its_copy_is_complete(lose: bool) -> None:
         writer.write_at(0, bytes(6 << 20))
         writer.finish()
         assert not copies.states
-        [source] = {one.headers["x-ms-copy-source"] for one in stub.asked if "x-ms-copy-source" in one.headers}
+        [source] = {
+            request.headers["x-ms-copy-source"] for request in stub.asked if "x-ms-copy-source" in request.headers
+        }
         assert source.startswith(f"{stub.url}/box/run/a.ckptcore-upload-") and source.endswith("Signature%3D")
-        assert next(one.headers["if-none-match"] for one in stub.asked if "x-ms-copy-source" in one.headers) == "*"
+        assert (
+            next(request.headers["if-none-match"] for request in stub.asked if "x-ms-copy-source" in request.headers)
+            == "*"
+        )
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -165,7 +170,7 @@ def test_a_failed_copy_leaves_no_object(is_ours: bool) -> None:
         copies.answers_as = "" if is_ours else "another's"
         with pytest.raises(StorageError, match="az://box/run/a: .*the copy of run/a.*is failed"):
             writer.finish()
-        deleted = [one.headers["if-match"] for one in stub.asked if one.method == "DELETE"]
+        deleted = [request.headers["if-match"] for request in stub.asked if request.method == "DELETE"]
         assert deleted == ([DATE["etag"]] if is_ours else []), "what the copy left, and no blob of another save"
 
 
@@ -176,9 +181,9 @@ def test_a_copy_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) 
         writer.write_at(0, bytes(6 << 20))
         with pytest.raises(StorageError, match="the copy of run/a.*is pending"):
             writer.finish()
-        [aborted] = [one for one in stub.asked if one.headers.get("x-ms-copy-action") == "abort"]
+        [aborted] = [request for request in stub.asked if request.headers.get("x-ms-copy-action") == "abort"]
         assert aborted.query["copyid"] == "id" and aborted.path == "/box/run/a"
-        assert [one.path for one in stub.asked if one.method == "DELETE"] == ["/box/run/a"]
+        assert [request.path for request in stub.asked if request.method == "DELETE"] == ["/box/run/a"]
 
 
 def test_deletions_with_a_signature_are_retried_by_key() -> None:

@@ -24,21 +24,21 @@ CONNECTION = f"DefaultEndpointsProtocol=https;AccountName=team;AccountKey={KEY};
 def _settings(
     options: Mapping[str, JSON], environment: Mapping[str, str], host: str = ""
 ) -> tuple[str, str, tuple[str, str] | None]:
-    found: Settings = settings_of("box", options, host=host, environment=environment)
-    credential = found.credential
-    return found.account, found.endpoint, None if credential is None else (credential.kind, credential.secret)
+    settings: Settings = settings_of("box", options, host=host, environment=environment)
+    credential = settings.credential
+    return settings.account, settings.endpoint, None if credential is None else (credential.kind, credential.secret)
 
 
 @pytest.mark.parametrize("scheme", ["abfs", "abfss", "az", "azure"])
 @pytest.mark.parametrize("host", ["", "@team.dfs.core.windows.net", "@team.blob.core.windows.net"])
 def test_urls(scheme: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "team")
-    opened = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
-    assert isinstance(opened, ObjectStoreDirectory)
-    assert repr(opened) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
+    storage = installed_plugins().storage(scheme)(f"{scheme}://box{host}/runs/1", StorageOptions(config={}))
+    assert isinstance(storage, ObjectStoreDirectory)
+    assert repr(storage) == f"ObjectStoreDirectory('{scheme}://box{host}/runs/1/')", (
         "errors name the URL as it was given"
     )
-    assert opened.bucket.service.bucket_url == f"{TEAM}/box"
+    assert storage.bucket.service.bucket_url == f"{TEAM}/box"
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_account_endpoint_and_credential(
     ],
 )  # fmt: skip
 def test_hosts_and_containers(url: str, options: Mapping[str, JSON], expected: str) -> None:
-    opened = AzurePlugin().open(url, StorageOptions(config=options))
-    assert isinstance(opened, ObjectStoreDirectory)
-    assert opened.bucket.service.bucket_url == expected
+    storage = AzurePlugin().open(url, StorageOptions(config=options))
+    assert isinstance(storage, ObjectStoreDirectory)
+    assert storage.bucket.service.bucket_url == expected
 
 
 @pytest.mark.parametrize(

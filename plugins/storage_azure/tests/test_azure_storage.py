@@ -32,9 +32,9 @@ class OnAzurite:
     def open(self, directory: str) -> ObjectStoreDirectory:
         """Return the directory with this name in the container."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = self.plugin.open(f"az://{self.container}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = self.plugin.open(f"az://{self.container}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
 
 class TestAzurite(OnAzurite, StorageBackendTests):

@@ -52,8 +52,8 @@ class HubHandler(RangesHandler):
             self._answer(404, b"{}")
             return
         asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-        found = [Path(self.directory, path) for path in asked if Path(self.directory, path).exists()]
-        self._send([self._entry(path) for path in found])
+        paths = [Path(self.directory, path) for path in asked if Path(self.directory, path).exists()]
+        self._send([self._entry(path) for path in paths])
 
     def _tree(self, directory: str) -> None:
         top = Path(self.directory, directory)

@@ -131,6 +131,6 @@ def test_checkpoints_are_copied_to_fsspec_and_back(marked: Place, tmp_path: Path
 
 
 def _expect(location: str, context: ckptcore.Context) -> None:
-    found = ckptcore.load(location, context=context)
-    np.testing.assert_array_equal(found["w"], STATE["w"])
-    assert found["step"] == 7
+    loaded = ckptcore.load(location, context=context)
+    np.testing.assert_array_equal(loaded["w"], STATE["w"])
+    assert loaded["step"] == 7

@@ -144,7 +144,7 @@ def test_unfinished_uploads_of_a_failed_writer_are_aborted(gcs: StrictGcs, uploa
     assert _open(gcs, uploads=uploads).abort_uploads("") == 1
     with pytest.raises(StorageError):
         abandoned.finish()
-    assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
+    assert [stored.name for stored in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/kept"]
     assert gcs.service.buckets.part_uploads == {}
 
 
@@ -178,7 +178,7 @@ def test_many_parts_are_composed_in_steps(gcs: StrictGcs) -> None:
     tags = {number: upload.put_part(number, b"%05d" % number) for number in range(1, 1 + 32 * 2 + 3)}
     upload.complete(tags, if_absent=True)
     assert storage.get("many") == b"".join(b"%05d" % number for number in sorted(tags))
-    assert [found.name for found in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/many"]
+    assert [stored.name for stored in gcs.service.buckets.list("bucket", limit=9).objects] == ["run/many"]
     assert sum("compose" in request for request in gcs.requests) == 4
 
 

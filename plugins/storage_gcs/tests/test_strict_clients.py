@@ -40,7 +40,7 @@ def test_obstore_reads_what_it_put(store: GCSStore, name: str) -> None:
     assert bytes(obstore.get(store, name).bytes()) == b"0123456789"
     assert bytes(obstore.get_range(store, name, start=3, end=5)) == b"34"
     assert obstore.head(store, name)["size"] == 10
-    assert [found["path"] for page in obstore.list(store) for found in page] == [name]
+    assert [stored["path"] for page in obstore.list(store) for stored in page] == [name]
     obstore.delete(store, name)
     with pytest.raises(FileNotFoundError):
         obstore.get(store, name)
@@ -71,10 +71,10 @@ def test_obstore_lists_a_level_at_a_time_and_in_pages(store: GCSStore, gcs: Stri
     names = [f"d{number % 3}/{number:04d}" for number in range(1100)] + ["top"]
     for name in names:
         obstore.put(store, name, b"", use_multipart=False)
-    assert sorted(found["path"] for page in obstore.list(store) for found in page) == sorted(names)
+    assert sorted(stored["path"] for page in obstore.list(store) for stored in page) == sorted(names)
     level = obstore.list_with_delimiter(store)
     assert level["common_prefixes"] == ["d0", "d1", "d2"]
-    assert [found["path"] for found in level["objects"]] == ["top"]
+    assert [stored["path"] for stored in level["objects"]] == ["top"]
     assert sum("list-type=2" in request for request in gcs.requests) == 3
 
 
@@ -139,7 +139,7 @@ def test_googles_library_supports_conditions(client: storage.Client) -> None:
         bucket.copy_blob(blob, bucket, "composed", if_generation_match=0)
     with pytest.raises(PreconditionFailed):
         blob.delete(if_generation_match=1)
-    assert [found.name for found in client.list_blobs("bucket")] == ["a/b c", "composed", "resumable"]
+    assert [stored.name for stored in client.list_blobs("bucket")] == ["a/b c", "composed", "resumable"]
     assert next(iter(client.list_blobs("bucket", delimiter="/", max_results=1))).name == "composed"
     with client.batch():
         for name in ("a/b c", "composed", "resumable"):

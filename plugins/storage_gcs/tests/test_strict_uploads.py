@@ -106,8 +106,8 @@ def test_an_upload_of_two_parts_keeps_every_byte(gcs: StrictGcs, data: bytes) ->
         body = body[: -len(b"--mark--")] + b"--mork--"
     target = "/upload/storage/v1/b/bucket/o?uploadType=multipart"
     assert ask(gcs.url, "POST", target, body, content_type=content_type).status == 200
-    found = ask(gcs.url, "GET", "/bucket/a")
-    assert (found.body, found.headers["content-type"], found.headers["x-goog-meta-k"]) == (data, "text/plain", "v")
+    reply = ask(gcs.url, "GET", "/bucket/a")
+    assert (reply.body, reply.headers["content-type"], reply.headers["x-goog-meta-k"]) == (data, "text/plain", "v")
 
 
 def test_bytes_with_a_wrong_checksum_are_refused(gcs: StrictGcs) -> None:

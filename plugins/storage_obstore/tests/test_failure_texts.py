@@ -20,9 +20,9 @@ DNS = "HTTP error: error sending request\n\nDebug source:\n kind: Connect,\n (dn
 
 
 def test_an_error_text_that_contains_the_body_of_an_answer() -> None:
-    found = failure_of_text(NOT_FOUND, REFUSALS)
-    assert (found.kind, found.status, found.code) == (FailureKind.MISSING, 404, "NoSuchKey")
-    assert found.description == "404 NoSuchKey: The specified key does not exist."
+    failure = failure_of_text(NOT_FOUND, REFUSALS)
+    assert (failure.kind, failure.status, failure.code) == (FailureKind.MISSING, 404, "NoSuchKey")
+    assert failure.description == "404 NoSuchKey: The specified key does not exist."
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_an_error_text_that_contains_the_body_of_an_answer() -> None:
     ],
 )
 def test_error_texts_without_an_answer(text: str, kind: FailureKind) -> None:
-    found = failure_of_text(text, REFUSALS)
-    assert found.kind is kind
-    assert "\n" not in found.description and "Debug" not in found.description
+    failure = failure_of_text(text, REFUSALS)
+    assert failure.kind is kind
+    assert "\n" not in failure.description and "Debug" not in failure.description
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_error_texts_without_an_answer(text: str, kind: FailureKind) -> None:
     ],
 )
 def test_kinds_of_failures_in_answers(status: int, body: bytes, kind: FailureKind) -> None:
-    found = failure_of_response(status, body, REFUSALS)
-    assert found.kind is kind
+    failure = failure_of_response(status, body, REFUSALS)
+    assert failure.kind is kind
     assert len(failure_of_response(status, body * 1000, REFUSALS).description) < 1000
 
 

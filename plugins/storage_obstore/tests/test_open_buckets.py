@@ -40,8 +40,8 @@ def _gs() -> Callable[[int], ObjectStoreDirectory]:
 def test_buckets_with_old_credentials_are_released(
     opener: Callable[[], Callable[[int], ObjectStoreDirectory]],
 ) -> None:
-    opened = opener()
-    assert opened(0).bucket is opened(0).bucket
-    seen = [weakref.ref(opened(number).bucket) for number in range(200)]
+    open_with = opener()
+    assert open_with(0).bucket is open_with(0).bucket
+    seen = [weakref.ref(open_with(number).bucket) for number in range(200)]
     gc.collect()
     assert sum(bucket() is not None for bucket in seen) < 100

@@ -91,8 +91,10 @@ class HubGateway:
             return error_reply(501, "NotImplemented")
         if "uploads" in request.query:
             prefix = request.query.get("prefix", "")
-            found = [(key, name) for name, (key, _) in self.uploads.items() if key.startswith(prefix)]
-            items = [f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>" for key, name in found]
+            unfinished = [(key, name) for name, (key, _) in self.uploads.items() if key.startswith(prefix)]
+            items = [
+                f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>" for key, name in unfinished
+            ]
             return _xml("ListMultipartUploadsResult", [*items, "<IsTruncated>false</IsTruncated>"])
         if request.query.get("list-type") != "2" or request.query.get("delimiter", "/") != "/":
             return error_reply(501, "NotImplemented")
@@ -105,7 +107,9 @@ class HubGateway:
             else:
                 keys.append(key)
         items = [f"<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size></Contents>" for key in keys]
-        items += [f"<CommonPrefixes><Prefix>{escape(one)}</Prefix></CommonPrefixes>" for one in sorted(above)]
+        items += [
+            f"<CommonPrefixes><Prefix>{escape(directory)}</Prefix></CommonPrefixes>" for directory in sorted(above)
+        ]
         return _xml("ListBucketResult", [*items, "<IsTruncated>false</IsTruncated>"])
 
     def _of_upload(self, key: str, request: Request) -> Reply:

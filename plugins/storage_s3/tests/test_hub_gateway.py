@@ -31,8 +31,8 @@ def gateway() -> HubGateway:
 @pytest.fixture
 def stub(gateway: HubGateway) -> Iterator[StubServer]:
     """A server that answers like this gateway."""
-    with stub_server(gateway) as found:
-        yield found
+    with stub_server(gateway) as server:
+        yield server
 
 
 def context_of(stub: StubServer, io: IOOptions | None = None) -> ckptcore.Context:

@@ -54,7 +54,7 @@ def test_every_command(ministack: S3Server, directory: Path) -> None:
         for step in range(3):
             checkpointer.save(step, {"x": np.arange(300_000) + step})
     _json(ministack, "copy", directory / "run", f"{above}/run")
-    assert [found["state"] for found in _json(ministack, "ls", f"{above}/run")["checkpoints"]] == ["committed"] * 3
+    assert [row["state"] for row in _json(ministack, "ls", f"{above}/run")["checkpoints"]] == ["committed"] * 3
     assert _json(ministack, "inspect", f"{above}/run/1")["totals"]["arrays"] == 1
     assert _json(ministack, "verify", f"{above}/run/1")["ok"]
     assert _json(ministack, "diff", f"{above}/run/1", directory / "run" / "1")["same"]

@@ -277,8 +277,8 @@ class Objects:
             return Reply(200, data, headers)
         assert request.method == "PUT"
         wanted = request.headers.get("if-match")
-        found = None if self.held is None else self.held[1] if self.bare else f'"{self.held[1]}"'
-        if ("if-none-match" in request.headers and found) or (wanted is not None and wanted != found):
+        current = None if self.held is None else self.held[1] if self.bare else f'"{self.held[1]}"'
+        if ("if-none-match" in request.headers and current) or (wanted is not None and wanted != current):
             return error_reply(412, "PreconditionFailed")
         self.count += 1
         self.held = request.body, f"tag-{self.count}", request.headers["x-amz-meta-ckptcoreput"]

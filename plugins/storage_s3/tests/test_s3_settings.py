@@ -49,8 +49,8 @@ def place_of(bucket: str, options: Mapping[str, JSON]) -> Place:
 
 
 def test_default_settings() -> None:
-    found = place_of("bucket", {})
-    assert found == Place("https://s3.amazonaws.com", "https://bucket.s3.amazonaws.com", "us-east-1", None)
+    place = place_of("bucket", {})
+    assert place == Place("https://s3.amazonaws.com", "https://bucket.s3.amazonaws.com", "us-east-1", None)
     settings = settings_of("bucket", {})
     assert settings.credentials is None and not settings.anonymous
 
@@ -62,8 +62,8 @@ def test_options_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
     monkeypatch.setenv("AWS_CA_BUNDLE", "/bundle")
     assert place_of("bucket", {}) == Place("https://of-s3:9000", "https://of-s3:9000/bucket", "eu-west-1", "/bundle")
-    found = place_of("bucket", {"endpoint": "http://mine", "region": "here", "ca_bundle": "/other"})
-    assert found == Place("http://mine", "http://mine/bucket", "here", "/other")
+    place = place_of("bucket", {"endpoint": "http://mine", "region": "here", "ca_bundle": "/other"})
+    assert place == Place("http://mine", "http://mine/bucket", "here", "/other")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     assert place_of("bucket", {}).bucket_url == "https://bucket.s3.eu-west-1.amazonaws.com"
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
@@ -115,8 +115,8 @@ def test_files_determine_the_url_of_the_bucket(content: str, file: str, write: W
     else:
         url = HOSTS[content]
     write(**{file: content})
-    found = place_of("bucket", {})
-    assert found.bucket_url == url
+    place = place_of("bucket", {})
+    assert place.bucket_url == url
     seen: list[str] = []
     client = boto3.Session(aws_access_key_id="id", aws_secret_access_key="secret").client("s3")
 
@@ -157,11 +157,11 @@ def test_files_of_profiles(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert place_of("bucket", {}).region == "eu-north-1"
     assert place_of("bucket", {}).ca_bundle == "/of-config"
-    found = place_of("bucket", {"profile": "training"})
-    assert (found.region, found.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
+    place = place_of("bucket", {"profile": "training"})
+    assert (place.region, place.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
     assert S3Service(settings_of("bucket", {"profile": "training"})).prepare() == Credentials("id", "secret", "token")
     monkeypatch.setenv("AWS_PROFILE", "training")
-    assert place_of("bucket", {}) == found
+    assert place_of("bucket", {}) == place
 
 
 def open_bucket(**options: JSON) -> StorageBackend:
@@ -407,8 +407,8 @@ def test_opening_imports_nothing_heavy_and_makes_no_request() -> None:
         "from ckptcore_s3.plugin import PLUGIN\n"
         "config = {'endpoint': 'http://127.0.0.1:9', 'region': 'r', 'access_key_id': 'a', 'secret_access_key': 'b'}\n"
         "PLUGIN.open('s3://bucket/run', StorageOptions(config=config))\n"
-        "found = {name.partition('.')[0] for name in sys.modules} & {'obstore', 'boto3', 'botocore', 'urllib3'}\n"
-        "sys.exit(f'imported {found}' if found else 0)\n"
+        "heavy = {name.partition('.')[0] for name in sys.modules} & {'obstore', 'boto3', 'botocore', 'urllib3'}\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -421,9 +421,9 @@ def test_an_endpoint_with_a_password_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InvalidLocationError, match="contains a user or a password") as caught:
         open_bucket(endpoint="https://me:hidden@host")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:hidden@host")
-    with pytest.raises(StorageCredentialsError, match="contains a user or a password") as found:
+    with pytest.raises(StorageCredentialsError, match="contains a user or a password") as raised:
         open_bucket().get("a")
-    for error in (caught, found):
+    for error in (caught, raised):
         assert "hidden" not in str(error.value)
         assert "; set credentials with their own options" in str(error.value)
     options = {"endpoint": "https://host", "access_key_id": "me", "secret_access_key": "hidden"}

@@ -27,9 +27,9 @@ class OnMiniStack:
     def open(self, directory: str) -> ObjectStoreDirectory:
         """Return the directory with this name in the bucket."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
 
 class TestMiniStack(OnMiniStack, StorageBackendTests):
@@ -63,9 +63,9 @@ class TestMoto(StorageBackendTests):
     def open(self, directory: str) -> ObjectStoreDirectory:
         """Return the directory with this name in the bucket."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        opened = S3Plugin().open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
-        assert isinstance(opened, ObjectStoreDirectory)
-        return opened
+        storage = S3Plugin().open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
 
     # moto checks a condition and stores the object in two steps, in threads without a lock (`moto.s3.responses`). So
     # concurrent requests are tested only on MiniStack. Here the clients run one after the other.

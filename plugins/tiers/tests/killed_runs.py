@@ -94,5 +94,5 @@ def kill_at(near: Path, far: Path, at: int, told: Path) -> int | None:
 def count_requests(near: Path, far: Path, told: Path) -> int:
     """Run the process without a kill, and return the number of operations."""
     assert kill_at(near, far, -1, told) == 0
-    found: int = json.loads(told.read_text())
-    return found
+    count: int = json.loads(told.read_text())
+    return count

@@ -49,11 +49,11 @@ def _save(steps: Sequence[int]) -> Any:
 
 
 def _loaded(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
-    found = run.load_into({**replicated(-1, rank, len(HOSTS)), **empty(rank, len(HOSTS))})
-    step = int(found["step"])
-    for array in (found["model"]["weight"], found["model"]["bias"], found["count"], found["tall"]):
+    loaded = run.load_into({**replicated(-1, rank, len(HOSTS)), **empty(rank, len(HOSTS))})
+    step = int(loaded["step"])
+    for array in (loaded["model"]["weight"], loaded["model"]["bias"], loaded["count"], loaded["tall"]):
         assert (array == step).all()
-    (shard,) = found["w"].shards
+    (shard,) = loaded["w"].shards
     assert (shard.elements == step).all()
     return step
 
@@ -111,8 +111,8 @@ def test_copies_of_several_checkpointables(tmp_path: Path, far: str) -> None:
         assert run.save_checkpointables(1, own) is not None
 
     def load(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
-        found = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
-        assert (found["model"]["weight"] == 1).all() and (found["mine"]["rank"] == rank).all()
+        loaded = run.load_checkpointables(abstract={"model": None, "mine": ckptcore.PerProcess(None)})
+        assert (loaded["model"]["weight"] == 1).all() and (loaded["mine"]["rank"] == rank).all()
 
     job(tmp_path, far, save, **_options(tier=_NEVER))
     job(tmp_path, far, load, **_options(tier=_NEVER))
@@ -178,9 +178,9 @@ def test_a_failed_plan_on_one_rank_fails_the_save_on_all(
         return planned(self, rank, size, save_id)
 
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> str:
-        with pytest.raises((RankFailedError, ValueError)) as found:
+        with pytest.raises((RankFailedError, ValueError)) as raised:
             run.save(1, replicated(1, rank, 4))
-        return type(found.value).__name__
+        return type(raised.value).__name__
 
     monkeypatch.setattr(TreeDescription, "plan", plan)
     assert job(tmp_path, far, work, **_options()) == ["RankFailedError"] * 3 + ["ValueError"]

@@ -85,10 +85,10 @@ def save(run: Checkpointer, steps: Sequence[int], rank: int, size: int = len(HOS
 def loaded_step(run: Checkpointer, rank: int, size: int = len(HOSTS), step: int | None = None) -> int:
     """Load a step into shards. Return the step that their elements name."""
     target = empty(rank, size)
-    found = run.load_into(target, step=step)
-    (shard,) = found["w"].shards
-    assert (shard.elements == found["step"]).all()
-    return int(found["step"])
+    loaded = run.load_into(target, step=step)
+    (shard,) = loaded["w"].shards
+    assert (shard.elements == loaded["step"]).all()
+    return int(loaded["step"])
 
 
 def steps_on(place: Path, host: int) -> list[int]:
@@ -101,10 +101,10 @@ def test_each_host_has_its_part_and_the_far_tier_has_all(tmp_path: Path, far: st
         save(run, [1, 2, 3], rank)
         tiers.wait_for_uploads(60)
         before = len(watch.operations)
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         read = [operation for operation in watch.operations[before:] if operation.name.startswith("get_into")]
         assert not read, "from the far tier"
-        return found
+        return step
 
     assert job(tmp_path, far, work) == [3] * 4
     assert steps_on(tmp_path, 0) == [2, 3] and steps_on(tmp_path, 1)[-2:] == [2, 3]
@@ -121,16 +121,16 @@ def test_several_checkpointables_on_hosts(tmp_path: Path, far: str) -> None:
         own = {"model": sharded(1, rank, 4), "mine": ckptcore.PerProcess({"rank": rank, "data": np.full(5, rank)})}
         assert run.save_checkpointables(1, own) is not None
         run.wait()
-        found = run.load_checkpointables(abstract={"mine": ckptcore.PerProcess(None)})
-        assert found["mine"]["rank"] == rank
+        loaded = run.load_checkpointables(abstract={"mine": ckptcore.PerProcess(None)})
+        assert loaded["mine"]["rank"] == rank
 
     job(tmp_path, far, work)
     shutil.rmtree(tmp_path / "host-1")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
-        found = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
-        assert found["mine"]["rank"] == rank and (found["mine"]["data"] == rank).all()
-        assert found["model"]["step"] == 1
+        loaded = run.load_checkpointables(abstract={"model": empty(rank, 4), "mine": ckptcore.PerProcess(None)})
+        assert loaded["mine"]["rank"] == rank and (loaded["mine"]["data"] == rank).all()
+        assert loaded["model"]["step"] == 1
 
     job(tmp_path, far, resume)
 
@@ -140,9 +140,9 @@ def test_all_hosts_load_the_far_copy_if_one_host_was_replaced(tmp_path: Path, fa
     shutil.rmtree(tmp_path / "host-1")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, list[int]]:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         save(run, [3], rank)
-        return found, list(run.steps)
+        return step, list(run.steps)
 
     assert job(tmp_path, far, resume) == [(2, [1, 2, 3])] * 4
     # Steps that only one host had are deleted once both hosts have a newer step.
@@ -155,11 +155,11 @@ def test_a_step_that_one_host_lacks_does_not_exist_without_a_far_copy(tmp_path: 
     shutil.rmtree(Path(near_of(tmp_path, 1)) / "2")
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> tuple[int, tuple[int, ...]]:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         before = run.steps
         save(run, [2], rank)  # the save replaces the part that one host has
         assert loaded_step(run, rank) == 2
-        return found, before
+        return step, before
 
     assert job(tmp_path, far, resume) == [(1, (1,))] * 4
 
@@ -196,9 +196,9 @@ def test_all_hosts_load_the_far_copy_if_one_has_a_damaged_file(tmp_path: Path, f
     flip(near, next(key for key in keys_of(near, "2") if key.endswith(".safetensors")))
 
     def resume(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> int:
-        found = loaded_step(run, rank)
+        step = loaded_step(run, rank)
         assert run.skipped_steps == ()
-        return found
+        return step
 
     assert job(tmp_path, far, resume) == [2] * 4
 
@@ -230,8 +230,8 @@ def test_a_save_that_fails_on_one_host_is_committed_on_none(tmp_path: Path, far:
             return type(error).__name__
         return ""
 
-    found = job(tmp_path, far, work)
-    assert found[:3] == [RankFailedError.__name__] * 3 and found[3] == "UnsupportedLeafError"
+    errors = job(tmp_path, far, work)
+    assert errors[:3] == [RankFailedError.__name__] * 3 and errors[3] == "UnsupportedLeafError"
     assert steps_on(tmp_path, 0) == steps_on(tmp_path, 1) == [1]
 
 

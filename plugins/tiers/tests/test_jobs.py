@@ -47,8 +47,8 @@ def test_the_leader_uploads_the_steps_of_all_ranks(near: str, far: str) -> None:
         run.reload()
         return list(run.steps)
 
-    found = job(far, NearTier(near, preservation_policy=LatestN(1)), work)
-    assert found == [[1, 2, 3, 4]] * SIZE
+    steps = job(far, NearTier(near, preservation_policy=LatestN(1)), work)
+    assert steps == [[1, 2, 3, 4]] * SIZE
     assert_is_step(CheckpointReader(far).load_checkpointables(4, ["model"])["model"], 4)
 
     shutil.rmtree(near)

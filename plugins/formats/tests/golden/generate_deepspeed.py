@@ -111,8 +111,8 @@ def train_and_save(case: dict[str, Any], directory: Path) -> None:
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 for kind in ("exp_avg", "exp_avg_sq"):
-                    found = safe_get_full_optimizer_state(parameter, kind)
-                    expected[f"{kind}/{name}"] = found.float().numpy()
+                    moment = safe_get_full_optimizer_state(parameter, kind)
+                    expected[f"{kind}/{name}"] = moment.float().numpy()
                 expected[f"fp32/{name}"] = safe_get_full_fp32_param(parameter).float().numpy()
     if engine.global_rank == 0:
         np.savez(directory.parent / f"{directory.name}.state.npz", **expected)

@@ -21,9 +21,9 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 
 def gather(self: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, data)
-    return dict(enumerate(found))
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, data)
+    return dict(enumerate(objects))
 
 
 DefaultMetadataManager._all_gather_pickled_data = gather  # type: ignore[method-assign]

@@ -97,9 +97,9 @@ def _save_missing(place: str, numbers: Sequence[int], layout: str) -> None:
 def _expect_whole(place: str, sessions: int) -> None:
     states = [partial_state(number) for number in range(sessions)]
     arrays = {name: array for state in states for name, array in state["arrays"].items()}
-    found = ckptcore.load(place)
-    assert set(found) == {key for state in states for key in state} and set(found["arrays"]) == set(arrays)
-    assert all(same_value(found["arrays"][name], array) for name, array in arrays.items())
+    loaded = ckptcore.load(place)
+    assert set(loaded) == {key for state in states for key in state} and set(loaded["arrays"]) == set(arrays)
+    assert all(same_value(loaded["arrays"][name], array) for name, array in arrays.items())
     assert ckptcore.verify(place).ok
     name = place.rpartition("/")[2]
     known = {f"{name}/{key}" for key in ("checkpoint.json", *ckptcore.metadata(place).objects)}
@@ -250,12 +250,12 @@ def test_one_of_two_concurrent_sessions_raises_an_error(scheme: str, tmp_path: P
         if saved == {0, 1}:
             told.add("second")
         _finalize(place, None)
-        found = ckptcore.load(place)["arrays"]
+        loaded = ckptcore.load(place)["arrays"]
         assert ckptcore.verify(place).ok
         expected = {f"array {number}" for number in saved if number != 77} | ({"array 1"} if 77 in saved else set())
-        assert set(found) == expected, f"interrupted at {operation}"
+        assert set(loaded) == expected, f"interrupted at {operation}"
         if 77 in saved:
-            assert np.array_equal(found["array 1"], np.full(50, 77))
+            assert np.array_equal(loaded["array 1"], np.full(50, 77))
     assert told == ({"first", "second"} if scheme == "file" else {"first"})
 
 

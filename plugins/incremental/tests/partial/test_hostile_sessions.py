@@ -91,8 +91,8 @@ def test_a_hostile_session_table_raises_only_checkpoint_errors(layout: str, tmp_
     data = store.get(row[5])
     head, receipts, rest = data.split(b"\n", 2)
     changes: list[bytes] = [
-        *[_line(one) + b"\n" + receipts + b"\n" + rest for one in tampered(json.loads(head), 150)],
-        *[head + b"\n" + _line(one) + b"\n" + rest for one in tampered(json.loads(receipts), 250)],
+        *[_line(altered) + b"\n" + receipts + b"\n" + rest for altered in tampered(json.loads(head), 150)],
+        *[head + b"\n" + _line(altered) + b"\n" + rest for altered in tampered(json.loads(receipts), 250)],
     ]
     rest_of_array = {"a": {"v": ckptcore.ShardedArray.part(np.ones(2), (2,), (4,), cuts=((2,),))}}
     objects = objects_at(place)
@@ -143,11 +143,11 @@ def _table_problems(place: str) -> dict[str, bytes | None]:
     data = store.get(json.loads(store.get("checkpoint.json"))["sessions"][0][5])
     head, receipts, rest = data.split(b"\n", 2)
     decoded = json.loads(receipts)
-    found: dict[str, bytes | None] = {"is missing, which lists the data": None, "is not a valid table of a": b"{}\n"}
+    problems: dict[str, bytes | None] = {"is missing, which lists the data": None, "is not a valid table of a": b"{}\n"}
     key = json.dumps(decoded).partition('.safetensors"')[0].rpartition('"')[2]
     assert key
     changed = receipts.replace(key.encode(), b"../" + key.encode())
-    return {**found, "has an invalid object name": head + b"\n" + changed + b"\n" + rest}
+    return {**problems, "has an invalid object name": head + b"\n" + changed + b"\n" + rest}
 
 
 @pytest.mark.parametrize("remedy", ["restore it from a copy", "remove this partial save, with all its sessions, by"])

@@ -128,7 +128,7 @@ def test_a_change_repeated_after_the_end_has_no_effect(name: str) -> None:
             quietly(answers.replays[number])
             context = storages.context()
             whole = range(sessions if name == "finalize" else sessions + 1)
-            expected = {key: array for one in whole for key, array in _state(one).items()}
+            expected = {key: array for session in whole for key, array in _state(session).items()}
             assert same_value(ckptcore.load(_PLACE, context=context), expected), answers.changes[number]
             assert ckptcore.verify(_PLACE, context=context).ok
 

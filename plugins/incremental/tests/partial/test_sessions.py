@@ -71,9 +71,9 @@ def test_sessions_give_the_checkpoint_of_one_save(layout: str, save: Callable[..
     }
     assert same_value(ckptcore.load(place), expected)
     assert ckptcore.verify(place).ok
-    found = ckptcore.metadata(place)
-    assert found.custom == {"run": 7} and found.layout == layout
-    assert set(objects_at(place)) == {"checkpoint.json", *found.objects}, "sessions left something"
+    metadata = ckptcore.metadata(place)
+    assert metadata.custom == {"run": 7} and metadata.layout == layout
+    assert set(objects_at(place)) == {"checkpoint.json", *metadata.objects}, "sessions left something"
     # A load cannot tell that sessions wrote the checkpoint: it requires every leaf.
     with pytest.raises(TreeMismatchError, match="optimizer"):
         ckptcore.load(place, {name: value for name, value in expected.items() if name != "optimizer"})
@@ -320,11 +320,11 @@ def test_safetensors_and_torch_load_a_partial_save(tmp_path: Path) -> None:
         ckptcore.partial(tmp_path / layout).finalize()
     index = json.loads((tmp_path / "safetensors" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == first.nbytes + second.nbytes
-    found = {
+    arrays = {
         name: safetensors.numpy.load_file(tmp_path / "safetensors" / key)[name]
         for name, key in index["weight_map"].items()
     }
-    assert same_value(found, {"model.w": first, "model.b": second})
+    assert same_value(arrays, {"model.w": first, "model.b": second})
     state = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int64)}, "step": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is a single process

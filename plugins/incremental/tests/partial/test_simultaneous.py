@@ -115,12 +115,12 @@ def _since_claim(task: _Task, directory: Path) -> Sequence[Operation]:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("task", "other"),
     [(_first, _second), (_first, _finalize), (_finalize, _first), (_finalize, _finalize)],
 )
-def test_only_one_of_two_tasks_that_read_the_same_root_succeeds(one: _Task, other: _Task, tmp_path: Path) -> None:
+def test_only_one_of_two_tasks_that_read_the_same_root_succeeds(task: _Task, other: _Task, tmp_path: Path) -> None:
     """The roots that they write must differ. If they were equal, each process would take the other root for its own."""
-    claim, *later = _since_claim(one, tmp_path)
+    claim, *later = _since_claim(task, tmp_path)
     numbers = range(claim.number + 1, later[-1].number + 8)  # a disturbed task needs more operations
     for begun, ended in itertools.product(_since_claim(other, tmp_path)[1:], numbers):
         place = _prepared(tmp_path)
@@ -132,8 +132,8 @@ def test_only_one_of_two_tasks_that_read_the_same_root_succeeds(one: _Task, othe
         done = []
         plan = _Between({claim.number: begin, ended: lambda paused=paused: paused[0].end()})  # type: ignore[misc]  # of a lambda
         try:
-            one(through(place), faulty_context(place, plan))
-            done.append(one)
+            task(through(place), faulty_context(place, plan))
+            done.append(task)
         except CheckpointError:
             pass
         paused[0].end()
@@ -148,9 +148,9 @@ def test_only_one_of_two_tasks_that_read_the_same_root_succeeds(one: _Task, othe
         expected = (
             {"before": 0.0} | ({"first": 1.0} if _first in done else {}) | ({"second": 2.0} if _second in done else {})
         )
-        found = ckptcore.load(place)
-        assert set(found) == set(expected), moment
-        assert all(np.array_equal(found[name], np.full(5000, value)) for name, value in expected.items()), moment
+        loaded = ckptcore.load(place)
+        assert set(loaded) == set(expected), moment
+        assert all(np.array_equal(loaded[name], np.full(5000, value)) for name, value in expected.items()), moment
         assert ckptcore.verify(place).ok, moment
 
 
@@ -169,7 +169,11 @@ def test_a_lost_session_does_not_abort_uploads_of_its_successor(sessions: int, t
 
     plan, place = FaultPlan(), prepared()
     _second(through(place), faulty_context(place, plan))
-    written = next(one.number for one in plan.operations if one.name == "put" and ".safetensors" in one.keys[0])
+    written = next(
+        operation.number
+        for operation in plan.operations
+        if operation.name == "put" and ".safetensors" in operation.keys[0]
+    )
     place = prepared()
     lost = _Paused(_second, place, written, StorageError("the test lets it fail"))
     save(through(place), faulty_context(place, _BeforeFinish(lost.end)))

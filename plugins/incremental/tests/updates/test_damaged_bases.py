@@ -57,9 +57,9 @@ def _renew(base: Path) -> None:
 def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "base", {"a": np.ones(1000), "c": np.ones(3)})
     ckptcore.save(tmp_path / "update", {"c": np.zeros(3)}, strategy=ckptcore.Update(tmp_path / "base"))
-    with ckptcore.open(tmp_path / "update") as opened:
+    with ckptcore.open(tmp_path / "update") as checkpoint:
         damage(tmp_path / "base")
-        looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: opened["a"][5:9]]
+        looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: checkpoint["a"][5:9]]
         for look in looks:
             with pytest.raises(CheckpointError) as caught:
                 look()
@@ -81,9 +81,9 @@ def test_arrays_of_bases_are_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
     ckptcore.save(tmp_path / "update", {"n": 1}, strategy=ckptcore.Update(tmp_path / "base"))
     taken: list[int] = []
 
-    def noting(opened: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
+    def noting(checkpoint: Checkpoint, leaf: int, spec: ArraySpec) -> HostArray:
         taken.append(spec.nbytes)
-        return allocate_for(opened, leaf, spec)
+        return allocate_for(checkpoint, leaf, spec)
 
     monkeypatch.setattr("ckptcore.inspection.verify.allocate_for", noting)
     report = ckptcore.verify(tmp_path / "update")
@@ -134,7 +134,11 @@ def test_a_failed_read_of_a_base_is_a_storage_error(tmp_path: Path) -> None:
         strategy=ckptcore.Update(through(f"{run}/0/1")),
         context=faulty_context(run, plan),
     )
-    looks = [one.number for one in plan.operations if one.name == "get" and one.keys[0].endswith("1/checkpoint.json")]
+    looks = [
+        operation.number
+        for operation in plan.operations
+        if operation.name == "get" and operation.keys[0].endswith("1/checkpoint.json")
+    ]
     assert len(looks) == 2, "when it is opened, and before the commit"
     for number in looks:
         failing = faulty_context(run, FaultPlan(FailAt(number, StorageError("the network is down"))))

@@ -128,8 +128,8 @@ def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
         store_at(f"{run}/3").put("checkpoint.json", sealed(forged))
         for context in (ckptcore.Context(), ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))):
             with suppress(CheckpointError):
-                found = ckptcore.load(f"{run}/3", context=context)
-                assert np.array_equal(found["a"], np.ones((2, 3))) and np.array_equal(found["c"], np.ones(7))
+                loaded = ckptcore.load(f"{run}/3", context=context)
+                assert np.array_equal(loaded["a"], np.ones((2, 3))) and np.array_equal(loaded["c"], np.ones(7))
             with suppress(CheckpointError):
                 ckptcore.verify(f"{run}/3", context=context)
         with suppress(CheckpointError):

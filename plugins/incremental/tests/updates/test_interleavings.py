@@ -72,12 +72,12 @@ def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]
     In each, part of the deletion runs first, then the update up to about its commit, then more of the deletion, and
     then the rest of the update.
     """
-    found = [
+    schedules = [
         (first, second, third)
         for first, second, third in itertools.product(range(deletion), range(update - 8, update), range(1, deletion))
         if first + third < deletion
     ]
-    return random.Random(0).sample(found, most)
+    return random.Random(0).sample(schedules, most)
 
 
 def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> tuple[bool, int, int]:

@@ -171,7 +171,9 @@ def test_a_deletion_without_permission_to_list_deletes_nothing(run: str) -> None
     plan = FaultPlan()
     ckptcore.save(f"{run}/2", {"n": 2})
     ckptcore.delete(through(f"{run}/2"), context=faulty_context(run, plan))
-    listing = next(one.number for one in plan.operations if one.name == "list_names" and one.keys == ("",))
+    listing = next(
+        operation.number for operation in plan.operations if operation.name == "list_names" and operation.keys == ("",)
+    )
     failing = faulty_context(run, FaultPlan(FailAt(listing, StoragePermissionError("you may not list"))))
     with pytest.raises(StoragePermissionError, match="may not list") as caught:
         ckptcore.delete(through(f"{run}/1"), context=failing)

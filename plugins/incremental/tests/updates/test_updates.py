@@ -84,10 +84,10 @@ def test_every_reading_function_supports_updates(run: str) -> None:
     big = (np.arange(400_000, dtype=np.float32) % 2000).reshape(4000, 100)
     ckptcore.save(f"{run}/1", {"big": big, "small": np.ones(3), "turned": big[:10]})
     ckptcore.save(f"{run}/2", {"small": np.zeros(3)}, strategy=ckptcore.Update(f"{run}/1"), layout="zarr3")
-    with ckptcore.open(f"{run}/2") as opened:
-        assert np.array_equal(opened["big"][100:110], big[100:110])
-        assert np.array_equal(opened["big"][7:9, 3:5], big[7:9, 3:5])
-        assert opened.bytes_read < big.nbytes
+    with ckptcore.open(f"{run}/2") as checkpoint:
+        assert np.array_equal(checkpoint["big"][100:110], big[100:110])
+        assert np.array_equal(checkpoint["big"][7:9, 3:5], big[7:9, 3:5])
+        assert checkpoint.bytes_read < big.nbytes
     changed = [transforms.Transpose("turned"), transforms.Cast("**", "float64")]
     made = ckptcore.load(f"{run}/2", transforms=changed)
     assert np.array_equal(made["turned"], big[:10].T.astype(np.float64)) and made["small"].dtype == np.float64
@@ -168,8 +168,8 @@ def test_a_state_that_does_not_fit_its_base_is_refused(run: str) -> None:
     assert objects_at(f"{run}/2") == {}
     # A container without placeholders replaces the stored one.
     ckptcore.save(f"{run}/2", {"layers": [np.ones(1)], "model": np.zeros(2)}, strategy=ckptcore.Update(f"{run}/1"))
-    found = ckptcore.load(f"{run}/2")
-    assert same_value(found["layers"], [np.ones(1)]) and same_value(found["model"], np.zeros(2))
+    loaded = ckptcore.load(f"{run}/2")
+    assert same_value(loaded["layers"], [np.ones(1)]) and same_value(loaded["model"], np.zeros(2))
 
 
 def test_which_bases_are_allowed(run: str, tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_which_bases_are_allowed(run: str, tmp_path: Path) -> None:
         ckptcore.load(elsewhere)
     assert same_value(ckptcore.load(elsewhere, context=anywhere), {**_state(), **state})
     ckptcore.save(f"{run}-elsewhere/3", {"b": np.ones(1)}, strategy=ckptcore.Update(elsewhere), context=anywhere)
-    found = ckptcore.load(f"{run}-elsewhere/3", context=anywhere)
-    assert same_value(found, {**_state(), **state, "b": np.ones(1)})
+    loaded = ckptcore.load(f"{run}-elsewhere/3", context=anywhere)
+    assert same_value(loaded, {**_state(), **state, "b": np.ones(1)})
 
 
 def test_errors_name_a_deleted_or_replaced_base(run: str) -> None:
@@ -374,7 +374,7 @@ def test_a_failed_update_keeps_its_base_and_a_usable_location(moment: Any, run: 
         strategy=ckptcore.Update(through(f"{run}/0/1")),
         context=faulty_context(run, plan),
     )
-    found = set()
+    outcomes = set()
     for operation in plan.operations:
         own = f"{run}/{operation.number + 1}"
         ckptcore.save(f"{own}/1", _state())
@@ -384,12 +384,12 @@ def test_a_failed_update_keeps_its_base_and_a_usable_location(moment: Any, run: 
                 through(f"{own}/2"), {"step": 2}, strategy=ckptcore.Update(through(f"{own}/1")), context=dying
             )
         try:
-            found.add(ckptcore.load(f"{own}/2")["step"])
+            outcomes.add(ckptcore.load(f"{own}/2")["step"])
         except CheckpointNotFoundError:
-            found.add(None)
+            outcomes.add(None)
         ckptcore.save(f"{own}/2", {"step": 3}, strategy=ckptcore.Update(f"{own}/1"), overwrite="non-atomic")
         assert same_value(ckptcore.load(f"{own}/2"), {**_state(), "step": 3}), f"died {moment} {operation}"
-    assert found == {None, 2}
+    assert outcomes == {None, 2}
 
 
 @pytest.mark.parametrize("matching", [ckptcore.Matching(), ckptcore.Matching(cast="narrowing")])
@@ -414,13 +414,13 @@ def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) ->
             )
         )
         report = ckptcore.results.LoadReport()
-        found = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
-        return found, report.bytes_read
+        loaded = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
+        return loaded, report.bytes_read
 
     loaded = ThreadJob(size, timeout_seconds=20).run(load)
-    for found, _ in loaded:
-        assert np.array_equal(found["big"], big.astype(dtype)) and found["big"].dtype == dtype
-        assert np.array_equal(found["new"], np.zeros((40, 5))) and np.array_equal(found["again"], tied)
+    for tree, _ in loaded:
+        assert np.array_equal(tree["big"], big.astype(dtype)) and tree["big"].dtype == dtype
+        assert np.array_equal(tree["new"], np.zeros((40, 5))) and np.array_equal(tree["again"], tied)
     assert sum(nbytes for _, nbytes in loaded) < 2.5 * big.nbytes, "it was read by more than one rank"
 
 
