@@ -91,7 +91,7 @@ def test_files_of_any_number_of_processes_load(stage: int, processes: int, tmp_p
     assert list(loaded["module"]["buffer"]) == [0, 1, 2]
 
 
-def test_an_elastic_checkpoint_has_a_list_of_states(tmp_path: Path) -> None:
+def test_lists_of_states_in_elastic_checkpoints(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 3)
     for rank in range(3):
         path = step / OPTIM.replace("rank_0_", f"rank_{rank}_")
@@ -115,7 +115,7 @@ def test_a_missing_rank_is_named(stage: int, file: str, tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_without_the_file_of_the_model_it_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_of_the_model(tmp_path: Path) -> None:
     step = write_zero(tmp_path, 2, 2)
     (step / MODEL).unlink()
     with pytest.raises(CorruptCheckpointError, match="mp_rank_00_model_states"):

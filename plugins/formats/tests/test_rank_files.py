@@ -94,7 +94,7 @@ def test_the_error_for_a_single_file_names_a_remedy() -> None:
     assert ckptcore.load(path.parent)["rows"].shape == (7, 5)  # the remedy that the error names
 
 
-def test_files_of_each_rank_without_parts_stay_a_mapping_of_files(tmp_path: Path) -> None:
+def test_files_without_tensor_parts_load_as_a_mapping_by_file_name(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"seed": rank}, tmp_path / f"extra_state_rank_{rank}.pt")
     assert list(ckptcore.load(tmp_path)) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]

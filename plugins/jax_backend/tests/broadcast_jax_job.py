@@ -1,4 +1,4 @@
-"""One process of a jax.distributed job whose processes send data that one of them has read.
+"""One process of a jax.distributed job. One process reads data, and sends it to the others.
 
 ``broadcast_jax_job.py ADDRESS RANK SIZE DEVICES TASK PLACE``. Raises an error on a wrong result.
 """
@@ -17,7 +17,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4]}"
 
-import jax  # imported after setting the environment variables that it reads
+import jax  # imported after the environment variables are set, because JAX reads them
 import ml_dtypes
 import numpy as np
 from ckptcore_jax.collectives import collectives_of_job

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; set before JAX starts its backend."""
+"""Sets up eight virtual CPU devices for all tests, before JAX starts its backend."""
 
 import os
 

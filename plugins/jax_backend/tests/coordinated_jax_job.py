@@ -71,7 +71,7 @@ def blank(like: Any) -> Any:
 
 
 def same(actual: Any, expected: Any) -> None:
-    """Return abstract arrays with the same shardings on devices of this process."""
+    """Assert equal arrays, with equal shardings on the devices of this process."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):

@@ -1,7 +1,7 @@
-"""A process of a JAX job that ends and begins again, with another process.
+"""A process of a JAX job that ends. A second job begins with one process of the first job and a new one.
 
-``rejoined_jax_job.py WHO DIRECTORY PORT PORT``: ``stays`` is process 0 of both jobs, ``leaves`` is
-process 1 of the first only, and ``comes`` of the second.
+``rejoined_jax_job.py WHO DIRECTORY PORT PORT``: ``stays`` is process 0 of both jobs, ``leaves`` is process 1 of the
+first job, and ``comes`` is process 1 of the second job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
 
-import jax  # imported after setting the environment variables that it reads
+import jax  # imported after the environment variables are set, because JAX reads them
 import jax.extend.backend
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

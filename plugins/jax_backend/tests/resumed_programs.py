@@ -1,7 +1,7 @@
 """Training programs that are saved after one step, and resumed from every kind of file with every kind of request.
 
-The steps after a load are those of the program that was not interrupted, bit for bit, and reuse the memory of the
-state that they are given.
+After a load, the steps of a program equal those of an uninterrupted run bit for bit. They reuse the memory of the
+loaded state.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Program(NamedTuple):
 
     Attributes:
         new: returns a new state for a seed.
-        step: makes a step, and donates the arrays of the state before.
+        step: makes one step, and donates the arrays of the previous state.
         shape: returns the shapes of a new state.
         leaves: returns the arrays and numbers of a state.
         for_orbax: returns the tree of a state that Orbax can save.
-        refused: the writers that cannot save it.
+        refused: the writers that cannot save a state of this program.
     """
 
     new: Callable[[int], Any]

@@ -224,7 +224,7 @@ def filtered(name: str) -> Program:
     return Program(new, step, lambda: eqx.filter_eval_shape(new, 1))
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(whole("Equinox: functions in fields"), tmp_path)
 
 

@@ -63,5 +63,5 @@ def test_two_processes_read_each_byte_once(tmp_path: Path) -> None:
     assert sum(rank["all"] for rank in read) == stored + state["e"].nbytes + state["b"].nbytes
 
 
-def test_no_job_has_no_collectives() -> None:
+def test_without_a_job_there_are_no_collectives() -> None:
     assert ckpt_collectives() is None

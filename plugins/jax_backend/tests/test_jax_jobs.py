@@ -80,7 +80,7 @@ def test_a_checkpoint_moves_from_two_processes_to_four_to_one(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["once", "run", "part"])
-def test_a_job(task: str, tmp_path: Path) -> None:
+def test_a_job_completes_each_task(task: str, tmp_path: Path) -> None:
     succeed(2, 2, task, tmp_path)
 
 

@@ -63,7 +63,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def elements(leaf: jax.Array) -> np.ndarray:
-    """Return the elements with JAX's own functions."""
+    """Return the elements as a NumPy array, read without the leaf handler."""
     return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
 
 
@@ -292,7 +292,7 @@ def test_views_keep_the_memory_of_deleted_and_donated_arrays(sharded, end):
     assert len(others) == 8
 
 
-def test_a_save_does_not_stop_later_donations():
+def test_a_save_does_not_prevent_later_donations():
     leaf = jnp.arange(1 << 16, dtype=jnp.float32)
     pointer = leaf.unsafe_buffer_pointer()
     parts = on_host(leaf)

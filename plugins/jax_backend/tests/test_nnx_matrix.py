@@ -186,7 +186,7 @@ def dicts(name: str) -> Program:
 PROGRAMS: Final = {"objects": objects, "states": states, "dicts": dicts}
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(objects("NNX: tied weights"), tmp_path)
 
 

@@ -157,7 +157,7 @@ def program(name: str) -> Program:
 pytestmark = pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated:DeprecationWarning")
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(program("MultiSteps"), tmp_path)
 
 

@@ -160,7 +160,7 @@ def program(name: str) -> Program:
     return Program(new, jitted, shape)
 
 
-def test_some_ways(tmp_path: Path) -> None:
+def test_one_cell_for_each_writer_resumes(tmp_path: Path) -> None:
     assert_some_resume(program("Linen: TrainState, `DynamicScale`"), tmp_path)
 
 

@@ -265,7 +265,7 @@ def test_an_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
         inspect_dcp(Directory(tmp_path), None)
 
 
-def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_and_truncated_files(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1, "b": 2})
     file = tmp_path / "__0_0.distcp"
     data = file.read_bytes()
@@ -277,7 +277,7 @@ def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
+def test_overlapping_values_are_refused(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1, "b": 2})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     first, second = metadata.storage_data
@@ -297,7 +297,7 @@ def test_a_huge_stated_length_allocates_no_memory(tmp_path: Path) -> None:
         ckptcore.load(tmp_path)
 
 
-def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_the_error_names_unknown_transforms(tmp_path: Path) -> None:
     _save(tmp_path, {"a": 1})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -420,7 +420,7 @@ dist.destroy_process_group()
 
 @pytest.mark.system
 @pytest.mark.slow
-def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
+def test_a_state_saved_by_several_processes_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(_JOB))
     jobs = [

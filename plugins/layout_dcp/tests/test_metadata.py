@@ -140,7 +140,7 @@ def test_torch_reads_our_metadata() -> None:
     pickletools.dis(data, StringIO())
 
 
-def test_no_paths_and_no_entries() -> None:
+def test_empty_metadata() -> None:
     metadata = pickle.loads(write_metadata(DcpMetadata({}, {})))
     assert metadata == theirs.Metadata({}, None, {}, theirs.StorageMeta(), *VERSION)
     assert _read(metadata) == DcpMetadata({}, {})

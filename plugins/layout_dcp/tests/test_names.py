@@ -150,7 +150,7 @@ def test_colliding_names_are_escaped() -> None:
     assert [names.paths[array.name] for array in names.arrays] == [("a\\.b",), ("x", "1"), ("x.'1'",)]
 
 
-def test_a_field_and_a_key_of_one_name_in_a_value_are_refused() -> None:
+def test_a_field_and_a_key_with_equal_names_are_refused() -> None:
     node = Node("tuple", (0,), (Node("object", (Attribute("a"), "a"), (LEAF, LEAF)),))
     with pytest.raises(NameCollisionError, match="a field and a key of one name"):
         tree_entries(TreeMetadata(Node("dict", ("t",), (node,)), (ValueRecord("int", 1),) * 2))
@@ -176,7 +176,7 @@ def test_invalid_value_records_are_refused(record: ValueRecord) -> None:
         tree_entries(TreeMetadata(Node("dict", ("a",), (LEAF,)), (record,)))
 
 
-def test_records_of_other_plugins_stay_json() -> None:
+def test_values_of_other_plugins_are_stored_as_json() -> None:
     tree = TreeMetadata(Node("dict", ("a",), (LEAF,)), (ValueRecord("torch.thing", {"b": [1, None]}),))
     assert _values(tree_entries(tree)) == {"a": {"b": [1, None]}}
 

@@ -25,7 +25,7 @@ _SIZES = st.lists(st.integers(0, 1 << 40) | st.integers(0, 300), max_size=6).map
 
 
 @given(st.lists(_NUMBERS, min_size=1))
-def test_numbers(numbers: list[int]) -> None:
+def test_pickle_reads_rows_of_numbers(numbers: list[int]) -> None:
     rows, begins = encode_rows(
         [bytes_field(b"\x80\x04"), number_field(np.array(numbers, np.int64)), bytes_field(b".")], len(numbers)
     )
@@ -33,7 +33,7 @@ def test_numbers(numbers: list[int]) -> None:
 
 
 @given(st.lists(_SIZES, min_size=1))
-def test_sizes(sizes: list[tuple[int, ...]]) -> None:
+def test_rows_of_sizes_are_read(sizes: list[tuple[int, ...]]) -> None:
     most = max(map(len, sizes))
     padded = np.array([(*size, *[7] * (most - len(size))) for size in sizes], np.int64).reshape(len(sizes), most)
     fields = size_fields(np.array([len(size) for size in sizes]), padded, b"\x80\x04ctorch\nSize\n")
@@ -43,7 +43,7 @@ def test_sizes(sizes: list[tuple[int, ...]]) -> None:
         assert isinstance(made, Call) and made.function == Global("torch", "Size") and made.arguments == (size,)
 
 
-def test_references() -> None:
+def test_rows_of_memo_references() -> None:
     rows, begins = encode_rows([reference_field(np.array([0, 255, 256, 1 << 20]))], 4)
     assert rows == b"h\0h\xffj\0\1\0\0j\0\0\x10\0"
     assert begins.tolist() == [0, 2, 4, 9, 14]

@@ -155,7 +155,7 @@ def test_load_into_keeps_the_memory_of_tensors(tmp_path: Path) -> None:
     assert_same(dict(module.state_dict()), state["net"])
 
 
-def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
+def test_tensors_load_onto_a_mesh_of_jax(tmp_path: Path) -> None:
     state = {
         "w": torch.randn(64, 24),
         "bf16": torch.randn(16, 8).bfloat16(),
@@ -227,7 +227,7 @@ def test_unrequested_tensors_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
-def test_converted_and_back(tmp_path: Path, layout: str) -> None:
+def test_conversions_in_both_directions_lose_nothing(tmp_path: Path, layout: str) -> None:
     saved(dict(NESTED), tmp_path / "c")
     ckptcore.copy(tmp_path / "c", tmp_path / "there", layout=layout)
     assert ckptcore.metadata(tmp_path / "there").layout == layout

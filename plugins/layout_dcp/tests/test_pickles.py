@@ -70,7 +70,7 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("protocol", range(6))
 @given(value=VALUES)
-def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
+def test_pickles_written_by_python_are_read(protocol: int, value: Any) -> None:
     data = pickle.dumps(value, protocol)
     decoded, end = read_pickle(b"before" + data + b"after", key="k", start=6)
     made = plain(decoded)
@@ -82,7 +82,7 @@ def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @given(value=VALUES)
-def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
+def test_python_reads_our_pickles(protocol: int, value: Any) -> None:
     data = write_pickle(value, protocol=protocol)
     assert pickle.loads(data) == value
     # Python's implementation, unlike that in C, checks the frames.

@@ -259,9 +259,7 @@ def test_errors_name_the_damaged_array(tmp_path: Path, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
 @pytest.mark.parametrize("size", [64, 1 << 18])
-def test_a_file_that_ends_early_is_an_error(
-    tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: int
-) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, save: Callable[[dict[str, Any], Path], None], size: int) -> None:
     location = tmp_path / "c"
     save({"w": _noise(size)}, location)
     (path,) = location.glob("*.distcp")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.system
 
 
 class TestPlugin(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "azure"
 

@@ -23,7 +23,7 @@ needs_newer_hub = pytest.mark.skipif(
 
 
 class TestPluginConforms(PluginTests):
-    """The plugin as a whole."""
+    """Conformance tests of the plugin."""
 
     entry_point = "fsspec"
 

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 
 class TokenService:
-    """A local token service: https://oauth2.googleapis.com/token and the metadata server.
+    """A local replacement for https://oauth2.googleapis.com/token and for the metadata server.
 
     Attributes:
         answer: status and body of the next answers.

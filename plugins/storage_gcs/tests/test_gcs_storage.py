@@ -22,7 +22,7 @@ class _OnStrictGcs:
 
     @pytest.fixture(autouse=True)
     def use_server(self, strict: GcsServer) -> None:
-        """A new bucket for each test."""
+        """Create a bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = strict
         self.bucket = strict.create_bucket()
@@ -36,7 +36,7 @@ class _OnStrictGcs:
 
 
 class TestStrictGcs(_OnStrictGcs, StorageBackendTests):
-    """On the server that enforces every precondition."""
+    """Conformance tests on the strict server, which enforces every precondition."""
 
     examples = 3
 
@@ -76,7 +76,7 @@ class _OnFakeGcsServer:
 
     @pytest.fixture(autouse=True)
     def use_server(self, fake_gcs_server: GcsServer) -> None:
-        """A new bucket for each test."""
+        """Create a bucket for each test."""
         self.plugin = GcsPlugin()
         self.server = fake_gcs_server
         self.bucket = fake_gcs_server.create_bucket()
@@ -92,7 +92,7 @@ class _OnFakeGcsServer:
 
 
 class TestFakeGcsServer(_OnFakeGcsServer, StorageBackendTests):
-    """On fake-gcs-server."""
+    """Conformance tests on fake-gcs-server."""
 
     examples = 1
     threads = 4

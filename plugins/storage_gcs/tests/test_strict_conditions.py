@@ -148,7 +148,7 @@ def test_an_upload_in_parts_refuses_conditions(gcs: StrictGcs, header: str) -> N
 
 @pytest.mark.parametrize("write", [_xml_put, _json_media, _xml_delete, _json_delete], ids=_names)
 @pytest.mark.parametrize("header", ["if-match", "if-none-match"])
-def test_conditions_by_entity_tag_are_for_reads(gcs: StrictGcs, write: Write, header: str) -> None:
+def test_changes_refuse_conditions_by_entity_tag(gcs: StrictGcs, write: Write, header: str) -> None:
     ask(gcs.url, "PUT", "/bucket/there", b"old")
     methods = {_xml_put: "PUT", _json_media: "POST", _xml_delete: "DELETE", _json_delete: "DELETE"}
     target = {
@@ -161,7 +161,7 @@ def test_conditions_by_entity_tag_are_for_reads(gcs: StrictGcs, write: Write, he
     assert gcs.service.buckets.get("bucket", "there").data == b"old"
 
 
-def test_reads_have_conditions_too(gcs: StrictGcs) -> None:
+def test_conditions_of_reads_are_checked(gcs: StrictGcs) -> None:
     ask(gcs.url, "PUT", "/bucket/there", b"old")
     there = gcs.service.buckets.get("bucket", "there")
     generation = str(there.generation)

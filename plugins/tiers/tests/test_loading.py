@@ -111,7 +111,7 @@ def test_a_step_that_is_damaged_in_both_tiers_is_skipped(near: str, far: str) ->
     assert_is_step(CheckpointReader(near).load(2), 2)
 
 
-def test_a_target_is_filled_whole_from_the_far_copy(near: str, far: str) -> None:
+def test_a_target_is_filled_completely_from_the_far_copy(near: str, far: str) -> None:
     saved(near, far, 1, 2)
     flip(near, array_key(near, "2"))
     target = {"w": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.int64), "step": 0}

@@ -39,7 +39,7 @@ def arrays_of(state: Any, path: str = "") -> dict[str, Any]:
 
 
 def verl(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save a model of FSDP 2 and its optimizer as verl's checkpoint manager names them."""
+    """Save an FSDP 2 model and its optimizer under the file names of verl's checkpoint manager."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def verl(directory: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def mesh_of_two_axes(directory: Path, rank: int, size: int) -> dict[str, Any]:
-    """Save DTensors with all placements, on a mesh of two axes."""
+    """Save DTensors with all kinds of placements, on a mesh of two axes."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

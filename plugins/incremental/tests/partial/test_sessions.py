@@ -287,7 +287,7 @@ def test_a_checkpoint_in_a_subdirectory_is_kept(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(below), {"t": np.ones(4)})
 
 
-def test_a_session_that_fails_does_not_count(place: str) -> None:
+def test_a_failed_session_does_not_count(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             super().write(snapshot, store)
@@ -351,7 +351,7 @@ def test_no_element_is_written_twice(tmp_path: Path) -> None:
     assert sum(len(data) for key, data in after.items() if key not in arrays) < 10_000
 
 
-def test_the_end_of_a_block_waits_for_sessions_and_does_not_finalize(place: str) -> None:
+def test_leaving_the_block_waits_for_sessions_but_does_not_finalize(place: str) -> None:
     with ckptcore.partial(place) as session:
         session.save_async({"a": np.ones(3)})
     with pytest.raises(UncommittedCheckpointError, match="1 complete session"):
@@ -372,7 +372,7 @@ def test_a_session_waits_for_those_that_began_before_it(place: str) -> None:
     assert sorted(ckptcore.load(place)) == ["a", "b", "c", "d"]
 
 
-def test_the_end_of_a_block_raises_unread_errors(place: str) -> None:
+def test_leaving_the_block_raises_unread_errors(place: str) -> None:
     class Broken(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
             raise OSError("the layout is broken")

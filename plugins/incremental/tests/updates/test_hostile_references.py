@@ -91,7 +91,7 @@ def test_invalid_references_are_refused(run: str) -> None:
                 look(f"{run}/2")
 
 
-def test_a_base_outside_is_not_read(run: str) -> None:
+def test_a_base_outside_of_the_directory_is_not_read(run: str) -> None:
     save_id = _root(run, "2")["bases"][0][1]
     for path in ("../other/1", "sub/1", "../../../etc/1"):
         _forge(run, "2", bases=[[path, save_id]])
@@ -114,7 +114,7 @@ def test_references_cannot_form_a_cycle(run: str) -> None:
         ckptcore.load(f"{run}/2")
 
 
-def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
+def test_a_tampered_root_raises_an_error_or_loads_the_saved_arrays(run: str) -> None:
     document = _root(run, "3")
     for changed in tampered({"bases": document["bases"], "references": document["tables"]["references"]}, 300):
         if not isinstance(changed, dict):
