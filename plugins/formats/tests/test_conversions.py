@@ -28,7 +28,7 @@ SHAPES: list[dict[str, Shape]] = [
 ]
 ARRAYS = {name: array(name, shape) for group in SHAPES for name, shape in group.items()}
 PIECE = 400_000
-"""Memory for a conversion, which is less than two of the arrays."""
+"""Memory limit of a conversion, in bytes. Two of the arrays are larger."""
 
 MIB = 1 << 20
 LARGE: Shape = (4096, 4096)

@@ -172,7 +172,7 @@ PYTHON_2 = (
     b"(I1\n(I2\ntp8\ncnumpy\ndtype\np9\n(S'i2'\np10\nI0\nI1\ntp11\nRp12\n(I3\nS'<'\np13\nNNNI-1\nI-1\nI0\ntp14\nb"
     b"I00\nS'\\x01\\x00\\xff\\n'\np15\ntp16\nbs."
 )
-"""``pickle.dumps({'w': numpy.array([1, 2815], 'i2')})`` of Python 2.7: protocol 0 is its default."""
+"""``pickle.dumps({'w': numpy.array([1, 2815], 'i2')})`` in Python 2.7, whose default is protocol 0."""
 
 
 def test_a_pickle_of_python_2(tmp_path: Path) -> None:

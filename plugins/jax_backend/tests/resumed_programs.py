@@ -96,7 +96,7 @@ HALF: Final = tuple(
     Cell(writer, request, load)
     for (writer, request), load in zip(itertools.product(WRITERS, REQUESTS), itertools.cycle(LOADS), strict=False)
 )
-"""Cells in which every two values occur together: the number of requests is odd."""
+"""Half of the cells. They contain every pair of values, because the number of requests is odd."""
 
 
 class Resumes(NamedTuple):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckptcore.model import ArraySpec
 
 VERSION = ("1.0.0",) if "version" in [field.name for field in dataclasses.fields(Metadata)] else ()
-"""The argument of `Metadata` that PyTorch has had since version 2.8."""
+"""Additional arguments of `Metadata`. PyTorch before 2.8 has none."""
 
 DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 

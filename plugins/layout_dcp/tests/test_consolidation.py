@@ -18,7 +18,7 @@ from plugins.layout_dcp.tests.consolidate_job import MAX_FILE_BYTES
 from plugins.layout_dcp.tests.test_jobs import launch
 
 FAST = ckptcore.Context(durability="none", memory=ckptcore.context.MemoryOptions(load_bytes=24 << 10))
-"""Uses pieces of 8 KiB."""
+"""A Context whose copies use pieces of 8 KiB."""
 
 
 def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:

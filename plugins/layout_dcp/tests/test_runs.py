@@ -16,7 +16,7 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.step_names import StepNameFormat, StepNames
 
 NAMES = {"StepNames": StepNames, "StepNameFormat": StepNameFormat}
-"""For the code in errors."""
+"""Names for the code in error messages, which the tests evaluate."""
 
 
 @pytest.mark.brings("run of files `ckpt_1000.pt` of `torch.save`", "torch", "refused")

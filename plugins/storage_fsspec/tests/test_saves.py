@@ -18,7 +18,7 @@ from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNot
 from ckptcore.model import JSON
 
 Place: TypeAlias = tuple[str, ckptcore.Context]
-"""An empty directory and the storage below it."""
+"""The URL of an empty directory, and the Context for its storage."""
 
 # gcsfs passes large bodies to aiohttp as bytes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")

@@ -51,7 +51,7 @@ _PLACES: Final = [
     pytest.param(scheme, layout, marks=[] if number % 2 else pytest.mark.slow)
     for number, (scheme, layout) in enumerate(itertools.product(["memory", "file"], _LAYOUTS))
 ]
-"""Half of the combinations are tried by the slow tests."""
+"""Schemes and layouts. Half of the combinations run only as slow tests."""
 _SAMPLE: Final = 12
 
 _Task = Callable[[str, ckptcore.Context | None], None]
