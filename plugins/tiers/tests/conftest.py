@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptcore_tiers import uploader
+
+from plugins.tiers.tests.signals import Signals
 
 
 @pytest.fixture
@@ -22,7 +25,10 @@ def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the uploader retry after short pauses."""
-    monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(uploader, "_LONGEST_PAUSE_SECONDS", 0.05)
+def signals(caplog: pytest.LogCaptureFixture) -> Iterator[Signals]:
+    """Signals of all log records of ckptcore from level INFO on. Pass them to a run as an observer."""
+    caplog.set_level(logging.INFO, "ckptcore")
+    signals = Signals()
+    logging.getLogger("ckptcore").addHandler(signals)
+    yield signals
+    logging.getLogger("ckptcore").removeHandler(signals)

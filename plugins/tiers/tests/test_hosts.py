@@ -31,7 +31,7 @@ from tests.storage.mounts import Mounts, mounts
 __all__ = ["mounts"]
 
 HOSTS: Final = (0, 0, 1, 1)
-"""By rank, the host."""
+"""The host of each rank."""
 
 ROWS: Final = 8
 
@@ -203,7 +203,6 @@ def test_all_hosts_load_the_far_copy_if_one_has_a_damaged_file(tmp_path: Path, f
     assert job(tmp_path, far, resume) == [2] * 4
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_outage_of_the_far_tier_for_some_ranks_stops_no_host(tmp_path: Path, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-import pytest
 from ckptcore_testing import ThreadJob
 from ckptcore_tiers import NearTier, TieredDirectory
 
@@ -107,7 +106,6 @@ def test_all_ranks_raise_an_error_if_the_far_tier_is_away_at_the_start(near: str
     assert kinds == [StorageError, RankFailedError, RankFailedError]
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_outage_of_the_far_tier_for_the_leader_stops_no_rank(near: str, far: str) -> None:
     def work(run: Checkpointer, rank: int, watch: Watch, tiers: TieredDirectory) -> None:
         away = Outage(watch)

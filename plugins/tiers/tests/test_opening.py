@@ -23,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.policies import PreserveAll
 from plugins.tiers.tests.far_stores import Standstill
-from plugins.tiers.tests.test_uploads import until
+from plugins.tiers.tests.signals import Signals, join_uploads
 from tests.checkpointer.runs import ROOT, Meeting, Watch, save_steps, store_of, through, tree, watched, writes_arrays
 from tests.storage.mounts import Mounts, mounts
 
@@ -71,18 +71,17 @@ def test_a_run_opens_despite_an_unreadable_far_step(
     assert CheckpointReader(far).steps == (1, 2, 3, 4)
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_step_without_permission_is_uploaded_after_the_others(near: str, far: str) -> None:
+def test_a_step_without_permission_is_uploaded_after_the_others(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tiers = TieredDirectory(NearTier(near, preservation_policy=PreserveAll()), through(far))
-    with Checkpointer(tiers, context=watched(watch)) as run:
+    with Checkpointer(tiers, context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
         save_steps(run, [2, 3])
         stands.open()
         fail_at(watch, 3, StoragePermissionError)
-        until(lambda: tiers.uploads.uploaded == (1, 2) and tiers.uploads.error is not None)
+        signals.until(lambda: tiers.uploads.uploaded == (1, 2) and tiers.uploads.error is not None)
         watch.before = lambda name, keys: None  # grant the permission
         tiers.wait_for_uploads(60)
         assert tiers.uploads.error is None
@@ -103,7 +102,7 @@ def _refuse_names(far: str, watch: Watch) -> None:
 
 @pytest.mark.parametrize("hinder", [_put_other_files, _refuse_names])
 def test_a_step_that_cannot_be_uploaded_is_reported_once_and_blocks_no_other(
-    hinder: Callable[[str, Watch], None], near: str, far: str, caplog: pytest.LogCaptureFixture
+    hinder: Callable[[str, Watch], None], near: str, far: str, caplog: pytest.LogCaptureFixture, signals: Signals
 ) -> None:
     watch = Watch()
     run = Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch))
@@ -114,7 +113,8 @@ def test_a_step_that_cannot_be_uploaded_is_reported_once_and_blocks_no_other(
         saving = run.save(step, tree(step))
         assert saving is not None
         saving.result()
-        until(lambda: bool(tiers.uploads.failed))
+        signals.until(lambda: any("step 2 cannot be uploaded" in message for message in signals.messages))
+        join_uploads()
     with pytest.raises(UploadError, match="step 2 cannot be uploaded") as raised:
         run.close()
     assert raised.value.steps == (2,)

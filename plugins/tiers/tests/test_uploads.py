@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from ckptcore.errors import DirectoryInUseError, InvalidLocationError, SaveLostE
 from ckptcore.events import Event
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, PreserveAll
 from plugins.tiers.tests.far_stores import Outage, Standstill
+from plugins.tiers.tests.signals import Signals, join_uploads
 from tests.checkpointer.runs import (
     Watch,
     array_key,
@@ -35,14 +35,6 @@ from tests.checkpointer.runs import (
 def steps_in(directory: str) -> list[int]:
     """Return the steps that another process would find."""
     return list(CheckpointReader(directory).steps)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_step_is_committed_near_and_then_far(near: str, far: str) -> None:
@@ -82,10 +74,10 @@ def test_each_tier_keeps_the_steps_of_its_policy(near: str, far: str) -> None:
     assert steps_in(far) == [4, 6]
 
 
-def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far: str) -> None:
+def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tier = NearTier(near, preservation_policy=LatestN(1))
-    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
@@ -100,7 +92,7 @@ def test_saves_do_not_wait_for_uploads_and_waiting_steps_are_kept(near: str, far
         tiers.wait_for_uploads(60)
         # All steps are uploaded, because the policy of the far tier keeps all of them.
         assert tiers.uploads.uploaded == (1, 2, 3)
-        until(lambda: steps_in(near) == [3])
+        signals.until(lambda: steps_in(near) == [3])
     assert steps_in(far) == [1, 2, 3]
 
 
@@ -128,17 +120,17 @@ def test_a_late_uploader_uploads_the_newest_step_first_and_reports_skipped_ones(
     assert uploads == [(1, True), (2, False), (3, False), (5, True), (4, True)]
 
 
-def test_the_number_of_waiting_steps_is_limited(near: str, far: str) -> None:
+def test_the_number_of_waiting_steps_is_limited(near: str, far: str, signals: Signals) -> None:
     watch = Watch()
     tier = NearTier(near, preservation_policy=LatestN(1), max_waiting=2)
-    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch)) as run:
+    with Checkpointer(tiers := TieredDirectory(tier, through(far)), context=watched(watch, observers=[signals])) as run:
         stands = Standstill(watch)
         save_steps(run, [1])
         assert stands.arrived.wait(60)
         save_steps(run, [2, 3, 4])
         # A running upload continues. Otherwise a run that saves faster than it uploads would never complete an upload.
         assert tiers.uploads.uploading == 1 and tiers.uploads.waiting == (3, 4)
-        until(lambda: steps_in(near) == [1, 3, 4])
+        signals.until(lambda: steps_in(near) == [1, 3, 4])
         stands.open()
         tiers.wait_for_uploads(60)
         (skip,) = tiers.uploads.skipped
@@ -146,9 +138,8 @@ def test_the_number_of_waiting_steps_is_limited(near: str, far: str) -> None:
     assert steps_in(far) == [1, 3, 4]
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_outage_of_the_far_tier_stops_no_save_and_uploads_are_retried(
-    near: str, far: str, caplog: pytest.LogCaptureFixture
+    near: str, far: str, caplog: pytest.LogCaptureFixture, signals: Signals
 ) -> None:
     watch = Watch()
     with Checkpointer(tiers := TieredDirectory(NearTier(near), through(far)), context=watched(watch)) as run:
@@ -158,7 +149,7 @@ def test_an_outage_of_the_far_tier_stops_no_save_and_uploads_are_retried(
         away.begin()
         save_steps(run, [2, 3])
         assert away.met.wait(60)
-        until(lambda: tiers.uploads.error is not None)
+        signals.until(lambda: tiers.uploads.error is not None)
         assert_is_step(run.load(), 3)
         assert run.latest == 3
         with pytest.raises(UploadError, match="503: the far tier is away"):
@@ -173,7 +164,6 @@ def test_an_outage_of_the_far_tier_stops_no_save_and_uploads_are_retried(
     )
 
 
-@pytest.mark.usefixtures("quick")
 def test_close_reports_missing_uploads_and_the_next_run_completes_them(near: str, far: str) -> None:
     watch = Watch()
     run = Checkpointer(TieredDirectory(NearTier(near, close_seconds=0.2), through(far)), context=watched(watch))
@@ -226,7 +216,8 @@ def test_a_damaged_near_step_is_reported_and_blocks_no_other(near: str, far: str
     save_steps(run, [2])
     harm(near, array_key(near, "2"))
     stands.open()
-    until(lambda: bool(tiers.uploads.failed))
+    join_uploads()
+    assert tiers.uploads.failed
     saving = run.save(3, tree(3))  # the damage does not fail later saves
     assert saving is not None
     saving.result()
