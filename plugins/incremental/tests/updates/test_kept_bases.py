@@ -33,9 +33,9 @@ class _Meanwhile(FaultPlan):
         return super().begin(name, keys, offset, nbytes)
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    run = new_place(request.param, tmp_path)
+@pytest.fixture
+def run(run: str) -> str:
+    """A directory with a checkpoint, which is the base of updates."""
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     return run
 

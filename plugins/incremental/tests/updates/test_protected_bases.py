@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ckptcore_testing.hostile_json import sealed
-from ckptcore_testing.locations import new_place, store_at
+from ckptcore_testing.locations import store_at
 from ckptcore_testing.trees import same_value
 
 import ckptcore
@@ -19,11 +18,6 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 
 _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
 _ANYWHERE = ckptcore.Context(io=ckptcore.context.IOOptions(bases="anywhere"))
-
-
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
 
 
 def _copy(source: str, destination: str) -> None:

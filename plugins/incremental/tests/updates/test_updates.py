@@ -33,11 +33,6 @@ from ckptcore.protocols import Coordinator
 _LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
 
 
-@pytest.fixture(params=["file", "memory"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _state() -> dict[str, Any]:
     tied = np.arange(6.0)
     return {
