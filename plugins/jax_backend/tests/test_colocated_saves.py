@@ -6,8 +6,9 @@ Messages between them are small, and only workers access the elements of arrays.
 from __future__ import annotations
 
 import math
+import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
 from ckptcore_jax.colocated import _HeldArrays, devices_by_host
+from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 from ckptcore_jax.worker_loads import WantedLeaf
 from ckptcore_jax.worker_saves import LeafBoxes
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -105,14 +107,21 @@ def assert_same(actual: dict[str, Any], expected: dict[str, bytes]) -> None:
 def watched() -> Iterator[list[int]]:
     """Record the size of each message and report, and fail on access to elements outside of a worker."""
     messages: list[int] = []
-    encode = worker_links._encode_message
+    write, read = WorkerLink.write, WorkerLink.read
 
-    def counted(data: bytes, device: Any) -> jax.Array:
-        messages.append(len(data))
-        return encode(data, device)
+    def counted_write(link: WorkerLink, stage: object, arrays: Sequence[jax.Array], cuts: Cuts) -> bytes:
+        report = write(link, stage, arrays, cuts)
+        messages.extend((len(pickle.dumps((stage, cuts))), len(report)))
+        return report
+
+    def counted_read(link: WorkerLink, stage: object, specs: ReadSpecs) -> tuple[bytes, Sequence[jax.Array]]:
+        report, arrays = read(link, stage, specs)
+        messages.extend((len(pickle.dumps((stage, specs))), len(report)))
+        return report, arrays
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(worker_links, "_encode_message", counted)
+        patches.setattr(WorkerLink, "write", counted_write)
+        patches.setattr(WorkerLink, "read", counted_read)
         for name in ("copy_to_host", "view_on_host", "shards"):
             patches.setattr(JaxLeafHandler, name, _guarded(getattr(JaxLeafHandler, name), jax.Array))
         for name in ("asarray", "array", "ascontiguousarray"):
@@ -301,39 +310,75 @@ def test_the_error_names_the_failed_worker(context: ckptcore.Context, tmp_path: 
     assert ckptcore.verify(tmp_path / "it").ok
 
 
-def test_the_error_for_a_lost_worker_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several hosts, Colocated Python raises this error. Here, a patched call to one worker raises it."""
+class Calls:
+    """Colocated Python that counts its compiled functions. Calls to a lost worker fail, as they do with several hosts.
+
+    Attributes:
+        compiled: number of compiled functions.
+        lost: the first device of the lost worker, or None.
+    """
+
+    def __init__(self, colocated_python: Callable[[Any], Any]) -> None:
+        self.compiled = 0
+        self.lost: jax.Device | None = None
+        self._colocated_python = colocated_python
+
+    def colocated_python(self, function: Any) -> SimpleNamespace:
+        specialize = self._colocated_python(function).specialize
+
+        def counted(**options: Any) -> Callable[..., Any]:
+            self.compiled += 1
+            call = specialize(**options)
+
+            def checked(message: jax.Array, *arrays: jax.Array) -> Any:
+                if self.lost in message.devices():
+                    raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+                return call(message, *arrays)
+
+            return checked
+
+        return SimpleNamespace(specialize=counted)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Calls of the executors that the test creates."""
+    from jax.experimental import colocated_python  # old versions of JAX lack it
+
+    calls = Calls(colocated_python.colocated_python)
+    monkeypatch.setattr(colocated_python, "colocated_python", calls.colocated_python)
+    return calls
+
+
+def test_the_error_for_a_lost_worker_names_it(calls: Calls, tmp_path: Path) -> None:
     devices = jax.devices()
     executor = ColocatedExecutor([devices[:4], devices[4:]])
     context = ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
     tree = state()
     ckptcore.save(tmp_path / "before", tree, context=context)
-
-    def gone(*arguments: Any) -> Any:
-        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
-
-    with monkeypatch.context() as lost:
-        lost.setattr(executor._links[1], "_write", gone)
-        lost.setattr(executor._links[1], "_read_call", lambda specs: gone)
-        with pytest.raises(RankFailedError, match=r"worker 1 .* failed.*connection refused"):
-            ckptcore.save(tmp_path / "it", tree, context=context)
-        with pytest.raises(RankFailedError, match="worker 1"):
-            ckptcore.save_async(tmp_path / "it", tree, context=context).result()
-        with pytest.raises(RankFailedError, match="worker 1"):
-            ckptcore.load(tmp_path / "before", tree, context=context)
+    calls.lost = devices[4]
+    with pytest.raises(RankFailedError, match=r"worker 1 .* failed.*connection refused"):
+        ckptcore.save(tmp_path / "it", tree, context=context)
+    with pytest.raises(RankFailedError, match="worker 1"):
+        ckptcore.save_async(tmp_path / "it", tree, context=context).result()
+    with pytest.raises(RankFailedError, match="worker 1"):
+        ckptcore.load(tmp_path / "before", tree, context=context)
+    calls.lost = None
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
     ckptcore.save(tmp_path / "it", tree, context=context)
     assert ckptcore.verify(tmp_path / "it").ok
 
 
-def test_loads_of_one_kind_are_compiled_once(executor: ColocatedExecutor, tmp_path: Path) -> None:
+def test_loads_of_one_kind_are_compiled_once(calls: Calls, tmp_path: Path) -> None:
+    devices = jax.devices()
+    executor = ColocatedExecutor([devices[:4], devices[4:]])
     context = ckptcore.Context(job=ckptcore.context.JobOptions(executor=executor))
     tree = {"split": state()["split"]}
     ckptcore.save(tmp_path / "it", tree, context=context)
     ckptcore.load(tmp_path / "it", tree, context=context)
-    before = [dict(link._reads) for link in executor._links]
+    compiled = calls.compiled
     ckptcore.load(tmp_path / "it", tree, context=context)
-    assert [link._reads for link in executor._links] == before
+    assert calls.compiled == compiled > 2, "functions for saves and loads"
 
 
 def test_deleted_arrays_are_refused_by_name(context: ckptcore.Context, tmp_path: Path) -> None:

@@ -163,6 +163,19 @@ class _LosesFirstAnswers:
         return (LoseAnswer(),)
 
 
+class _AbortsBeforeCopy:
+    """No faults. Aborts all uploads through another storage before each request for a copy."""
+
+    def __init__(self, other: StorageBackend) -> None:
+        self._other = other
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        if "x-ms-copy-source" in request.headers:
+            self._other.abort_uploads()
+        return ()
+
+
 def test_lost_answers_change_nothing(emulator: Azurite) -> None:
     container = emulator.create_bucket()
     with FaultProxy(emulator.server.url, plan := _LosesFirstAnswers(), dialect=DIALECT) as proxy:
@@ -201,16 +214,19 @@ def test_only_the_blocks_of_one_upload_are_committed(emulator: Azurite) -> None:
 
 def test_a_missing_temporary_blob_is_not_reported_as_a_missing_object(emulator: Azurite) -> None:
     """Another save may abort the upload immediately before the copy."""
-    storage = storage_of(f"az://{emulator.create_bucket()}/run", context_of(emulator))
-    writer = storage.open_new("a", len(LARGE))
-    writer.write_at(0, LARGE)
-    upload = writer._upload  # type: ignore[attr-defined]
-    copy = upload._copy
-    upload._copy = lambda *arguments: (storage.abort_uploads(), copy(*arguments))
-    with pytest.raises(StorageError, match=r"run/a: the upload does not exist.*Save again: another save may") as caught:
-        writer.finish()
+    container = emulator.create_bucket()
+    other = storage_of(f"az://{container}/run", context_of(emulator))
+    with FaultProxy(emulator.server.url, _AbortsBeforeCopy(other), dialect=DIALECT) as proxy:
+        endpoint = emulator.endpoint.replace(emulator.server.url, proxy.url)
+        storage = storage_of(f"az://{container}/run", context_of(emulator, endpoint=endpoint))
+        writer = storage.open_new("a", len(LARGE))
+        writer.write_at(0, LARGE)
+        with pytest.raises(
+            StorageError, match=r"run/a: the upload does not exist.*Save again: another save may"
+        ) as caught:
+            writer.finish()
     assert not isinstance(caught.value, ObjectNotFoundError)
-    assert list(storage.list()) == []
+    assert list(other.list()) == []
 
 
 def test_aborting_uploads_keeps_blobs_of_other_saves(emulator: Azurite) -> None:

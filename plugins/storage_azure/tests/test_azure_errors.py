@@ -174,9 +174,22 @@ def test_a_failed_copy_leaves_no_object(is_ours: bool) -> None:
         assert deleted == ([DATE["etag"]] if is_ours else []), "what the copy left, and no blob of another save"
 
 
+class _Clock:
+    """A clock on which each sleep takes an hour."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 3600
+
+
 def test_a_copy_that_takes_too_long_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore_azure.containers._ALL_COPY_SECONDS", 0.0)
-    with stub_server(_Copies("pending", "pending", "aborted")) as stub:
+    monkeypatch.setattr("ckptcore_azure.containers.time", _Clock())
+    with stub_server(_Copies("pending", "pending", "pending", "aborted")) as stub:
         writer = _open(stub.url, **CREDENTIALS["sas"]).open_new("a", 6 << 20)
         writer.write_at(0, bytes(6 << 20))
         with pytest.raises(StorageError, match="the copy of run/a.*is pending"):

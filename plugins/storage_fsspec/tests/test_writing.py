@@ -9,10 +9,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from ckptcore_fsspec import write_methods
 from ckptcore_fsspec.write_methods import InOrderWriter
 
 from ckptcore.errors import StorageError, StorageFullError
+
+BUFFERED_BYTES = 32 << 20
+"""The memory limit of a writer for early pieces."""
 
 
 class Collected:
@@ -37,16 +39,11 @@ class Collected:
         raise RuntimeError("nobody hears it")
 
 
-@pytest.fixture(params=[32 << 20, 3000], ids=["in memory", "in a file"])
-def held_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", request.param)
-    return int(request.param)
-
-
+@pytest.mark.parametrize("nbytes", [200_000, 64 << 20], ids=["in memory", "in a file"])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
+def test_any_order_from_many_threads(seed: int, nbytes: int) -> None:
     chance = random.Random(seed)
-    data = chance.randbytes(200_000)
+    data = chance.randbytes(nbytes)
     cuts = [0, *sorted(chance.sample(range(1, len(data)), 60)), len(data)]
     pieces = list(itertools.pairwise(cuts))
     chance.shuffle(pieces)
@@ -54,20 +51,20 @@ def test_any_order_from_many_threads(held_bytes: int, seed: int) -> None:
     writer = InOrderWriter(sink, "it", len(data))
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda piece: writer.write_at(piece[0], data[piece[0] : piece[1]]), pieces):
-            assert writer._buffered_bytes <= held_bytes
+            assert writer._buffered_bytes <= BUFFERED_BYTES
     writer.finish()
     assert sink.data == data
     assert sink.state == "finished"
 
 
-def test_early_pieces_beyond_the_memory_limit_go_into_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_methods, "_MAX_BUFFERED_BYTES", 1000)
+def test_early_pieces_beyond_the_memory_limit_go_into_a_file() -> None:
+    nbytes = BUFFERED_BYTES
     writer = InOrderWriter(Collected(), "it", None)
-    for start in range(9000, 0, -1000):
-        writer.write_at(start, bytes([start // 1000]) * 1000)
-    assert writer._buffered_bytes == 1000
+    for number in (2, 1):
+        writer.write_at(number * nbytes, bytes([number]) * nbytes)
+    assert writer._buffered_bytes == nbytes
     assert writer._file is not None
-    writer.write_at(0, bytes(1000))
+    writer.write_at(0, bytes(nbytes))
     assert writer._buffered_bytes == 0
     writer.abort()
     assert writer._file is None

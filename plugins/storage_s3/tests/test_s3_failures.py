@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -175,8 +174,9 @@ def test_fewer_requests_run_concurrently_if_the_service_throttles(caplog: pytest
 
     All requests succeed, and the log has one line.
     """
-    under_way = 0
+    under_way = arrived = 0
     lock = threading.Lock()
+    three = threading.Barrier(3)
 
     def answer(request: Request) -> Reply:
         return Reply(200, b"data", {"etag": '"1"', "last-modified": DATE})
@@ -185,11 +185,13 @@ def test_fewer_requests_run_concurrently_if_the_service_throttles(caplog: pytest
         inner = stub.reply
 
         def reply(request: Request) -> Reply:
-            nonlocal under_way
+            nonlocal under_way, arrived
             with lock:
                 under_way += 1
-                now = under_way
-            time.sleep(0.001)
+                arrived += 1
+                now, is_early = under_way, arrived <= three.parties
+            if is_early:
+                three.wait(60)  # so that the service gets three requests at once
             with lock:
                 under_way -= 1
             return error_reply(503, "SlowDown") if now > 2 else inner(request)
