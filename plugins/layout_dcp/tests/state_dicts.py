@@ -30,7 +30,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of random bytes, so that all bit patterns occur."""
+    """Return a tensor with the elements of `bit_patterns`."""
     flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
