@@ -38,7 +38,7 @@ class Progress:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_buffer_comes_back(tmp_path: Path, layout: str, size: int) -> None:
     buffer = io.BytesIO(content(size))
-    buffer.seek(3)  # what is before the position is saved, too
+    buffer.seek(3)  # bytes before the position are saved, too
     ckptcore.save(tmp_path / "x", {"buffer": buffer}, layout=layout)
     assert ckptcore.load(tmp_path / "x") == {"buffer": content(size)}
     for abstract in ({"buffer": io.BytesIO(b"other")}, ckptcore.abstract({"buffer": buffer})):
@@ -58,7 +58,7 @@ def test_an_object_gets_a_buffer_back(tmp_path: Path, size: int) -> None:
         assert progress.blob == content(size)
 
 
-def test_an_asynchronous_save_holds_what_the_buffer_had(tmp_path: Path) -> None:
+def test_an_asynchronous_save_stores_the_buffer_as_it_was_at_the_call(tmp_path: Path) -> None:
     buffer = io.BytesIO(content(100_000))
     handle = ckptcore.save_async(tmp_path / "x", {"buffer": buffer})
     buffer.write(b"changed")

@@ -1,4 +1,4 @@
-"""Converting takes memory for the array that is read and those that are being written, however many there are."""
+"""Memory of conversions: only the arrays that are being read and written, however many the checkpoint has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 ARRAYS = 10
 ARRAY_BYTES = 32 * MIB
 
-# In a new process, for the peak of its memory.
+# Runs in a new process, whose peak of memory is that of the conversion.
 PROGRAM = """
 import sys
 import ckptcore
@@ -32,7 +32,7 @@ ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
 def peak():
-    # Not ru_maxrss, which begins with what the parent had.
+    # Not ru_maxrss: it begins with the peak of the parent process.
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
 

@@ -1,4 +1,4 @@
-"""Saves to one location that several Contexts of a process begin commit in the order of the calls."""
+"""The order of saves to one location. Saves of several Contexts in one process commit in the order of the calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _async(location: str, number: int, context: ckptcore.Context) -> SaveHandle 
 
 
 def _exported(location: str, number: int, context: ckptcore.Context) -> SaveHandle | None:
-    """An export of a save to another location."""
+    """Export a save of another location to this location."""
     exports = [ckptcore.Export(location=location, layout="safetensors")]
     state = _state(number)
     return ckptcore.save_async(
@@ -66,7 +66,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("first", [_async, _exported, _several])
 @pytest.mark.parametrize("second", [_async, _exported, _several, _update])
-def test_of_two_in_the_background_the_second_stays(first: _Save, second: _Save, location: str) -> None:
+def test_the_second_of_two_saves_in_the_background_remains(first: _Save, second: _Save, location: str) -> None:
     watch = Watch()
     gate = Gate(watch)
     earlier = first(location, 1, watched(watch))
@@ -86,7 +86,7 @@ def test_of_two_in_the_background_the_second_stays(first: _Save, second: _Save, 
 
 
 @pytest.mark.parametrize("second", [_blocking, _copied, _converted])
-def test_what_blocks_comes_after_what_began_before(
+def test_a_blocking_call_waits_for_an_earlier_save_in_the_background(
     second: Callable[[str, int, ckptcore.Context], None], location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = Watch()

@@ -15,7 +15,7 @@ import ckptcore
 _COUNTED: Final = frozenset(
     {"get", "get_with_tag", "get_into", "size", "put", "list", "list_names", "delete", "abort_uploads", "finish"}
 )
-"""Operations that are requests to a service; an object in parts takes one per part and two more."""
+"""Operations that are requests to a service. An upload in parts takes a request per part, and two more."""
 
 
 def _state() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def test_many_small_arrays_take_few_requests(layout: str, most_to_save: int) -> 
     assert _requests(loading).total() <= 8, [(one.name, one.keys) for one in loading.operations]
 
 
-def test_a_context_that_is_kept_tries_conditions_once() -> None:
+def test_a_context_tests_conditional_writes_only_once() -> None:
     location = "memory://requests-again/run/step_1"
     plan = FaultPlan()
     context = faulty_context(location, plan)
