@@ -22,14 +22,14 @@ _DESCRIPTION_BYTES: Final = 256 << 10
 
 
 class CountingPlugin:
-    """Local directories as ``counted://`` URLs."""
+    """A plugin that opens local directories as ``counted://`` URLs."""
 
     def __init__(self) -> None:
         self.plan = FaultPlan()
 
     @hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
-        """The scheme."""
+        """Return the opener of the scheme ``counted``."""
         return {"counted": self.open}
 
     def open(self, url: str, options: StorageOptions) -> StorageBackend:
@@ -51,7 +51,7 @@ class Counted:
 
 
 class Counting:
-    """A Context that counts bytes, its URLs, and the counts."""
+    """A Context that counts bytes, with its URLs and its counts."""
 
     def __init__(self, **job: Any) -> None:
         self._plugin = CountingPlugin()
@@ -78,7 +78,7 @@ class Counting:
 
 
 def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
-    """Assert from the counts of a job's processes that every byte was written once, and read only where needed.
+    """Assert that a job wrote every byte once, and that each process read only the bytes that it needed.
 
     A box can begin and end within a block, and the rest of that block is read too. So up to two more blocks are allowed
     for each box of at least one block. Smaller boxes are contiguous.

@@ -42,12 +42,12 @@ class _TorchJob:
 
 
 def serve(port: int) -> object:
-    """The store of a job, served as a launcher does, for as long as the result lives."""
+    """Serve the store of a job, as a launcher does, until the result is deleted."""
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported at run time
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
-    """Be that process, and end without waiting for other ranks, unless this one serves the store of a healthy job."""
+    """Run the process. It waits for other ranks at its end only if it serves the store of a healthy job."""
     with open(errors, "wb") as file:
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     take_part(cell, _TorchJob(), place)
     if leader_serves and cell.operation == "resume":
-        # As in every job whose store is in one of its processes: that process ends last.
+        # The process with the store must end last.
         ended = store.add("ended", 1)
         while rank == 0 and ended < size:
             time.sleep(0.01)

@@ -68,7 +68,7 @@ def sharded(elements: Any, sharding: Sharding) -> jax.Array:
 
 
 def blank(like: Any) -> Any:
-    """Return the same tree with abstract arrays."""
+    """Return the tree with abstract arrays, and with default values in place of other leaves."""
     make: Any = jax.ShapeDtypeStruct
 
     def one(leaf: Any) -> Any:
@@ -80,7 +80,7 @@ def blank(like: Any) -> Any:
 
 
 def same(found: Any, expected: Any) -> None:
-    """Assert that two trees have the same arrays, where this process has them."""
+    """Assert that two trees are equal. Arrays are compared on the devices of this process."""
     structure: Any = jax.tree.structure
     assert structure(found) == structure(expected)
     for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
@@ -97,11 +97,11 @@ def same(found: Any, expected: Any) -> None:
 
 
 def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))  # keys have none
+    return bool(getattr(leaf, "weak_type", False))  # PRNG keys have no `weak_type`
 
 
 def submeshes(place: Place) -> Any:
-    """Save and load arrays on the devices of one process that all processes have in their trees."""
+    """Save and load arrays that all processes have in their trees, but that are on the devices of one process."""
     mesh = over_all(2, 2)
     state: dict[str, Any] = {"both": sharded(ROWS, NamedSharding(mesh, P("x"))), "own": jnp.arange(5), "step": 3}
     for owner in range(place.size):
@@ -113,7 +113,7 @@ def submeshes(place: Place) -> Any:
         data = jax.random.key_data(jax.random.split(jax.random.key(owner), 4))
         state[f"keys of {owner}"] = jax.random.wrap_key_data(sharded(data, over_one))
     parts = parts_of(ROWS * 2, NamedSharding(of_process(1), P("x")))
-    for name in ("tied", "to it"):  # they are tied by memory, which process 0 does not see
+    for name in ("tied", "to it"):  # tied by their memory, which is in process 1
         state[name] = jax.make_array_from_single_device_arrays(
             ROWS.shape, NamedSharding(of_process(1), P("x")), parts, dtype=ROWS.dtype
         )
@@ -130,7 +130,7 @@ def submeshes(place: Place) -> Any:
 
 
 class Placements:
-    """Records the placement of arrays, and any computation, while its context is entered.
+    """Context manager that records the memory kinds of new arrays, and the number of compilations.
 
     JAX creates every array from host elements with `batched_device_put` (jax 0.10.2).
     """
@@ -166,7 +166,7 @@ class Placements:
 
 
 def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_host")) -> Any:
-    """Save arrays from host memory, and load them to host memory. No device memory may be used."""
+    """Save arrays in host memory, and load them to host memory. This must not use memory of devices."""
     mesh, other = over_all(2, 2), over_all(1, 4)
 
     def state(over: Mesh, kind: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_hos
 
 
 def counted(place: Place) -> Any:
-    """Count bytes per process for arrays sharded over all devices, over those of each process, and replicated."""
+    """Count bytes per process for arrays that are sharded over the job, sharded over each process, and replicated."""
     mesh = over_all(2, 2)
     elements = np.random.default_rng(0).integers(0, 1 << 30, (4096, 512), np.int32)
     specs = {"cut": P("x", "y"), "by process": P("x"), "by device": P("y"), "everywhere": P()}
@@ -241,7 +241,7 @@ def counted(place: Place) -> Any:
 
 
 def topology(*, filled: bool) -> dict[str, Any]:
-    """Return the arrays of all topologies: sharded over both axes of a mesh, over one axis, and over none."""
+    """Return arrays that are sharded over both axes of a mesh, over one axis, and over no axis."""
     mesh = over_all(jax.process_count(), len(jax.local_devices()))
     specs = {"even": P("x", "y"), "uneven": P("y"), "few": P(), "count": P()}
     arrays = {name: array if filled else np.zeros_like(array) for name, array in WHOLE.items()}
@@ -268,7 +268,10 @@ def load(place: Place) -> Any:
 
 
 def unequal(place: Place) -> Any:
-    """Save arrays of one process that differ between ranks, with a late rank. Arrays of the job are not compared."""
+    """Save single-process arrays that differ between ranks, and save with a late rank.
+
+    Arrays over all devices of the job are not compared.
+    """
     state = {
         "key": jax.random.key(place.rank),
         "position": jnp.array(100 + place.rank),

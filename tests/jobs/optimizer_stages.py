@@ -30,7 +30,7 @@ QUICK: Final = ckptcore.Context(durability="none")
 
 
 class Layers(torch.nn.Module):
-    """Some layers of a model, under their names in the whole of it."""
+    """Some layers of a model, with their names in the whole model."""
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Layers(torch.nn.Module):
         self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(5, 5) for name in names})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Through all."""
+        """Apply all layers."""
         for layer in self.layers.values():
             inputs = layer(inputs).tanh()
         return inputs
 
 
 def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Weights decay, and biases do not."""
+    """Return an optimizer with decay for weights, and without decay for biases."""
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
@@ -57,7 +57,7 @@ def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Train on what a stage before it might have given."""
+    """Train some steps, on inputs that could come from an earlier stage."""
     for number in range(steps):
         optimizer.zero_grad()
         (model(torch.linspace(-1, 1, 15).reshape(3, 5)) - number).square().mean().backward()
@@ -65,7 +65,7 @@ def go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 
 
 def stored_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By dotted names, the parameters and their slots, whole, and the options of their groups."""
+    """Return whole parameters, whole slots, and options of parameter groups, by dotted name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {name: _whole(parameter) for parameter, name in names.items()}
     for parameter, slots in optimizer.state.items():
@@ -83,7 +83,7 @@ def _whole(tensor: torch.Tensor) -> Any:
 
 
 def optimizers(place: Place) -> Any:
-    """Two stages on two processes each: what they saved goes on as they do, and is taken apart in another way."""
+    """Save two stages on two processes each. Load them into the same stages and into other stages, and continue."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 
@@ -132,7 +132,7 @@ def _saved(directory: Path) -> dict[str, Any]:
 
 
 def load_whole(directory: Path, layout: str) -> None:
-    """One process loads what both stages saved."""
+    """Load the state of both stages in one process."""
     whole = Layers(LAYERS, 9)
     optimizer = adamw(whole, 0.7)
     state = {"model": whole, "optimizer": NamedOptimizer(whole, optimizer)}
@@ -141,7 +141,7 @@ def load_whole(directory: Path, layout: str) -> None:
 
 
 def load_whole_by_torch(directory: Path) -> None:
-    """The same by torch, of the layout dcp, into an optimizer that it has stepped."""
+    """Load the layout dcp in one process with torch, into an optimizer that has made a step."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     whole = Layers(LAYERS, 9)
     optimizer = adamw(whole, 0.7)

@@ -1,4 +1,4 @@
-"""Jobs of real processes: each runs a task of a program, and says what it found."""
+"""Jobs of real processes. Each process runs a task of a program, and returns its result as JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PATIENCE_SECONDS: Final = 240
 
 @dataclass(frozen=True)
 class Place:
-    """Which process of a job this is.
+    """The place of a process in its job, and the arguments of its task.
 
     Attributes:
-        rank, size: which of how many.
-        devices: how many devices it is to have.
-        port: of 127.0.0.1, where the job meets.
-        directory: of the test.
-        layouts: to save in.
+        rank, size: the rank of the process, and the number of processes.
+        devices: the number of devices of the process.
+        port: the port on 127.0.0.1 at which the processes connect.
+        directory: the directory of the test.
+        layouts: the layouts of the saves.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Program(Protocol):
     """A module that each process of a job runs."""
 
     TASKS: Mapping[str, Callable[[Place], Any]]
-    """By name; each gives JSON."""
+    """Tasks by name. Each returns JSON."""
 
     def run(self, task: Callable[[Place], Any], place: Place) -> Any:
         """Begin the job, do the task, and end the job."""
@@ -52,9 +52,9 @@ class Program(Protocol):
 def run_job(
     program: str, task: str, directory: Path, *, size: int, devices: int = 1, layouts: Sequence[str] = ()
 ) -> list[Any]:
-    """Run a task of a program in a job of so many processes; what each found, by rank.
+    """Run a task of a program in a job of `size` processes. Return their results by rank.
 
-    The processes come from a server that has imported the frameworks, and started nothing of them.
+    The processes are forked from a server that has imported the frameworks, but has not initialized them.
     """
     context = multiprocessing.get_context("forkserver")
     port = free_port()
@@ -86,7 +86,7 @@ def _process(program: str, task: str, place: Place, found: str) -> None:
         answer = module.run(module.TASKS[task], place)
     except BaseException:  # noqa: BLE001  # the parent reports it
         traceback.print_exc()
-        os._exit(1)  # a framework may wait for the others before it ends
+        os._exit(1)  # a normal exit may wait for other processes
     Path(f"{found}.json").write_text(json.dumps(answer))
 
 

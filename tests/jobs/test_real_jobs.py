@@ -1,4 +1,4 @@
-"""Jobs of real processes: arrays on parts of the devices or in host memory, strided shards, bytes that are counted."""
+"""Jobs of real processes: arrays on some devices or in host memory, strided shards, and counts of bytes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_ranks_that_differ_and_a_rank_that_is_late(job: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_arrays_on_some_processes_that_all_know_of(tmp_path: Path) -> None:
+def test_arrays_on_some_processes_that_all_processes_have_in_their_trees(tmp_path: Path) -> None:
     for name, job, expect in (
         ("jax", _of_jax, _expect_submeshes_of_jax),
         ("torch", _of_torch, _expect_submeshes_of_torch),
@@ -131,7 +131,7 @@ def test_arrays_on_some_processes_that_all_know_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_with_meshes_of_their_own(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_with_their_own_meshes(tmp_path: Path) -> None:
     _of_torch("stages", tmp_path)
     for layout in LAYOUTS:
         _expect_stages(tmp_path, layout)
@@ -145,21 +145,21 @@ def test_strided_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_arrays_in_memory_of_the_host(tmp_path: Path) -> None:
+def test_arrays_in_host_memory(tmp_path: Path) -> None:
     _of_jax("offloaded", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [_of_jax, _of_torch], ids=["jax", "torch"])
-def test_bytes(job: Any, tmp_path: Path) -> None:
+def test_every_byte_is_written_once_and_read_only_where_needed(job: Any, tmp_path: Path) -> None:
     found = job("counted", tmp_path)
     for layout in LAYOUTS:
         assert_frugal(found, layout, shared=layout in SHARING)
 
 
 @pytest.mark.slow
-def test_any_topology_loads_what_any_other_saved(tmp_path: Path) -> None:
-    """Of one, two and four processes of torch, and of one and two of JAX; and NumPy."""
+def test_any_topology_loads_the_checkpoint_of_any_other(tmp_path: Path) -> None:
+    """Saves are by one, two or four torch processes, by one or two JAX processes, or by NumPy."""
     for size in (1, 2, 4):
         _of_torch("save", tmp_path, size=size)
     for size in (1, 2):

@@ -73,7 +73,7 @@ def test_receipts_come_back_as_they_were(receipts: list[Receipt]) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """A state with lists for its columns."""
+    """Return the state with lists in place of columns."""
     if isinstance(state, dict):
         return {name: _plain(inner) for name, inner in state.items()}
     return [_plain(inner) for inner in state] if isinstance(state, list | IntegerColumn) else state
@@ -93,7 +93,7 @@ def test_columns_iterate_as_lists_of_numbers(numbers: list[int]) -> None:
     assert np.asarray(column).dtype == np.int64
 
 
-def test_what_is_no_list_of_whole_numbers_stays() -> None:
+def test_other_lists_do_not_become_columns() -> None:
     state: JSON = {
         "mixed": [1, True] * 9,
         "floats": [1.0] * 9,
@@ -108,14 +108,14 @@ def test_what_is_no_list_of_whole_numbers_stays() -> None:
 
 
 def test_a_chunk_takes_few_bytes() -> None:
-    """A grid of rows as a process of a job has them."""
+    """The receipt has a grid of rows, such as the chunks of one process."""
     boxes = [Box((number, 0), (number + 1, 70_000)) for number in range(300)]
     items = tuple([WriteItem(2, ArraySpec(_SHAPES[2], "int8"), (box,)) for box in boxes])
     state = {"offset": list(range(0, 300 << 20, 1 << 20)), "leaf": [2] * 300}
     assert len(encode_receipts([_TREE], [Receipt(3, items, state, ())])) < 300 * 26
 
 
-def test_columns_that_were_decoded_can_be_told_on() -> None:
+def test_decoded_columns_can_be_encoded_again() -> None:
     receipt = Receipt(0, (WriteItem(1, ArraySpec(_SHAPES[1], "int8"), (Box((1,), (9,)),)),), [5] * 20, ())
     (once,) = decode_receipts([_TREE], encode_receipts([_TREE], [receipt]))
     (twice,) = decode_receipts([_TREE], encode_receipts([_TREE], [once]))
@@ -128,12 +128,12 @@ def test_another_version_is_refused() -> None:
         decode_receipts([_TREE], encoded.replace(b'"version":1', b'"version":2', 1))
 
 
-def test_a_state_that_is_no_json_is_refused() -> None:
+def test_a_state_that_is_not_json_is_refused() -> None:
     with pytest.raises(PluginError, match="not JSON"):
-        encode_receipts([_TREE], [Receipt(0, (), {"set": object()}, ())])  # type: ignore[dict-item]  # the point of it
+        encode_receipts([_TREE], [Receipt(0, (), {"set": object()}, ())])  # type: ignore[dict-item]  # not JSON
 
 
-def test_a_layout_may_hand_on_the_columns_that_it_was_told() -> None:
+def test_a_layout_may_store_columns_of_receipts_in_the_root() -> None:
     (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
     root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=found.state, tree=_TREE, objects={})
     data, parts = encode_root(root)

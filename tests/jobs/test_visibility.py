@@ -1,4 +1,4 @@
-"""Processes that do not see one directory are detected before arrays are written; errors name hosts and paths."""
+"""Processes that do not share a directory. Saves detect them before any array is written, and name hosts and paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 3
 
 
 class Mounted(os.PathLike[str]):
-    """A path that all ranks call the same, and that is another one on each."""
+    """A path with the same text on all ranks, but with another directory on each rank."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
 
 
 def directory_of(tmp_path: Path, rank: int, *, apart: Sequence[int]) -> Path:
-    """The directory that a rank sees, made; those that are apart have one of their own."""
+    """Create and return the directory that a rank sees. Each rank in `apart` has its own directory."""
     directory = tmp_path / (f"disk {rank}" if rank in apart else "shared")
     directory.mkdir(exist_ok=True)
     return directory
@@ -124,7 +124,7 @@ def test_object_stores_are_checked_too(tmp_path: Path) -> None:
 def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
-        if coordinator.rank == 2:  # what an earlier job had here, on the disk that this host has now
+        if coordinator.rank == 2:  # the own disk of this host has a checkpoint of an earlier job
             ckptcore.save(directory / "step", {"w": np.zeros(4)}, context=ckptcore.Context())
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(Mounted(directory / "step"), {"w": np.ones(4)}, overwrite=True, context=context)
@@ -146,14 +146,14 @@ def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) ->
 
 
 def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links and mounts may lead each host to one directory by another path."""
+    """Because of links and mounts, the same directory may have another real path on each host."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     keys: list[str] = []
 
     class Noting:
-        """A coordinator that notes the keys of its exchanges."""
+        """A coordinator that records the keys of its exchanges."""
 
         def __init__(self, coordinator: Coordinator) -> None:
             self._coordinator = coordinator
@@ -178,7 +178,7 @@ def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monk
 
 
 def test_files_that_appear_late_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a client of a network file system, which remembers for a while that nothing was there."""
+    """A client of a network file system may cache for a while that a file does not exist."""
     monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 30.0)
     looked: list[int] = []
     sees = visibility.sees_claim

@@ -57,7 +57,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def run(task: Callable[[Place], Any], place: Place) -> Any:
-    """Run a task with a store of this job, in groups that the task creates with it."""
+    """Run a task. The task creates its own store and groups."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for name in _COLLECTIVES:
@@ -118,7 +118,7 @@ def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
 
 
 def numbers(state: Mapping[str, Any]) -> list[float]:
-    """Return this process' part of a model and its optimizer."""
+    """Return the part of this process of a model and its optimizer."""
     model, optimizer = state["model"], state["optimizer"]
     found = [parameter.to_local() for parameter in model.parameters()]
     found += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -126,7 +126,7 @@ def numbers(state: Mapping[str, Any]) -> list[float]:
 
 
 def save_and_load(place: Place, backend: str) -> Any:
-    """Save and load in every way."""
+    """Save and load with all functions. Return the steps of a run."""
     directory, rank = place.directory / backend, place.rank
     mesh = init_device_mesh("cpu", (place.size,))
 
@@ -179,7 +179,7 @@ def accelerators(place: Place) -> Any:
         with in_group(backend, store, place):
             told[backend] = save_and_load(place, backend)
     store.add("ended", 1)
-    while place.rank == 0 and store.add("ended", 0) < place.size:  # rank 0 serves the store
+    while place.rank == 0 and store.add("ended", 0) < place.size:  # rank 0 serves the store, so it ends last
         time.sleep(0.01)
     return told
 

@@ -49,7 +49,7 @@ class Stage(torch.nn.Module):
         self.layers = torch.nn.ModuleDict({str(2 * number + own): torch.nn.Linear(6, 6 + own) for own in range(2)})
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Through both."""
+        """Apply both layers."""
         for layer in self.layers.values():
             inputs = layer(inputs)
         return inputs
@@ -67,7 +67,10 @@ def whole_of(state: Any) -> dict[str, Any]:
 
 
 def stages(place: Place) -> Any:
-    """Save and load two stages on two processes each, with FSDP2 or tensor parallelism. A rank has its stage's keys."""
+    """Save and load two stages on two processes each, with FSDP2 or tensor parallelism.
+
+    A rank has only the keys of its stage.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
     number, within = mesh.get_local_rank("stage"), mesh["within"]
 
@@ -102,7 +105,7 @@ def stages(place: Place) -> Any:
 
 
 def submeshes(place: Place) -> Any:
-    """Save and load DTensors over meshes of two of the four processes. All ranks have them in their trees."""
+    """Save and load DTensors over meshes of two processes. All four processes have them in their trees."""
     meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in {"first": [0, 1], "last": [2, 3], "one": [3]}.items()}
     kinds: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
     rows = torch.arange(30, dtype=torch.float32).reshape(5, 6)
@@ -137,7 +140,7 @@ def submeshes(place: Place) -> Any:
 
 
 def strided(place: Place) -> Any:
-    """FSDP2 over tensor parallelism: ten rows in four processes, of which none has a run of equal length."""
+    """Save and load under FSDP2 over tensor parallelism. Four processes have ten rows, in uneven shards."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def make(seed: int) -> Any:
@@ -167,7 +170,7 @@ def strided(place: Place) -> Any:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """The same elements."""
+    """Return the elements as a NumPy array."""
     tensor = tensor.detach()
     return (
         tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
@@ -204,7 +207,7 @@ def load(place: Place) -> Any:
 
 
 def counted(place: Place) -> Any:
-    """Count the bytes that each process writes and reads, for shards, replicated shards, and replicas."""
+    """Count the bytes that each process writes and reads, for shards, for replicated shards and for replicas."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     line = init_device_mesh("cpu", (4,))
     other = init_device_mesh("cpu", (2, 2))
@@ -242,7 +245,7 @@ def counted(place: Place) -> Any:
 
 
 def unequal(place: Place) -> Any:
-    """Save arrays that differ between ranks, with a late rank."""
+    """Save arrays that differ between ranks, and save with a late rank."""
     state = {
         "generator": torch.Generator().manual_seed(place.rank).get_state(),
         "half and half": torch.full((1 << 24,), float(place.rank)),
@@ -250,7 +253,7 @@ def unequal(place: Place) -> Any:
     found = refusals(place, state, torch.equal)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(3))
-    model(torch.randn(5, 3) + place.rank).sum().backward()  # the statistics of each rank are those of its own batch
+    model(torch.randn(5, 3) + place.rank).sum().backward()  # each rank has the statistics of its own batch
     try:
         ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
     except CheckpointError as error:
