@@ -24,7 +24,7 @@ from ckptcore.protocols import Coordinator
 
 
 class Lines(logging.Handler):
-    """The log lines about late ranks. Timers write them when `write_when` fires the timers. No test waits for a time."""
+    """The log lines about late ranks. Timers write them when `write_when` fires the timers, without a delay."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""File systems that lack what the local storage would like to have: the table of `docs/reference/file-systems.md`.
+"""File systems that lack optional system calls: the table of `docs/reference/file-systems.md`.
 
-Each row of the table is tried with a preloaded library that makes its system calls fail, with the error numbers that
-file systems, kernels and sandboxes answer. Then real file systems are mounted.
+Each row of the table has system calls. A preloaded library makes these calls fail, with the error numbers of file
+systems, kernels and sandboxes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARAMETERS: Final = [
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """The result of each row. One program tries all of them."""
+    """Return the result of each row. One program runs all rows."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("needs Linux and a C compiler")
@@ -87,7 +87,7 @@ def test_everything_works_without_a_call(row: str, rows: Mapping[str, Any]) -> N
 
 
 @pytest.mark.parametrize("row", _PARAMETERS)
-def test_what_is_weaker_is_said_once_for_each_directory(row: str, rows: Mapping[str, Any]) -> None:
+def test_weaker_guarantees_are_logged_once_for_each_directory(row: str, rows: Mapping[str, Any]) -> None:
     warnings = rows[row]["warnings"]
     if "flock-directory" in row:
         assert len(warnings) == len(set(warnings)) == 2

@@ -1,4 +1,4 @@
-"""Space, inodes, quotas, rights, mounts, the network and identities go and return: a run loses nothing, and goes on."""
+"""Runs that temporarily lose space, inodes, quotas, permissions, mounts, the network or credentials, but no step."""
 
 from __future__ import annotations
 

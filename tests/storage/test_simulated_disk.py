@@ -1,4 +1,4 @@
-"""The simulated disk loses what a real one may lose, and nothing else: else tests on it would prove nothing."""
+"""The simulated disk loses exactly what a real disk may lose. Otherwise the tests that use it would prove nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def contents(storage: SimulatedStorage) -> dict[str, bytes]:
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_synced_survives_and_nothing_else_must() -> None:
+def test_only_synced_bytes_and_names_survive_for_sure() -> None:
     disk, file = SimulatedDisk(), DiskFile()
     disk.change("create", (disk.root, "a", file))
     disk.write("write", file, 0, b"1" * 5000)
@@ -96,7 +96,7 @@ def test_changes_of_one_name_survive_in_their_order() -> None:
     assert {state.get("b") for state in states(disk)} == {b"", b"other", None}
 
 
-def test_a_survivor_is_a_disk_of_its_own() -> None:
+def test_a_surviving_disk_is_independent_of_the_old_disk() -> None:
     disk = SimulatedDisk()
     open_simulated(disk, "disk://a", DURABLE).put("b", b"1")
     after = next(disk.after_power_loss(random.Random(0)))
@@ -107,7 +107,7 @@ def test_a_survivor_is_a_disk_of_its_own() -> None:
     assert states(after) == [{"a/b": b"2", "a/c": b"3"}] * 63
 
 
-# --- the storage on it ------------------------------------------------------------------------------------------------
+# --- the storage on the disk ------------------------------------------------------------------------------------------
 
 
 def put(storage: SimulatedStorage) -> None:
@@ -121,14 +121,14 @@ def write(storage: SimulatedStorage) -> None:
 
 
 @pytest.mark.parametrize("action", [put, write])
-def test_what_durable_calls_returned_from_survives(action: Callable[[SimulatedStorage], None]) -> None:
+def test_changes_of_durable_calls_survive(action: Callable[[SimulatedStorage], None]) -> None:
     disk = SimulatedDisk()
     action(open_simulated(disk, "disk://a/b", DURABLE))
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
 
 @pytest.mark.parametrize("action", [put, write])
-def test_what_was_not_durable_may_be_lost(action: Callable[[SimulatedStorage], None]) -> None:
+def test_changes_without_durability_may_be_lost(action: Callable[[SimulatedStorage], None]) -> None:
     disk = SimulatedDisk()
     storage = open_simulated(disk, "disk://a/b", NOT_DURABLE)
     action(storage)
@@ -139,7 +139,7 @@ def test_what_was_not_durable_may_be_lost(action: Callable[[SimulatedStorage], N
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
 
-def test_a_put_is_the_old_or_the_new_at_every_step() -> None:
+def test_a_put_leaves_the_old_or_the_new_object_at_every_step() -> None:
     dry = SimulatedDisk()
     open_simulated(dry, "", DURABLE).put("x/y", b"old")
     first = len(dry.steps)
@@ -158,7 +158,7 @@ def test_a_put_is_the_old_or_the_new_at_every_step() -> None:
 
 
 def commit(storage: SimulatedStorage, *, careful: bool) -> None:
-    """Overwrite a directory as a commit by exchange does, or carelessly."""
+    """Overwrite a directory, as a commit by exchange does. Without `careful`, leave out its syncs."""
     storage.put("hidden/part", b"new part")
     storage.put("hidden/root", b"new part")
     if careful:
@@ -168,8 +168,8 @@ def commit(storage: SimulatedStorage, *, careful: bool) -> None:
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_a_commit_without_syncs_is_found_out(careful: bool) -> None:
-    """The test of the tests: the disk tells a good protocol from a bad one."""
+def test_a_commit_without_syncs_is_detected(careful: bool) -> None:
+    """The simulated disk distinguishes a safe protocol from an unsafe protocol."""
     dry = SimulatedDisk()
     options = DURABLE if careful else NOT_DURABLE
 
@@ -201,7 +201,7 @@ def test_a_commit_without_syncs_is_found_out(careful: bool) -> None:
     assert (broken == 0) is careful
 
 
-def test_a_lock_is_gone_when_power_is_back() -> None:
+def test_a_power_loss_releases_locks() -> None:
     disk = SimulatedDisk()
     assert open_simulated(disk, "", DURABLE).lock_directory("a") is not None
     assert open_simulated(disk, "", DURABLE).lock_directory("a") is None
