@@ -1,4 +1,4 @@
-"""Arguments and steps that users of other libraries try first: each remedy is followed as the error has it."""
+"""Arguments and steps that users of other libraries try first. Each test follows the remedy in the error."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_exports(tmp_path: Path, model: nn.Linear) -> None:
     assert ckptcore.load(tmp_path / "f" / "1", framework="torch").keys() == {"weight", "bias"}
 
 
-def test_tensors_that_are_loaded_as_numpy_arrays(
+def test_a_hint_is_logged_if_tensors_load_as_numpy_arrays(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`load_state_dict` of a module or optimizer refuses them. The hint is logged once, and not if they are wanted."""
+    """`load_state_dict` refuses NumPy arrays. A hint is logged once, unless the caller requests NumPy arrays."""
     context = ckptcore.Context()
     ckptcore.load(tmp_path / "c", framework="numpy", context=context)
     ckptcore.load(tmp_path / "c", framework="torch", context=context)
@@ -127,7 +127,7 @@ def test_the_best_and_the_latest_step(tmp_path: Path) -> None:
                 call("best")
             with pytest.raises(TypeError, match=r"leave it out to load the newest valid step"):
                 call("latest")
-        assert run.load(step=run.best("loss", "min")) == {"step": 5}  # of equal ones, the later
+        assert run.load(step=run.best("loss", "min")) == {"step": 5}  # the later of two equal steps
         assert run.best("loss", "max") == 1 and run.best("accuracy", "max") == 4
         assert run.load() == run.load(run.latest) == {"step": 5}
         with pytest.raises(CheckpointNotFoundError, match="'los'; metrics of its steps: 'accuracy', 'loss'"):

@@ -1,4 +1,4 @@
-"""Names that other checkpointing libraries have are errors that name ours."""
+"""Names of other checkpointing libraries. Their use is an error with the name in ckptcore."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ EXPLAINED: list[Any] = [
 ]
 
 
-def test_the_table_has_no_name_of_ours() -> None:
+def test_the_table_has_no_name_of_ckptcore() -> None:
     assert ATTRIBUTES.keys() == OWNERS.keys()
     for name, owner in OWNERS.items():
         assert not [attribute for attribute in ATTRIBUTES[name] if hasattr(owner, attribute)]
         assert inspect.ismodule(owner) or issubclass(owner, ExplainsAttributes)
 
 
-def test_what_is_recommended_exists() -> None:
+def test_recommended_names_exist() -> None:
     """Each ``ckptcore.x.y`` exists, and so does each method or parameter that is recommended by name."""
     for hints in (*ATTRIBUTES.values(), ARGUMENTS):
         for hint in hints.values():
@@ -80,7 +80,7 @@ def test_what_is_recommended_exists() -> None:
 
 @pytest.mark.parametrize("function", EXPLAINED, ids=lambda function: str(function.__qualname__))
 def test_a_known_argument_is_never_in_the_table_of_unknown_ones(function: Any) -> None:
-    """`target` is a parameter of one function and a wrong guess for others; only unknown ones are explained."""
+    """`target` is a parameter of one function, and unknown to others. Only unknown arguments are explained."""
     known = inspect.signature(function).parameters
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     with pytest.raises(TypeError) as caught:
@@ -88,7 +88,7 @@ def test_a_known_argument_is_never_in_the_table_of_unknown_ones(function: Any) -
     assert "max_to_keep" in str(caught.value) and "policies.LatestN" in str(caught.value)
 
 
-def test_an_unknown_argument_names_ours(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_argument_has_the_name_in_ckptcore(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as caught:
         ckptcore.save(tmp_path / "c", {}, custom_metadata={})  # type: ignore[call-arg]  # of Orbax
     message = "save() got an unexpected keyword argument 'custom_metadata'; use metadata"
@@ -102,7 +102,7 @@ def test_an_unknown_argument_names_ours(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_type_errors_are_as_they_were(tmp_path: Path) -> None:
+def test_other_type_errors_are_unchanged(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"^save\(\) missing 1 required positional argument: 'state'$"):
         ckptcore.save(tmp_path / "c")  # type: ignore[call-arg]  # incomplete
 
@@ -120,7 +120,7 @@ def test_other_type_errors_are_as_they_were(tmp_path: Path) -> None:
     assert inspect.signature(explains_arguments(fails)) == inspect.signature(fails)
 
 
-def test_an_attribute_of_the_module_names_ours() -> None:
+def test_the_error_for_an_attribute_of_the_module_has_the_name_in_ckptcore() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'CheckpointManager'; use ckptcore\.Checkpointer\("):
         ckptcore.CheckpointManager  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError, match=r"use ckptcore\.load\(path, abstract\)"):
@@ -133,7 +133,7 @@ def test_an_attribute_of_the_module_names_ours() -> None:
         exec("from ckptcore import nonsense")  # noqa: S102
 
 
-def test_attributes_of_objects_name_ours(tmp_path: Path) -> None:
+def test_errors_for_attributes_of_objects_have_the_name_in_ckptcore(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer:
         handle = checkpointer.save(1, {"w": np.ones(3)})
         assert handle is not None

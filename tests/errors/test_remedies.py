@@ -37,7 +37,7 @@ from tests.errors.refusals import ONE, TWO
     ],
 )
 def test_keys_with_the_same_text(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """The error does not propose `missing` and `unexpected`, with which nothing would be loaded."""
+    """The error does not propose `missing` and `unexpected`, because the load would then restore nothing."""
     ckptcore.save(tmp_path / "c", stored)
     text = refused(lambda: ckptcore.load_into(tmp_path / "c", asked), 'Matching(keys="text")', error=TreeMismatchError)
     assert "keep" not in text
@@ -48,7 +48,7 @@ def test_keys_with_the_same_text(tmp_path: Path, stored: Any, asked: Any) -> Non
 
 
 @pytest.mark.parametrize(("stored", "asked"), [([ONE, TWO], ONE * 0), (ONE, [ONE * 0, TWO * 0]), ({"a": ONE}, TWO)])
-def test_a_container_in_the_place_of_a_leaf(tmp_path: Path, stored: Any, asked: Any) -> None:
+def test_a_container_in_place_of_a_leaf(tmp_path: Path, stored: Any, asked: Any) -> None:
     """No option is proposed, because each would drop the container."""
     ckptcore.save(tmp_path / "c", {"v": stored, "w": ONE})
     text = refused(lambda: ckptcore.load(tmp_path / "c", {"v": asked, "w": TWO}), "v: kind:", "PLACEHOLDER")
@@ -104,7 +104,7 @@ def test_missing_and_unexpected(tmp_path: Path) -> None:
 def test_arrays_of_another_form(
     tmp_path: Path, stored: Any, asked: Any, remedy: str, loss: str, expected: list[Any]
 ) -> None:
-    """The text says what is lost."""
+    """The text names the losses."""
     ckptcore.save(tmp_path / "c", {"w": stored})
     text = refused(lambda: ckptcore.load(tmp_path / "c", {"w": asked}), f"={remedy})", loss)
     code = text.rpartition("matching=")[2].partition(": ")[0]
@@ -114,8 +114,8 @@ def test_arrays_of_another_form(
 
 
 @pytest.mark.parametrize(("stored", "asked"), [(np.arange(4.0), np.zeros(0)), (np.zeros(0), np.ones(3))])
-def test_an_empty_array_is_no_part_of_another(tmp_path: Path, stored: Any, asked: Any) -> None:
-    """The error does not propose `truncate`, which would drop all elements, or `pad`, which would replace them."""
+def test_an_empty_array_is_not_a_part_of_another(tmp_path: Path, stored: Any, asked: Any) -> None:
+    """The error proposes neither `truncate`, which would drop all elements, nor `pad`, which would replace them."""
     ckptcore.save(tmp_path / "c", {"w": stored})
     assert "matching=" not in refused(lambda: ckptcore.load(tmp_path / "c", {"w": asked}), "w: shape:")
     assert same_value(ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract), {"w": stored})
@@ -131,7 +131,7 @@ def test_lists_and_tuples(tmp_path: Path) -> None:
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_is_shared(tmp_path: Path) -> None:
+def test_a_target_with_shared_memory(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": ONE, "b": TWO})
     both = np.zeros(3)
     refused(lambda: ckptcore.load_into(tmp_path / "c", {"a": both, "b": both}), "Use load(), or a target without")
@@ -201,7 +201,7 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
 
 
 def test_a_target_with_a_mix_of_states(tmp_path: Path) -> None:
-    """A damaged checkpoint never loads again, so the text names another one."""
+    """The text says to load a sound checkpoint, because a damaged checkpoint never loads."""
     for name, factor in (("old", 1.0), ("damaged", 2.0)):
         ckptcore.save(tmp_path / name, {"w": np.full(2**19, factor), "v": np.full(2**19, factor)})
     (file,) = list((tmp_path / "damaged").rglob("*.safetensors"))
@@ -409,7 +409,7 @@ def test_metadata_and_metrics(tmp_path: Path) -> None:
     assert ckptcore.metadata(tmp_path / "c").custom == {"1": 2, "a": [1, 2]}
 
 
-def test_a_state_of_each_process_within_another(tmp_path: Path) -> None:
+def test_a_per_process_value_within_another(tmp_path: Path) -> None:
     nested = {"data": PerProcess({"position": PerProcess(3)})}
     refused(lambda: ckptcore.save_checkpointables(tmp_path / "c", nested), "remove this inner PerProcess")
     ckptcore.save_checkpointables(tmp_path / "c", {"data": PerProcess({"position": 3})})

@@ -1,4 +1,4 @@
-"""Remedies in errors about jobs of several processes: each is followed, as the text says."""
+"""Remedies in errors about jobs of several processes. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _in_job(call: Callable[[Context, int], Any], *, collectives: bool = True, **
 def _refused_in_job(
     call: Callable[[Context, int], Any], *texts: str, error: type[Exception] = CheckpointError, **options: Any
 ) -> str:
-    """Return the message of the error of the first process. Each of the two has one."""
+    """Return the error message of the first process. Both processes must raise an error."""
 
     def attempt(context: Context, rank: int) -> str:
         return refused(lambda: call(context, rank), *texts, error=error)
@@ -48,7 +48,7 @@ def _refused_in_job(
     return str(_in_job(attempt, **options)[0])
 
 
-def test_objects_that_each_process_has(tmp_path: Path) -> None:
+def test_objects_with_a_state_in_each_process(tmp_path: Path) -> None:
     def save(context: Context, rank: int) -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE, "random": random.Random(rank)}, context=context)
 

@@ -1,4 +1,4 @@
-"""Remedies in errors about checkpoints that cannot be loaded as asked: each is followed, as the text says."""
+"""Remedies in errors about loads. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_states_of_two_processes_in_one(tmp_path: Path) -> None:
 
 
 def test_a_base_in_another_directory(tmp_path: Path) -> None:
-    """The save refuses it as the load does."""
+    """The save and the load raise the same error."""
     ckptcore.save(tmp_path / "a" / "base", {"w": ONE, "v": ONE})
     update = ckptcore.Update(base=tmp_path / "a" / "base")
     location = tmp_path / "b" / "update"
@@ -301,7 +301,7 @@ def test_a_selection_of_nothing(tmp_path: Path) -> None:
 
 
 class Refuses(Counter):
-    """A counter that accepts no state below its limit, and changes before it refuses."""
+    """A counter that refuses counts below its limit."""
 
     def __init__(self, count: int = 0, limit: int = 0) -> None:
         super().__init__(count)
@@ -314,7 +314,7 @@ class Refuses(Counter):
         self.count = state["count"]
 
 
-def test_an_object_that_refuses(tmp_path: Path) -> None:
+def test_an_object_that_refuses_its_stored_state(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"counter": Refuses(3), "w": ONE})
     target: dict[str, Any] = {"counter": Refuses(limit=9), "w": ONE * 0}
     refused(
@@ -331,22 +331,22 @@ def test_an_object_that_refuses(tmp_path: Path) -> None:
 
 
 class Outer:
-    """An object that creates another one while it is used."""
+    """An object that creates an inner object at its first step."""
 
     def __init__(self) -> None:
         self.count = 1
         self.inner: Counter | None = None
 
     def step(self) -> None:
-        """Create the other object."""
+        """Create the inner object, if it does not exist."""
         self.inner = self.inner or Counter(7)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the own state, and the other object."""
+        """Return the count and the inner object."""
         return {"count": self.count} | ({} if self.inner is None else {"inner": self.inner})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the own state. The other object is restored already."""
+        """Set the count. The load restores the inner object."""
         self.count = state["count"]
 
 
@@ -368,7 +368,7 @@ def test_an_inner_object_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert target.inner.count == 7
 
 
-def test_objects_of_which_some_are_restored(tmp_path: Path) -> None:
+def test_a_load_that_restores_only_some_objects(tmp_path: Path) -> None:
     for name in ("c", "sound"):
         ckptcore.save_checkpointables(tmp_path / name, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
     file = tmp_path / "c" / "b" / "model.safetensors"
@@ -403,7 +403,7 @@ def test_members_that_no_plugin_reads(tmp_path: Path) -> None:
 
 
 class OneWay(Counter):
-    """A counter that only goes up, so that its old state cannot be put back."""
+    """A counter that accepts only higher counts, so a load cannot restore its old state."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set a higher count."""
@@ -412,7 +412,7 @@ class OneWay(Counter):
         self.count = state["count"]
 
 
-def test_an_old_state_that_cannot_be_put_back(tmp_path: Path) -> None:
+def test_an_old_state_that_cannot_be_restored(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"first": OneWay(3), "second": Refuses(3), "w": ONE})
     target: dict[str, Any] = {"first": OneWay(), "second": Refuses(limit=9), "w": ONE * 0}
     refused(

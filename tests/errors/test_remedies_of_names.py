@@ -1,4 +1,4 @@
-"""Our names in errors about names of other libraries: each piece of code is run, as the text has it."""
+"""Names of ckptcore in errors about names of other libraries. Each test runs the code in the text."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ OPTIONS = {name: hint for name, hint in ARGUMENTS.items() if re.match(r"\w+=", h
 
 @pytest.mark.parametrize("argument", OPTIONS)
 def test_options(argument: str, names: dict[str, Any]) -> None:
-    """A function that has the argument accepts it, as the error has it."""
+    """The functions that have the recommended argument accept it, with the value in the error."""
     option, owner, _ = re.fullmatch(r"(\w+=.*?)( of Checkpointer)?((?:, or |; ).*)?", OPTIONS[argument]).groups()  # type: ignore[union-attr]  # they match
     keyword = option.partition("=")[0]
     if keyword == "select":

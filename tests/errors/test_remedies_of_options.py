@@ -1,4 +1,4 @@
-"""Remedies in errors about arguments and options: each is followed, as the text says."""
+"""Remedies in errors about arguments and options. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_numbers_of_policies(wrong: Callable[[], Any], advice: str, right: Any, 
 def test_preservation_policies(
     create: Callable[[], Any], advice: str, error: type[Exception], right: Any, tmp_path: Path
 ) -> None:
-    """Step 1 is the best, and the newest step is always kept."""
+    """Step 1 has the best metric. The newest step is always kept."""
     refused(create, advice, error=error)
     with Checkpointer(tmp_path / "run", preservation_policy=right) as checkpointer:
         for step in (1, 2, 3):
@@ -349,7 +349,7 @@ def test_lists_of_transforms(wrong: Any, tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "c", transforms=transforms), {"v": ONE.astype(np.float32)})
 
 
-def test_a_class_in_the_place_of_a_transform(tmp_path: Path) -> None:
+def test_a_class_in_place_of_a_transform(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     wrong: Any = [ckptcore.transforms.Rename]
     refused(lambda: ckptcore.load(tmp_path / "c", transforms=wrong), "such as Rename(...)", error=TypeError)

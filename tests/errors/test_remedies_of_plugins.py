@@ -1,4 +1,4 @@
-"""Remedies in errors about plugins and distributions: each is followed, as the text says."""
+"""Remedies in errors about plugins and distributions. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.loading.incomplete_layout import Incomplete
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Hide the other distributions. Return a function that registers the plugin of one, as installing it does."""
+    """Hide the other distributions. Return a function that installs one: it registers the plugin of the distribution."""
     installed: set[str] = set()
     manager = hide_distributions(monkeypatch, {}, installed)
 
@@ -68,12 +68,14 @@ def _with_markers(context: Context) -> Context:
     ],
     ids=["type", "layout", "framework", "scheme", "file"],
 )
-def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path) -> None:
+def test_the_named_distribution_solves_the_problem(
+    call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path
+) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
     torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
     installs(refused(lambda: call(tmp_path, Context()), "install"))
     loaded = call(tmp_path, Context())
-    if loaded is None:  # it was saved
+    if loaded is None:  # the call was a save
         loaded = ckptcore.load(
             tmp_path / "d" if (tmp_path / "d").exists() else "fsspec+memory://remedies/c", context=Context()
         )
@@ -81,7 +83,7 @@ def test_installing_what_is_named(call: Callable[..., Any], installs: Callable[[
 
 
 def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first one of `sys.path` is used. The error about what the other has says why it lacks."""
+    """Only the first plugin in `sys.path` is used. An error about a layout of the other explains why it is missing."""
     module = ModuleType("plugin_with_a_layout")
     module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook
     monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
@@ -108,7 +110,7 @@ class Stated:
 
 
 class StatedHandler(CheckpointableHandler):
-    """The handler of its plugin."""
+    """The handler of `Stated`."""
 
     priority = Priority.EXACT
 
@@ -130,7 +132,7 @@ class Claims:
 
     @hookimpl
     def ckpt_checkpointable_handler(self, value_type: type) -> object:
-        """Claim it."""
+        """Return the handler of `Stated`."""
         return StatedHandler() if value_type is Stated else None
 
 

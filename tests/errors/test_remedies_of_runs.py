@@ -1,4 +1,4 @@
-"""Remedies in errors about runs and their steps: each is followed, as the text says."""
+"""Remedies in errors about runs and their steps. Each test follows the text of a remedy."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_checkpointer_in_another_process(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The text, and the warning before a step that does not exist, name the steps to delete."""
+    """The error for an existing step, and the warning for a new earlier step, name the steps to delete."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 3, 5):
             checkpointer.save_blocking(step, {"w": ONE * step})
@@ -133,7 +133,7 @@ def test_damaged_metadata_of_a_run(content: str, tmp_path: Path) -> None:
         file.write_text(content)
         with CheckpointReader(tmp_path / "run") as reader:
             advice = "write it again with Checkpointer(directory, metadata=...), or remove it"
-            refused(lambda: reader.root_metadata, ".ckptcore/metadata.json", advice)  # called here
+            refused(lambda: reader.root_metadata, ".ckptcore/metadata.json", advice)  # called in this iteration
             assert same_value(reader.load(), {"w": ONE})
         if follow == "write":
             Checkpointer(tmp_path / "run", metadata={"b": 2}).close()
@@ -192,7 +192,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_process_that_failed() -> None:
-    """On object stores. The clock of the first process does not advance, as if it were suspended."""
+    """The run is on an object store. The clock of the first process does not advance, as if it were suspended."""
     store = MemoryStorages().open("memory://remedies", StorageOptions())
     first = commit_method(store).locks("run", clock=FakeClock()).own()
     locks = commit_method(store).locks("run", clock=FakeClock())

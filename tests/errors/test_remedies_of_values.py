@@ -38,7 +38,7 @@ def saved(tmp_path: Path, value: Any, name: str = "c") -> Any:
 # --- values that cannot be saved --------------------------------------------------------------------------------------
 
 
-def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
+def test_a_placeholder_cannot_be_saved(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE, "v": TWO})
     partly = ckptcore.load(tmp_path / "c", {"w": ONE, "v": PLACEHOLDER})
     refused(
@@ -53,7 +53,7 @@ def test_a_placeholder_is_no_value(tmp_path: Path) -> None:
     assert same_value(saved(tmp_path, partly, "e"), {"w": ONE})
 
 
-def test_an_iterator_is_made_again(tmp_path: Path) -> None:
+def test_an_iterator_is_created_again(tmp_path: Path) -> None:
     numbers = iter(np.random.default_rng(7).integers(0, 100, 10))
     before = [next(numbers) for _ in range(3)]
     advice = "save what makes it again, such as a seed and a count"
@@ -77,7 +77,7 @@ class OnlyGives:
 
 
 class Takes(OnlyGives):
-    """The same class with the missing method."""
+    """The class with the missing method."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Set the position."""
@@ -163,7 +163,7 @@ def test_empty_directories_of_an_object(
 
 
 class Tasks:
-    """An object that writes in a task, and returns the task or a part of it from the first phase."""
+    """An object that writes in a task. `finish` selects who awaits the task: `save`, its second phase, or nobody."""
 
     def __init__(self, finish: str, text: str = "") -> None:
         self.finish, self.text = finish, text
@@ -256,7 +256,7 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
 
 
 class Zone(datetime.tzinfo):
-    """A zone of a program."""
+    """A time zone of a program."""
 
     def utcoffset(self, moment: datetime.datetime | None) -> datetime.timedelta:
         """Return two hours."""
@@ -267,12 +267,12 @@ class Zone(datetime.tzinfo):
         return "here"
 
     def dst(self, moment: datetime.datetime | None) -> datetime.timedelta:
-        """Return no change."""
+        """Return no daylight saving time."""
         return datetime.timedelta()
 
 
 class Marked(np.ndarray):
-    """An array with more data than its elements."""
+    """An array with additional data."""
 
     mark = "abc"
 
@@ -307,7 +307,7 @@ def test_values_that_are_saved_in_another_form(name: str, tmp_path: Path) -> Non
     assert restore(ckptcore.load(tmp_path / "c", form)["x"]) == value
 
 
-def test_arrays_with_more_data(tmp_path: Path) -> None:
+def test_arrays_with_additional_data(tmp_path: Path) -> None:
     value = ONE.view(Marked)
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"x": value}),
@@ -318,14 +318,14 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
     assert same_value(saved(tmp_path, {"x": np.asarray(value), "mark": value.mark}), {"x": ONE, "mark": "abc"})
 
     class Handler(HostArrayHandler):
-        """A handler of the type, which the user writes."""
+        """A handler of `Marked` that a user writes."""
 
         def describe(self, leaf: Any) -> Any:
             """Describe the elements."""
             return super().describe(np.asarray(leaf))
 
         def shards(self, leaf: Any, rank: int, size: int) -> Any:
-            """Return the elements."""
+            """Return the shards of the elements."""
             return super().shards(np.asarray(leaf), rank, size)
 
     context = Context(plugins=PluginOptions(handlers={Marked: Handler()}))
@@ -335,7 +335,7 @@ def test_arrays_with_more_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", ["PCG64", "PCG64DXSM", "SFC64", "MT19937"])
 def test_generators_of_another_kind(other: str, tmp_path: Path) -> None:
-    """The error proposes no options of the load, which would mix the states of two kinds."""
+    """The error proposes no option of the load, because it would mix the states of two kinds of generators."""
     stored = np.random.Generator(np.random.Philox(3) if other != "PCG64DXSM" else np.random.PCG64(3))
     ckptcore.save(tmp_path / "c", {"random": stored})
     target = {"random": np.random.Generator(getattr(np.random, other)())}
@@ -370,7 +370,7 @@ class Returns:
 
 
 class Awaits(Returns):
-    """The same object, written as the error advises."""
+    """The object, written as the error advises."""
 
     async def save(self, directory: Any) -> Any:
         """Write the text."""
@@ -413,7 +413,7 @@ class UnfilledHandler(HostArrayHandler):
     """A handler that claims to fill arrays, but does not."""
 
     def fill(self, target: Any, record: Any, boxes: Any) -> bool:
-        """Refuse."""
+        """Return that the array was not filled."""
         return False
 
 
