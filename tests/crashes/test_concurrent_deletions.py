@@ -21,7 +21,7 @@ _STATE = {"w": np.arange(4)}
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("several", [False, True])
-def test_a_deletion_that_meets_another_one_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
+def test_a_deletion_during_another_deletion_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
     found: list[str] = []
     for number in itertools.count():
         place = new_place(scheme, tmp_path)
@@ -42,7 +42,7 @@ def test_a_deletion_that_meets_another_one_finds_nothing(scheme: str, several: b
     assert "CheckpointNotFoundError" in found
 
 
-def test_a_step_that_another_process_deletes_is_deleted(tmp_path: Path) -> None:
+def test_a_run_can_delete_a_step_that_another_process_deleted(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as run:
         for step in range(3):
             run.save_blocking(step, _STATE)
@@ -53,7 +53,7 @@ def test_a_step_that_another_process_deletes_is_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["save", "update"])
-def test_a_lock_that_cannot_be_released_is_no_error_of_the_save(
+def test_a_lock_that_cannot_be_released_does_not_fail_the_save(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     close = FileLock.close

@@ -1,4 +1,4 @@
-"""``kill -9`` before each system call that touches storage: the old checkpoint or the new one, never neither."""
+"""``kill -9`` before each system call for storage. Afterwards the old or the new checkpoint exists and is complete."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class Scenario:
         task: the name of the task in `tests.crashes.saver`.
         prepare: creates the initial state.
         allowed: the allowed states afterwards; None for no checkpoint.
-        reached: minimum fraction of the system calls at which the task must have been killed. It is below 1, because
-            the order of the threads' calls varies.
+        reached: minimum fraction of the system calls at which the task must have been killed. It is below 1 for tasks
+            with threads, because the order of their calls varies.
     """
 
     task: str
@@ -201,7 +201,7 @@ def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
     step = max(1, len(points) // _SAMPLE)
     others = [point for number, point in enumerate(points) if number % step]
     partial = 0
-    # The progress of the threads at a call differs between runs. Repeat until a kill was between two objects.
+    # The progress of the threads at a call differs between runs, so try until a kill was between two objects.
     for number, point in enumerate([*points[::step], *others]):
         if number >= len(points[::step]) and partial:
             break
@@ -212,7 +212,7 @@ def test_a_killed_copy_is_resumed(warm: Saver, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_kill(
+def test_a_kill_at_every_call(
     name: str, full: bool, warm: Saver, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     scenario = SCENARIOS[name]

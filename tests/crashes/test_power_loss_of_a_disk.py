@@ -1,4 +1,4 @@
-"""The power fails at each system call of a save to a local disk: the old checkpoint or the new one, never neither."""
+"""A power loss at each system call of a save to a local disk. The old or the new checkpoint survives, complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DURABLE: Final = [name for name in SCENARIOS if "without durability" not in nam
 
 
 class _Trial:
-    """The calls of one save, and the disk before it."""
+    """The system calls of one save, and the state of the disk before the save."""
 
     def __init__(self, scenario: Scenario, warm: Saver, directory: Path) -> None:
         needs_strace()
@@ -43,7 +43,7 @@ class _Trial:
         before.rename(self._root)
 
     def outcomes(self, calls: Sequence[Call], tries: int) -> list[int | str | None]:
-        """Return the results of many power failures: a state, None, or the error of its load."""
+        """Return the results of many power losses: a version, None, or the error of the load."""
         found: list[int | str | None] = []
         disk = Disk(self._root)
         choices = random.Random(0)
@@ -74,7 +74,7 @@ class _Trial:
 
     def _look(self, location: Path) -> int | None:
         if location.exists() and not (location / "checkpoint.json").exists():
-            # What is left may look like a checkpoint of other software.
+            # The remaining files may look like a checkpoint of other software.
             raise CorruptCheckpointError("the root is lost")
         return version_at(str(location))
 

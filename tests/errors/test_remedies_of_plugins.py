@@ -35,7 +35,7 @@ from tests.loading.incomplete_layout import Incomplete
 
 @pytest.fixture
 def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Hide the other distributions. Return a function that installs one: it registers the plugin of the distribution."""
+    """Hide the other distributions. Return a function that installs one, by registering its plugin."""
     installed: set[str] = set()
     manager = hide_distributions(monkeypatch, {}, installed)
 
