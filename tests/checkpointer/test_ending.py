@@ -1,4 +1,4 @@
-"""The end of a run: closed, in an error, in a forked child, and while another one wants its directory."""
+"""The end of a run: by `close`, by an error, in a forked child, and when another run needs its directory."""
 
 from __future__ import annotations
 

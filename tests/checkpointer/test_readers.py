@@ -22,7 +22,7 @@ REPOSITORY: Final = Path(__file__).parents[2]
 
 
 def evaluate(directory: str, last: int) -> list[int]:
-    """Evaluate each step that can be pinned until a step is seen; those that were."""
+    """Evaluate each step that can be pinned, up to step `last`. Return the evaluated steps."""
     reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
     seen: list[int] = []
     for step in reader.new_steps(timeout=60, poll_seconds=0.001):
@@ -32,7 +32,7 @@ def evaluate(directory: str, last: int) -> list[int]:
                     assert_is_step(reader.load(step), step)
                     time.sleep(0.001)
         except ckptcore.CheckpointError as error:
-            # It may be deleted between being seen and being pinned, and in no other moment.
+            # A step can be deleted only before it is pinned.
             assert isinstance(error, FileNotFoundError), error
             assert "has no committed step" in str(error), error
         else:
@@ -71,7 +71,7 @@ def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
 
 
 def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str) -> None:
-    """No pin of the caller's: a load pins by itself, and looks again where what it knew was deleted."""
+    """The caller pins nothing. A load pins its step, and lists the steps again if the step was deleted."""
     stop = threading.Event()
     errors: list[BaseException] = []
     loads: list[int] = []
@@ -124,8 +124,7 @@ def test_an_evaluator_can_run_in_another_process(local: str) -> None:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert seen[-1] == 100
-    # One may have been pinned as the last was saved, and the next one while that was asked; the next collection takes
-    # both.
+    # The evaluator can have pinned two steps while the last step was saved. The next save deletes them.
     with Checkpointer(local, preservation_policy=LatestN(1)) as run:
         assert run.latest == 100 and len(run.steps) <= 3
         save_steps(run, [101])

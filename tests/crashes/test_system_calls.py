@@ -206,7 +206,7 @@ def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int,
 def test_an_interrupted_call_leaks_no_file_and_no_lock(
     operation: Callable[[Path], None], calls: Calls, tmp_path: Path
 ) -> None:
-    """Ctrl-C takes effect after a call. After `open` and `scandir`, nothing could close the result. They are omitted."""
+    """Ctrl-C takes effect after a call. `open` and `scandir` are omitted, because nothing could close their results."""
     ckptcore.save(tmp_path / "saved", _STATE)
     calls.only = threading.current_thread()
     with _one_after_another(calls, operation, tmp_path) as found:
