@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ckptcore
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, run_job  # likewise
-from tests.launchers.torch_arrays import assert_is, tensor_of  # the program is run by its path
+from tests.launchers.states import ARRAYS, STEP, run_job  # see the next line
+from tests.launchers.torch_arrays import assert_is, tensor_of  # this file runs as a program, without the path
 
 PLACEMENTS = {"w": (Replicate(), Shard(1)), "e": (Shard(0), Shard(1)), "b": (Replicate(), Shard(0))}
 
@@ -37,7 +37,7 @@ def save(location: Path, layout: str) -> None:
 
 
 def load(location: Path) -> None:
-    """Load tensors like these, and by what asks for such without elements."""
+    """Load with tensors, and with abstract tensors."""
     like = {"params": _params(False), "i": torch.zeros(4, dtype=torch.int64), "step": 0}
     for wanted in (like, ckptcore.abstract(like)):
         loaded = ckptcore.load(location, wanted)
@@ -52,6 +52,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     run_job("torch_mesh", dist.get_rank() == 0, save, load, dist.destroy_process_group)
-    # The interpreter is not ended: a thread of gloo that drops its last collective meanwhile needs its lock, gets none,
-    # and aborts the process (seen with torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
+    # Skip the shutdown of the interpreter. A thread of gloo may destroy its last collective during the shutdown, cannot
+    # get the lock of the interpreter, and aborts the process (torch 2.13.0: ~AsyncWork, ~ThreadLocalState).
     os._exit(0)

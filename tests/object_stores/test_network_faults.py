@@ -1,4 +1,4 @@
-"""Whatever networks and services do: nothing that was committed is lost, torn or wrong."""
+"""Faults of networks and services: no committed checkpoint is lost, incomplete or wrong."""
 
 from __future__ import annotations
 

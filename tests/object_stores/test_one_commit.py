@@ -1,4 +1,4 @@
-"""Whatever happens to one request of a save, it commits once; and of two savers at once, one."""
+"""One commit for each save, whatever happens to a request, and one commit for two concurrent first saves."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_each_fault_at_each_request(
 
 
 class _HeldAt:
-    """One request is held until something else is done, and then goes on."""
+    """A plan that holds one request until another action is done."""
 
     def __init__(self, number: int, meanwhile: Callable[[], object]) -> None:
         self._number = number
@@ -167,22 +167,22 @@ def _hold_at_each_request(store: ObjectStore, program: _Program) -> None:
 
 @contextmanager
 def _either() -> Iterator[None]:
-    """A save that may replace another one's checkpoint succeeds, or is lost to it."""
+    """Accept both results of a save that may replace the checkpoint of another save: success, or `SaveLostError`."""
     with suppress(SaveLostError):
         yield
 
 
-def test_a_save_that_is_held_while_another_commits_is_lost(object_store: ObjectStore) -> None:
+def test_a_save_loses_if_another_save_commits_while_it_is_held(object_store: ObjectStore) -> None:
     _hold_at_each_request(object_store, _first_save)
 
 
 @pytest.mark.slow
-def test_an_overwrite_that_is_held_while_another_commits_is_whole_or_lost(object_store: ObjectStore) -> None:
+def test_an_overwrite_is_complete_or_loses_if_another_save_commits_while_it_is_held(object_store: ObjectStore) -> None:
     _hold_at_each_request(object_store, _overwrite)
 
 
 class _LosesAnswers:
-    """Of requests that change something, some have their answers lost, or are sent twice."""
+    """A plan that loses some answers to changes, and sends some changes twice."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)

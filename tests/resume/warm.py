@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _SECONDS: Final = 300
-"""Seconds that a child may take, so that one that hangs fails a test and ends."""
+"""Time limit of a child in seconds, so that a child that hangs ends and fails its test."""
 
 
 def _serve(main: Callable[[Sequence[str]], None]) -> None:
@@ -35,7 +35,7 @@ def _serve(main: Callable[[Sequence[str]], None]) -> None:
 
 
 def _run(main: Callable[[Sequence[str]], None], arguments: Sequence[str], output: str) -> None:
-    """Be the child; does not return."""
+    """Run a child process to its end. Do not return."""
     try:
         signal.alarm(_SECONDS)
         for descriptor, path in ((0, os.devnull), (1, output), (2, f"{output}.err")):
