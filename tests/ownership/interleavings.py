@@ -56,7 +56,7 @@ def every_order() -> Iterator[Replay]:
 class Actor(FaultPlan, Clock):
     """A simulated process. It stops before each operation of its storage until its turn, and can be killed there.
 
-    An actor is also its own clock, on which no time passes. Its `sleep` lasts until another actor has done an operation.
+    An actor is also its own clock, on which no time passes. Its `sleep` ends after an operation of another actor.
     """
 
     def __init__(self, name: str) -> None:

@@ -27,7 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def _start(running: Trainer, scratch: Path, seed: int) -> Run:
-    """Start a job that saves until it is killed. Its steps contain its seed, or the seed of the step that it resumed."""
+    """Start a job that saves until it is killed. The steps contain its seed, or the seed of the resumed step."""
     journal = scratch / f"journal {seed}"
     return running.start("--directory", scratch / "run", "--journal", journal, "--seed", seed, "--steps", 1_000_000)
 
