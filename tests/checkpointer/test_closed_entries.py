@@ -196,9 +196,9 @@ def test_a_damaged_step_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_closed_step_is_listed_as_unreadable(doors: Doors) -> None:
     doors.names.add("2")
     steps = find_steps(doors.directory, StepNames(), doors.context)
-    found = read_steps(steps, steps.candidates(), doors.context)
-    assert [status.state for status in found] == ["committed", "unreadable", "committed"]
-    assert "403" in str(found[1].error) or "not connected" in str(found[1].error)
+    statuses = read_steps(steps, steps.candidates(), doors.context)
+    assert [status.state for status in statuses] == ["committed", "unreadable", "committed"]
+    assert "403" in str(statuses[1].error) or "not connected" in str(statuses[1].error)
     doors.names.update("13")
     assert [status.state for status in read_steps(steps, steps.candidates(), doors.context)] == ["unreadable"] * 3
 
@@ -214,7 +214,7 @@ def command(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 def states(result: Result, key: str) -> list[str]:
-    return [one["state"] for one in json.loads(result.stdout)[key]]
+    return [entry["state"] for entry in json.loads(result.stdout)[key]]
 
 
 @pytest.mark.parametrize("closed", ["2", "123"])
@@ -226,7 +226,7 @@ def test_the_command_line_lists_the_other_steps(doors: Doors, command: Command, 
         failed = name == "steps" and closed == "123"  # a script must notice that it cannot read any step
         assert (result.exit_code, states(result, key)) == (6 if failed else 0, expected), result.output
     result = command("steps", doors.directory, "--verify", "--json")
-    sound = [one["sound"] for one in json.loads(result.stdout)["steps"]]
+    sound = [entry["sound"] for entry in json.loads(result.stdout)["steps"]]
     assert (result.exit_code, sound) == (
         6 if closed == "123" else 1,
         [None if step in closed else True for step in "123"],
@@ -236,7 +236,7 @@ def test_the_command_line_lists_the_other_steps(doors: Doors, command: Command, 
     assert not any("damaged" in line for line in lines)
     for options in (["--dry-run"], ["--yes"]):
         result = command("gc", doors.directory, "--policy", "latest_n=1", *options, "--json")
-        actions = [one["action"] for one in json.loads(result.stdout)["steps"]]
+        actions = [entry["action"] for entry in json.loads(result.stdout)["steps"]]
         assert actions == (["keep"] * 3 if closed == "123" else ["delete", "keep", "keep"]), result.output
     doors.names.clear()
     assert doors.reader().steps == ((1, 2, 3) if closed == "123" else (2, 3))
@@ -278,7 +278,7 @@ def test_steps_with_arrays_in_an_archive(doors: Doors, command: Command, tmp_pat
     result = command("copy", doors.directory, str(tmp_path / "copy"), "--json")
     assert (result.exit_code, states(result, "steps")) == (1, ["copied", "failed", "copied"]), result.output
     result = command("steps", doors.directory, "--verify", "--json")
-    assert [one["sound"] for one in json.loads(result.stdout)["steps"]] == [True, None, True]
+    assert [entry["sound"] for entry in json.loads(result.stdout)["steps"]] == [True, None, True]
     with pytest.raises(StorageError, match="403|endpoint"):
         ckptcore.verify(f"{doors.directory}/2", context=doors.context)
     with doors.run() as run:

@@ -49,8 +49,8 @@ def job(
 
 def watch_of(run: Checkpointer) -> Watch:
     """Return the storage requests of this rank."""
-    found: Watch = run.watch  # type: ignore[attr-defined]
-    return found
+    watch: Watch = run.watch  # type: ignore[attr-defined]
+    return watch
 
 
 def test_all_ranks_save_and_load_together(directory: str) -> None:
@@ -111,8 +111,8 @@ def test_all_ranks_fall_back_to_the_same_step(directory: str) -> None:
         assert_is_step(run.load(), 3)
         return run.skipped_steps
 
-    found, _ = job(directory, work)
-    assert found == [()] * SIZE
+    results, _ = job(directory, work)
+    assert results == [()] * SIZE
 
 
 def test_all_ranks_raise_an_error_if_one_finds_no_valid_step(directory: str) -> None:
@@ -211,8 +211,8 @@ def test_a_failing_preemption_notice_is_raised_on_all_ranks(directory: str) -> N
         save_steps(run, [3])
         return run.steps
 
-    found, _ = job(directory, work, preemption_notice=notices)
-    assert found == [(1, 3)] * SIZE
+    results, _ = job(directory, work, preemption_notice=notices)
+    assert results == [(1, 3)] * SIZE
 
 
 def test_an_error_of_the_leader_in_listing_is_raised_on_all_ranks(directory: str) -> None:
@@ -385,6 +385,6 @@ def test_readers_wait_together(directory: str) -> None:
         save_steps(run, [0])
         saving = threading.Thread(target=lambda: save_steps(run, range(1, 20)))
         saving.start()
-        found = run_ranks(SIZE, read, timeout_seconds=30)
+        results = run_ranks(SIZE, read, timeout_seconds=30)
         saving.join()
-    assert found[0] == found[1] == found[2] == [*range(20), None]
+    assert results[0] == results[1] == results[2] == [*range(20), None]

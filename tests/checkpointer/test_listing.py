@@ -55,9 +55,9 @@ def test_opening_to_write_lists_the_steps_once(directory: str) -> None:
         before = len(watch.operations)
         run.save_blocking(5, tree(5))
         assert (run.latest, run.steps) == (5, (0, 1, 2, 3, 4, 5))
-        found = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
+        listed = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
         # A save lists the remains of failed saves at its own location, but does not read other steps.
-        assert found.count(("",)) <= 1
+        assert listed.count(("",)) <= 1
 
 
 def test_a_load_does_not_list_the_steps(directory: str) -> None:

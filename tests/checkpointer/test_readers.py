@@ -216,7 +216,7 @@ def test_a_step_has_its_metadata(directory: str) -> None:
         run.save_blocking(1, tree(1), metadata={"a": 1})
         run.save_checkpointables(2, {"model": tree(2)}, metadata={"b": 2})
         run.wait()
-        one: Any = run.metadata(1)
-        two: Any = run.metadata(2)
-        assert one.custom == {"a": 1} and two.custom == {"b": 2}
-        assert_is_step(run.load(1, one.abstract), 1)
+        first: Any = run.metadata(1)
+        second: Any = run.metadata(2)
+        assert first.custom == {"a": 1} and second.custom == {"b": 2}
+        assert_is_step(run.load(1, first.abstract), 1)

@@ -304,9 +304,9 @@ def test_a_step_is_not_a_directory_of_steps(directory: str, step: str) -> None:
         run.save(60, tree(60))
     place = f"{directory}/{step}"
     before = keys_of(place)
-    for opened in (Checkpointer, CheckpointReader):
+    for kind in (Checkpointer, CheckpointReader):
         with pytest.raises(InvalidLocationError, match="is a checkpoint itself"):
-            opened(place)
+            kind(place)
     assert keys_of(place) == before
     assert ckptcore.verify(place).ok
     if "://" not in directory:

@@ -86,7 +86,7 @@ class Answers:
         self.replays.append(again)
         if self._before is not None:
             self._before(number, name, tuple(keys))
-        for key, late in [one for one in self._waiting if one[0] in keys]:
+        for key, late in [request for request in self._waiting if request[0] in keys]:
             self._waiting.remove((key, late))
             quietly(late)
         mishap = self._mishaps.get(number)

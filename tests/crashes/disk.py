@@ -100,8 +100,8 @@ def _all_calls_in(log: Path) -> Iterator[Call]:
         name, arguments = matched[1], matched[2]
         strings = [bytes.fromhex(text.replace("\\x", "")) for text, _ in _STRING.findall(arguments)]
         assert not any(cut for _, cut in _STRING.findall(arguments)), "strace cut a string off"
-        opened = _OPEN_FILE.match(arguments)
-        of_file = [os.fsdecode(bytes.fromhex(opened[1].replace("\\x", "")))] if opened else []
+        open_file = _OPEN_FILE.match(arguments)
+        of_file = [os.fsdecode(bytes.fromhex(open_file[1].replace("\\x", "")))] if open_file else []
         numbers = [int(part) for part in re.findall(r", (\d+)(?=,|$)", _STRING.sub("", arguments))]
         if name == "openat":
             if "O_CREAT" in arguments:

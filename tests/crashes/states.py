@@ -71,10 +71,10 @@ def make_composite(version: int) -> dict[str, object]:
     }
 
 
-def _version_of_composite(found: dict[str, Any]) -> int:
-    version = version_of(found["state"])
-    expected = {"state": found["state"], "own": {"version": np.full(3, version)}, "files": _files(version)}
-    assert same_value(found, expected), f"a mix of composites, with leaves of {version}"
+def _version_of_composite(composite: dict[str, Any]) -> int:
+    version = version_of(composite["state"])
+    expected = {"state": composite["state"], "own": {"version": np.full(3, version)}, "files": _files(version)}
+    assert same_value(composite, expected), f"a mix of composites, with leaves of {version}"
     return version
 
 

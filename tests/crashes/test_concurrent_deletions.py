@@ -22,7 +22,7 @@ _STATE = {"w": np.arange(4)}
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 @pytest.mark.parametrize("several", [False, True])
 def test_a_deletion_during_another_deletion_finds_nothing(scheme: str, several: bool, tmp_path: Path) -> None:
-    found: list[str] = []
+    errors: list[str] = []
     for number in itertools.count():
         place = new_place(scheme, tmp_path)
         if several:
@@ -34,12 +34,12 @@ def test_a_deletion_during_another_deletion_finds_nothing(scheme: str, several: 
             ckptcore.delete(through(place), context=faulty_context(place, plan))
         except (CheckpointNotFoundError, SaveLostError) as error:
             assert scheme == "memory" or isinstance(error, CheckpointNotFoundError)
-            found.append(type(error).__name__)
+            errors.append(type(error).__name__)
         with pytest.raises(CheckpointNotFoundError):
             ckptcore.load(place)
         if not plan.interrupted:
             break
-    assert "CheckpointNotFoundError" in found
+    assert "CheckpointNotFoundError" in errors
 
 
 def test_a_run_can_delete_a_step_that_another_process_deleted(tmp_path: Path) -> None:

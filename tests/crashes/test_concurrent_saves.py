@@ -121,7 +121,7 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     ckptcore.save(location, make_state(0), context=_FAST)
     relaxed = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False))
     target = make_state(0)
-    found: Counter[int] = Counter()
+    versions: Counter[int] = Counter()
     warm.start("replace-often", str(location), rounds)
     warm.begin()
     ended: list[int] = []
@@ -131,13 +131,13 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     while not ended:
         match reads % 5:
             case 0:
-                found[version_of(ckptcore.load(location))] += 1
+                versions[version_of(ckptcore.load(location))] += 1
             case 1:
-                found[version_of(ckptcore.load(location, context=relaxed))] += 1
+                versions[version_of(ckptcore.load(location, context=relaxed))] += 1
             case 2:
-                found[version_of(ckptcore.load_into(location, target))] += 1
+                versions[version_of(ckptcore.load_into(location, target))] += 1
             case 3:
-                found[version_of(ckptcore.load(location, ckptcore.metadata(location).abstract))] += 1
+                versions[version_of(ckptcore.load(location, ckptcore.metadata(location).abstract))] += 1
             case _:
                 report = ckptcore.verify(location)
                 assert report.ok, report.problems
@@ -145,7 +145,7 @@ def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:
     waiting.join()
     assert ended == [0]
     assert version_at(str(location)) == rounds
-    assert len(found) > 5, f"the reader did not meet the writer: {found}"
+    assert len(versions) > 5, f"the reader did not meet the writer: {versions}"
 
 
 @pytest.mark.parametrize("task", ["save", "save-large", "save-several-files"])
@@ -165,9 +165,9 @@ def test_kills_at_random_times(task: str, warm: Saver, tmp_path: Path) -> None:
         status = warm.end()
         assert status in (0, -signal.SIGKILL)
         expected = {number} if status == 0 else {*expected, number}
-        found = version_at(str(location))
-        assert found in expected
-        expected = {found}
+        version = version_at(str(location))
+        assert version in expected
+        expected = {version}
     _assert_next_save_cleans_up(location)
 
 
@@ -207,11 +207,11 @@ def test_a_deletion_removes_a_save_that_commits_while_it_reads_the_root(
     looks: list[object] = []
 
     def look_before_a_save(store: StorageBackend) -> object:
-        found = read_root(store)
+        root = read_root(store)
         if not looks:
             ckptcore.save(location, make_state(_ONE), context=_FAST)
-        looks.append(found)
-        return found
+        looks.append(root)
+        return root
 
     monkeypatch.setattr("ckptcore.commit.delete.read_root", look_before_a_save)
     ckptcore.delete(location, context=_FAST)

@@ -106,9 +106,9 @@ def test_a_crash_at_any_operation_leaves_the_old_or_the_new_checkpoint(name: str
         where = f"died {moment} {operation}"
         with pytest.raises(SimulatedCrash):
             place.run(task, CrashAt(operation.number, moment))
-        found = version_at(place.location)
-        assert found in allowed, where
-        outcomes.add(found)
+        version = version_at(place.location)
+        assert version in allowed, where
+        outcomes.add(version)
         place.save(_NEXT)
         assert version_at(place.location) == _NEXT, where
         place.assert_clean(leased=name == "delete objects")

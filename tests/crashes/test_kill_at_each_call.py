@@ -136,15 +136,17 @@ def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> 
     scenario.prepare(location)
     status = warm.killed(scenario.task, str(location), point)
     assert status in (0, -signal.SIGKILL), f"the task ended with {status}"
-    found = version_at(str(location))
-    assert found in scenario.allowed, f"found {found}"
+    version = version_at(str(location))
+    assert version in scenario.allowed, f"found {version}"
     if status == 0:
-        assert found in (NEW, None), "a task that ended is not done"
+        assert version in (NEW, None), "a task that ended is not done"
     export = Path(exported(str(location)))
     if export.parent.exists():
-        found_there = version_at(str(export))
-        assert found_there in ((OLD, NEW) if found == NEW else (OLD,)), f"found {found_there} exported of {found}"
-        assert status or found_there == NEW, "a task that ended has not exported"
+        exported_version = version_at(str(export))
+        assert exported_version in ((OLD, NEW) if version == NEW else (OLD,)), (
+            f"found {exported_version} exported of {version}"
+        )
+        assert status or exported_version == NEW, "a task that ended has not exported"
     siblings = list(location.parent.iterdir()) if location.parent.exists() else []
     for sibling in siblings:
         assert sibling == location or is_hidden_name(sibling.name), f"{sibling} would be listed"

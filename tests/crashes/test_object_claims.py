@@ -223,8 +223,8 @@ def test_a_save_that_continues_late_changes_no_object_of_a_later_checkpoint() ->
         if name == "delete":
             _never_wrong(storages, 3)
         else:
-            found = _objects(storages)
-            assert {key: found.get(key) for key in stood[0]} == stood[0], f"{name} of {keys}"
+            objects = _objects(storages)
+            assert {key: objects.get(key) for key in stood[0]} == stood[0], f"{name} of {keys}"
             assert _version(storages) == 3
     assert "SaveLostError" in outcomes
 
@@ -342,8 +342,8 @@ def test_a_stale_listing_does_not_undo_a_commit(
     storages, current, asked = Storages(), MemoryStorage.list, list[str]()
 
     def list_some(store: MemoryStorage, prefix: str = "") -> Iterator[str]:
-        found = find_object(storages.open(), f"run/{_ROOT}")
-        if found is None or is_claim(found[0]):
+        stored = find_object(storages.open(), f"run/{_ROOT}")
+        if stored is None or is_claim(stored[0]):
             return current(store, prefix)
         asked.append("list")
         if shown == "an error":

@@ -158,17 +158,17 @@ class _Place:
     def version(self) -> int | None:
         """Return the version that ckptcore reads. It must be complete."""
         try:
-            found = ckptcore.load(self.location)
+            loaded = ckptcore.load(self.location)
         except CheckpointNotFoundError:
             return None
         assert ckptcore.verify(self.location).ok
-        (version,) = {*found["w"].tolist(), *found["b"].tolist(), found.get("n", int(found["w"][0]))}
+        (version,) = {*loaded["w"].tolist(), *loaded["b"].tolist(), loaded.get("n", int(loaded["w"][0]))}
         return int(version)
 
     def assert_others(self, at: object) -> None:
         """Assert that the files and empty directories of other programs are unchanged."""
-        found = {name: (self.directory / name) for name in self.others}
-        assert {name: path.read_text() for name, path in found.items() if path.exists()} == self.others, at
+        paths = {name: (self.directory / name) for name in self.others}
+        assert {name: path.read_text() for name, path in paths.items() if path.exists()} == self.others, at
         for name in self.empty:
             assert (self.directory / name).is_dir() and not any((self.directory / name).iterdir()), at
 
@@ -220,7 +220,7 @@ def _change_others(place: _Place) -> None:
 )
 def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name: str, tmp_path: Path) -> None:
     case = _CASES[name]
-    found = set()
+    versions = set()
     for number, crash in enumerate(_crashes(_operations(tmp_path, case))):
         above = tmp_path / str(number)
         place, at = _Place(above, case), f"{name}: {crash}"
@@ -231,14 +231,14 @@ def test_a_kill_between_any_two_operations_leaves_both_readers_a_checkpoint(name
         version = place.version()
         assert version in (before, _NEW), at
         assert case.version(place.directory) in (foreign, _NEW), at
-        found.add(version)
+        versions.add(version)
         place.write("late.txt", "after the kill")
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _NEXT, at
         assert case.version(place.directory) in (None, _NEXT), at
         place.assert_clean(at)
         shutil.rmtree(above)
-    assert found >= {_NEW}
+    assert versions >= {_NEW}
 
 
 @pytest.mark.parametrize("name", ["dcp over dcp", _slow("safetensors over one file"), _slow("zarr3 over safetensors")])
@@ -329,9 +329,9 @@ def test_a_killed_copy_next_to_other_files_is_resumed(tmp_path: Path) -> None:
         place = _Place(tmp_path / str(number), case)
         with suppress(SimulatedCrash):
             copy(place, FaultPlan(crash))
-        found = place.version()
-        assert found in (_OLD, _NEW), crash
-        if found == _OLD:
+        version = place.version()
+        assert version in (_OLD, _NEW), crash
+        if version == _OLD:
             copy(place, FaultPlan())
         place.save(FaultPlan(), _NEXT)
         assert place.version() == _dcp_version(place.directory) == _NEXT, crash

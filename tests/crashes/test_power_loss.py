@@ -114,7 +114,7 @@ def _lose_power_at_each_step(name: str, survivors: int) -> None:
     done = None if name == "delete" else _NEW
     for survivor in whole.after_power_loss(chance, survivors):
         assert _version_on(survivor) == done, "what returned is not durable"
-    found = set()
+    versions = set()
     for crash_at in range(before + 1, len(whole.steps)):
         disk = _disk(old, crash_at)
         with pytest.raises(SimulatedCrash):
@@ -123,9 +123,9 @@ def _lose_power_at_each_step(name: str, survivors: int) -> None:
             where = f"before step {crash_at}: {whole.steps[crash_at]}"
             version = _version_on(survivor)
             assert version in allowed, where
-            found.add(version)
+            versions.add(version)
             _assert_next_save_cleans_up(survivor)
-    assert found == allowed
+    assert versions == allowed
 
 
 @pytest.mark.parametrize("name", [name for name in _TASKS if "database" not in name])

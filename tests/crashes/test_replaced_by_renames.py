@@ -258,21 +258,21 @@ def test_a_directory_that_cannot_be_renamed_is_replaced_whole(tmp_path: Path, lo
 
     plan = FaultPlan()
     _replace(new_place("first"), _NEW, plan)
-    found = set()
+    versions = set()
     for operation in _commit_of(plan.operations):
         for moment in ("before", "midway"):
             at = f"{operation.number} {moment}"
             place = new_place(at)
             with pytest.raises(SimulatedCrash):
                 _replace(place, _NEW, FaultPlan(CrashAt(operation.number, moment)))
-            found.add(version_at(place))
+            versions.add(version_at(place))
             assert ckptcore.verify(place).ok, at
             lower_layer.clear()  # the system may reuse the inode
             ckptcore.save(place, make_state(_NEXT), overwrite="non-atomic", context=_FAST)
             assert version_at(place) == _NEXT, at
             assert [path.name for path in (tmp_path / at).iterdir()] == ["7"], at
             assert "checkpoint.replaces" not in [path.name for path in (tmp_path / at / "7").iterdir()], at
-    assert found == {_OLD, _NEW}
+    assert versions == {_OLD, _NEW}
 
 
 def test_sessions_of_a_directory_that_cannot_be_renamed_are_deleted_whole(

@@ -26,10 +26,10 @@ def _traced(name: str, warm: Saver, directory: Path) -> tuple[Sequence[Call], st
 
 def _publishing(calls: Sequence[Call], location: str) -> tuple[int, str]:
     """Return the number of the rename that commits, and the directory that it renames."""
-    found = [
+    renames = [
         (number, call) for number, call in enumerate(calls) if "rename" in call.name and call.paths[-1] == location
     ]
-    (number, call) = found[-1]
+    (number, call) = renames[-1]
     return number, call.paths[0]
 
 

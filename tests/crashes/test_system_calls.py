@@ -81,10 +81,10 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Count the system calls of this process."""
-    found = Calls()
+    counter = Calls()
     for module, name in _CALLS:
-        monkeypatch.setattr(module, name, found.wrap(name, getattr(module, name)))
-    return found
+        monkeypatch.setattr(module, name, counter.wrap(name, getattr(module, name)))
+    return counter
 
 
 def _save(directory: Path) -> None:
@@ -117,9 +117,9 @@ def _one_after_another(
     for _ in range(3):  # repeat, because the first run creates files that later runs find
         calls.clear()
         operation(directory)
-    found = [(name, number) for name, count in calls.counts.items() for number in range(1, count + 1)]
-    assert len(found) > 3
-    yield found
+    faults = [(name, number) for name, count in calls.counts.items() for number in range(1, count + 1)]
+    assert len(faults) > 3
+    yield faults
     calls.clear()
 
 
@@ -131,8 +131,8 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 ) -> None:
     ckptcore.save(tmp_path / "saved", _STATE)
     others = []
-    with _one_after_another(calls, operation, tmp_path) as found:
-        for fault in found:
+    with _one_after_another(calls, operation, tmp_path) as faults:
+        for fault in faults:
             calls.clear()
             calls.fault, calls.error = fault, OSError(number, os.strerror(number))
             try:
@@ -184,8 +184,8 @@ def test_a_single_call_that_finds_no_space_keeps_the_old_checkpoint(number: int,
     """A network file system may report a full disk only at the sync or later, so calls that take no space fail, too."""
     ckptcore.save(tmp_path / "saved", _STATE)
     failed = 0
-    with _one_after_another(calls, _save, tmp_path) as found:
-        for fault in found:
+    with _one_after_another(calls, _save, tmp_path) as faults:
+        for fault in faults:
             if fault[0] not in _TAKE_SPACE | {"rename", "fsync", "fdatasync", "close"}:
                 continue
             calls.clear()
@@ -209,12 +209,12 @@ def test_an_interrupted_call_leaks_no_file_and_no_lock(
     """Ctrl-C takes effect after a call. `open` and `scandir` are omitted, because nothing could close their results."""
     ckptcore.save(tmp_path / "saved", _STATE)
     calls.only = threading.current_thread()
-    with _one_after_another(calls, operation, tmp_path) as found:
+    with _one_after_another(calls, operation, tmp_path) as faults:
         _save(tmp_path)
         _load(tmp_path)
         gc.collect()
         before, interrupted = _open_files(), 0
-        for fault in found:
+        for fault in faults:
             if fault[0] in ("open", "scandir"):
                 continue
             calls.clear()

@@ -100,7 +100,7 @@ def test_a_hint_is_logged_if_tensors_load_as_numpy_arrays(
         loaded = ckptcore.load(tmp_path / "c", context=context)
     with pytest.raises(RuntimeError, match=r"numpy\.ndarray"):
         model.load_state_dict(loaded["model"])
-    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    (record,) = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
     assert "framework='torch'" in record.getMessage() and "load_into(path, model)" in record.getMessage()
     ckptcore.save(tmp_path / "n", {"w": np.ones(2)})
     ckptcore.load(tmp_path / "n", context=ckptcore.Context())

@@ -187,13 +187,13 @@ def test_the_error_for_a_misspelled_scheme_suggests_a_scheme(
 
 def test_the_error_for_a_misspelled_leaf_suggests_a_leaf() -> None:
     ckptcore.save("memory://missing/leaves", {"layers": [{"kernel": np.ones(2)}, {"bias": np.ones(2)}]})
-    with ckptcore.open("memory://missing/leaves") as opened:
+    with ckptcore.open("memory://missing/leaves") as checkpoint:
         with pytest.raises(KeyError, match="did you mean 'layers/0/kernel'"):
-            opened["layers/0/kernl"]
+            checkpoint["layers/0/kernl"]
         with pytest.raises(KeyError, match="did you mean '1/bias'"):
-            opened["layers"]["1/bia"]
+            checkpoint["layers"]["1/bia"]
         with pytest.raises(KeyError, match="did you mean 'layers'"):
-            opened["layer"]
+            checkpoint["layer"]
 
 
 def test_a_state_in_place_of_the_location_is_refused(tmp_path: Path) -> None:

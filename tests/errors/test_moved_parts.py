@@ -38,15 +38,15 @@ def followed(path: Path, request: Any, text: str) -> Any:
     """Load with the options that the text proposes."""
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
-    _, found, code = text.rpartition("matching=")
-    matching = eval(code.partition(")")[0] + ")", names) if found else Matching()
+    _, separator, code = text.rpartition("matching=")
+    matching = eval(code.partition(")")[0] + ")", names) if separator else Matching()
     return ckptcore.load(path, request, transforms=transforms, matching=matching)
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    structure: Any = jax.tree.structure(found)
+def assert_equal(actual: Any, expected: Any) -> None:
+    structure: Any = jax.tree.structure(actual)
     assert structure == jax.tree.structure(expected)
-    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+    assert all(map(np.array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected)))
 
 
 @pytest.mark.brings("optimizer that became a part of a chain, or left one", "optax", "same")
@@ -218,10 +218,10 @@ def test_many_renamed_layers_are_compared_at_once(tmp_path: Path) -> None:
 
 def test_too_many_moved_parts_are_not_listed() -> None:
     """The time to order the moves is cubic in their number, and the text would be too long."""
-    for count, found in ((20, 20), (1000, 0)):
+    for count, moves in ((20, 20), (1000, 0)):
         stored = {i: (f"w{i}",) for i in range(count)}
         requested = {i: ("model", *path) for i, path in stored.items()}
-        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == found
+        assert len(find_moves(requested, stored, [("step",)], lambda position, number: True)) == moves
 
 
 def test_the_text_shows_only_some_of_many_transforms(tmp_path: Path) -> None:
@@ -239,19 +239,19 @@ def test_the_text_shows_only_some_of_many_transforms(tmp_path: Path) -> None:
     assert loaded["step"] == 3 and all(map(np.array_equal, loaded["model"].values(), saved.values()))
 
 
-@pytest.mark.parametrize(("optimizer", "found"), [("sgd", 0), ("adam_1", 1)])
-def test_variables_of_another_optimizer_of_keras(optimizer: str, found: int) -> None:
+@pytest.mark.parametrize(("optimizer", "moves"), [("sgd", 0), ("adam_1", 1)])
+def test_variables_of_another_optimizer_of_keras(optimizer: str, moves: int) -> None:
     """The learning rate and the moments of one optimizer class are never loaded into another class."""
     names = ("iteration", "learning_rate", "kernel_momentum", "bias_momentum")
     stored = {i: ("model", "optimizer_variables", "adam", name) for i, name in enumerate(names)}
     requested = {i: ("model", "optimizer_variables", optimizer, name) for i, name in enumerate(names)}
-    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == found
+    assert len(find_moves(requested, stored, [("model", "w")], lambda position, number: True)) == moves
 
 
-@pytest.mark.parametrize(("depth", "found"), [(0, 0), (1, 1)])
-def test_a_part_with_many_other_variables_is_not_moved(depth: int, found: int) -> None:
+@pytest.mark.parametrize(("depth", "moves"), [(0, 0), (1, 1)])
+def test_a_part_with_many_other_variables_is_not_moved(depth: int, moves: int) -> None:
     """Two lists of variables with only a few common names differ. Below layers, common names are enough."""
     below = [("layer",) * depth + (name,) for name in "abcdef"]
     stored = {i: ("old", *path) for i, path in enumerate(below)}
     requested = {i: ("new", *path) for i, path in enumerate(below[:3])}
-    assert len(find_moves(requested, stored, [], lambda position, number: True)) == found
+    assert len(find_moves(requested, stored, [], lambda position, number: True)) == moves

@@ -64,9 +64,9 @@ def test_recommended_names_exist() -> None:
     for hints in (*ATTRIBUTES.values(), ARGUMENTS):
         for hint in hints.values():
             for dotted in re.findall(r"\bckptcore((?:\.\w+)+)", hint):
-                found: Any = ckptcore
+                value: Any = ckptcore
                 for part in dotted[1:].split("."):
-                    found = getattr(found, part)
+                    value = getattr(value, part)
     for owner in ("StepReader", "Checkpointer", "SaveHandle", "LoadHandle", "StoredTree"):
         for hint in ATTRIBUTES[owner].values():
             first = re.match(r"(\w+)(?=\(|$|, which)", hint)
@@ -145,10 +145,10 @@ def test_errors_for_attributes_of_objects_have_the_name_in_ckptcore(tmp_path: Pa
             checkpointer.latest_step()  # type: ignore[attr-defined]  # of Orbax
         with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
             checkpointer.nonsense  # type: ignore[attr-defined]  # noqa: B018
-    with ckptcore.open(tmp_path / "1") as opened:
-        assert not hasattr(opened, "get_tensor")
+    with ckptcore.open(tmp_path / "1") as checkpoint:
+        assert not hasattr(checkpoint, "get_tensor")
         with pytest.raises(AttributeError, match=r"'OpenCheckpoint' .*; use checkpoint\['name'\]\[\(\)\]"):
-            opened.get_tensor("w")  # type: ignore[attr-defined]  # of safetensors
+            checkpoint.get_tensor("w")  # type: ignore[attr-defined]  # of safetensors
 
 
 def test_the_error_of_a_property_is_not_hidden() -> None:

@@ -55,15 +55,15 @@ def followed(path: Path, target: Any, given: Matching | None = None) -> LoadRepo
     text = str(caught.value)
     names: dict[str, Any] = {"Rename": Rename, "Matching": Matching}
     transforms = eval(text.partition("transforms=")[2].partition("]")[0] + "]", names)
-    _, found, code = text.rpartition("matching=")
-    matching = given or (eval(code.partition(")")[0] + ")", names) if found else Matching())
+    _, separator, code = text.rpartition("matching=")
+    matching = given or (eval(code.partition(")")[0] + ")", names) if separator else Matching())
     report = LoadReport()
     ckptcore.load_into(path, target, transforms=transforms, matching=matching, report=report)
     return report
 
 
-def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return list(one) == list(other) and all(torch.equal(held, other[name]) for name, held in one.items())
+def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return list(first) == list(second) and all(torch.equal(held, second[name]) for name, held in first.items())
 
 
 @pytest.mark.parametrize("prefix", ["model", "module", "_orig_mod", "base_model.model", "student.encoder"])
@@ -110,10 +110,10 @@ def test_another_prefix_and_one_leaf(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", dict(saved.state_dict()))
     followed(tmp_path / "c", target)
     assert all(map(torch.equal, target.state_dict().values(), saved.state_dict().values()))
-    one, single = nn.Linear(2, 2, bias=False), within("model", nn.Linear(2, 2, bias=False))
+    linear, single = nn.Linear(2, 2, bias=False), within("model", nn.Linear(2, 2, bias=False))
     ckptcore.save(tmp_path / "one", single)
-    followed(tmp_path / "one", one)
-    assert same({"model.weight": one.weight}, single.state_dict())
+    followed(tmp_path / "one", linear)
+    assert same({"model.weight": linear.weight}, single.state_dict())
 
 
 def test_names_of_a_file_for_a_nested_tree(tmp_path: Path) -> None:
@@ -195,14 +195,14 @@ def test_a_renamed_part_next_to_a_value_with_its_stored_name(tmp_path: Path, kin
 
     PLACEHOLDER in place of the model permits it.
     """
-    one, other = (arrays(value, w=3, b=2) for value in (1, 0))
+    ones, zeros = (arrays(value, w=3, b=2) for value in (1, 0))
     module = nn.Linear(2, 2)
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "module": ({"net": nn.Linear(2, 2)}, {"model": module}),
-        "arrays": ({"net": one}, {"model": other}),
-        "at the root": (one, {"model": other}),
-        "deeper": ({"state": {"net": one, "step": 5}}, {"state": {"model": other, "step": 0}}),
-        "nested names": ({"params": {"params": one}}, {"params": other}),
+        "arrays": ({"net": ones}, {"model": zeros}),
+        "at the root": (ones, {"model": zeros}),
+        "deeper": ({"state": {"net": ones, "step": 5}}, {"state": {"model": zeros, "step": 0}}),
+        "nested names": ({"params": {"params": ones}}, {"params": zeros}),
     }
     stored, requested = cases[kind]
     ckptcore.save(tmp_path / "c", {**stored, "epoch": 3})
@@ -212,7 +212,7 @@ def test_a_renamed_part_next_to_a_value_with_its_stored_name(tmp_path: Path, kin
     if kind == "module":
         assert same(module.state_dict(), stored["net"].state_dict())
     else:
-        assert all(map(np.array_equal, other.values(), one.values()))
+        assert all(map(np.array_equal, zeros.values(), ones.values()))
     name = next(iter(requested))
     empty = {"state": {"model": PLACEHOLDER, "step": 0}} if kind == "deeper" else {name: PLACEHOLDER}
     assert ckptcore.load_into(tmp_path / "c", {**empty, "epoch": 0}, matching=KEEP)["epoch"] == 3

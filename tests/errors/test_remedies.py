@@ -421,22 +421,22 @@ def test_a_per_process_value_within_another(tmp_path: Path) -> None:
 
 def test_open_checkpoints(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
-    with ckptcore.open(tmp_path / "c") as opened:
-        array: Any = opened["w"]
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        array: Any = checkpoint["w"]
         refused(lambda: np.array(array, copy=False), "do not pass copy=False, or use memory_map()", error=ValueError)
         assert np.array(array).tolist() == array.memory_map().tolist() == ONE.tolist()
         text = refused(lambda: array[[0, 2]], "and index the result", error=IndexError)
         assert "array[2:9]" in text
         assert array[0:3][[0, 2]].tolist() == [0, 2]
     refused(lambda: array[:], "open it again, or read before the end of its with block", error=ValueError)
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"][:].tolist() == ONE.tolist()
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"][:].tolist() == ONE.tolist()
     ckptcore.save(tmp_path / "c", {"w": TWO}, overwrite=True)
-    with ckptcore.open(tmp_path / "c") as opened:
+    with ckptcore.open(tmp_path / "c") as checkpoint:
         ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True)
-        refused(lambda: opened["w"][:], "was replaced or deleted after it was opened: open it again")
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"][:].tolist() == ONE.tolist()
+        refused(lambda: checkpoint["w"][:], "was replaced or deleted after it was opened: open it again")
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"][:].tolist() == ONE.tolist()
 
 
 def test_options_with_wrong_values(tmp_path: Path) -> None:

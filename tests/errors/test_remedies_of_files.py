@@ -201,7 +201,7 @@ def test_a_location_without_files(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "step_10", {"w": ONE})
     text = refused(lambda: ckptcore.load(tmp_path / "step_01"), "check the path, or list its parent directory")
     assert text.startswith(f"{tmp_path}/step_01 does not exist")
-    (name,) = [found.name for found in tmp_path.iterdir()]
+    (name,) = [path.name for path in tmp_path.iterdir()]
     assert same_value(ckptcore.load(tmp_path / name), {"w": ONE})
 
 
@@ -297,7 +297,7 @@ def test_damaged_files(layout: str, tmp_path: Path) -> None:
     for name in ("c", "another"):
         ckptcore.save(tmp_path / name, state, layout=layout, context=Context(durability="none"))
     refusals = []
-    for file in [found for found in (tmp_path / "c").rglob("*") if found.is_file()]:
+    for file in [path for path in (tmp_path / "c").rglob("*") if path.is_file()]:
         content = file.read_bytes()
         for damage in (_cut, _flip, _lengthen, _empty, None):
             file.write_bytes(damage(content)) if damage is not None else file.unlink()

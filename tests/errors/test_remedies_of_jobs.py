@@ -188,7 +188,7 @@ def test_loads_with_different_options(tmp_path: Path) -> None:
     assert str(tmp_path) in text
     loaded = _in_job(lambda context, rank: load(context, rank, differ=False), reads="broadcast")
     loaded += _in_job(lambda context, rank: load(context, rank, differ=True), reads="all")
-    assert all(same_value(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(tree, {"w": ONE}) for tree in loaded)
 
 
 def test_loads_without_collectives(tmp_path: Path) -> None:
@@ -200,4 +200,4 @@ def test_loads_without_collectives(tmp_path: Path) -> None:
     advice = 'or pass JobOptions(collectives=...), or use reads="all"'
     _refused_in_job(load, advice, error=PluginError, reads="broadcast", collectives=False)
     loaded = _in_job(load, reads="broadcast") + _in_job(load, reads="all", collectives=False)
-    assert all(same_value(found, {"w": ONE}) for found in loaded)
+    assert all(same_value(tree, {"w": ONE}) for tree in loaded)

@@ -114,8 +114,8 @@ def test_metadata_of_several(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", BOTH)
     metadata = ckptcore.metadata(tmp_path / "c")
     text = refused(lambda: metadata.tree, "use metadata.checkpointables[", error=CompositeCheckpointError)
-    found = eval(text.partition("use ")[2], {"metadata": metadata})
-    assert found.nbytes in (ONE.nbytes, 0)
+    member = eval(text.partition("use ")[2], {"metadata": metadata})
+    assert member.nbytes in (ONE.nbytes, 0)
 
 
 def test_requests_of_objects(tmp_path: Path) -> None:
@@ -252,20 +252,20 @@ def test_arrays_that_cannot_be_mapped(scheme: str, reason: str, tmp_path: Path) 
         ckptcore.save(location, {"w": half}, layout="dcp", context=_context(coordinator))
 
     ThreadJob(2).run(save)
-    with ckptcore.open(location) as opened:
-        array: Any = opened["w"]
+    with ckptcore.open(location) as checkpoint:
+        array: Any = checkpoint["w"]
         advice = "Read it by indexing, such as array[...], or convert the checkpoint to safetensors on a local disk"
         refused(array.memory_map, "w of ", reason, advice, error=NotMappableError)
         assert same_value(array[...], np.arange(6.0))
     ckptcore.copy(location, tmp_path / "c", layout="safetensors")
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["w"].memory_map().tolist() == list(range(6))
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["w"].memory_map().tolist() == list(range(6))
 
 
 def test_a_load_that_stops_in_the_middle(tmp_path: Path) -> None:
     for name in ("c", "sound"):
         ckptcore.save(tmp_path / name, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5}, layout="zarr3")
-    file = next(found for found in (tmp_path / "c").rglob("*") if found.is_file() and "/w/c/" in str(found))
+    file = next(path for path in (tmp_path / "c").rglob("*") if path.is_file() and "/w/c/" in str(path))
     file.write_bytes(bytes(file.stat().st_size))
     target = {"a": np.zeros(1000), "w": np.zeros(1 << 18)}
     context = Context(memory=ckptcore.context.MemoryOptions(load_bytes=1))

@@ -71,16 +71,16 @@ def _run(code: str, names: dict[str, Any]) -> Any:
 def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -> None:
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     names["state"]["name"] *= 0
-    found = _run(code, {**names, "path": names["stored"]})
+    result = _run(code, {**names, "path": names["stored"]})
     match attribute:
         case "restore":
-            assert same_value(names["state"] if found is None else found, STATE)
+            assert same_value(names["state"] if result is None else result, STATE)
         case "pytree_metadata":
-            assert found.abstract["name"].shape == (16,)
+            assert result.abstract["name"].shape == (16,)
         case _:
             slicing = "checkpoint['name'][0:8]"
             refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # of others
-            with found as checkpoint:
+            with result as checkpoint:
                 assert same_value(_run(slicing, {"checkpoint": checkpoint}), STATE["name"][:8])
 
 
@@ -145,16 +145,16 @@ def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
         names |= {"checkpointer": checkpointer, "step": 1, "target": names["state"]}
         names |= {"metric": "loss", "mode": "min"}
         for attribute, code, expected in (
-            ("all_steps", "steps", lambda found: list(found) == [1, 2]),
-            ("latest_step", "latest", lambda found: found == 2),
-            ("best_step", "best(metric, mode)", lambda found: found == 2),
-            ("item_metadata", "metadata(step)", lambda found: found.abstract["name"].shape == (16,)),
-            ("load_checkpoint", "load(step)", lambda found: same_value(found, STATE)),
-            ("load_pytree", "load(step, abstract)", lambda found: same_value(found, STATE)),
-            ("restore", "load_into(target)", lambda found: same_value(names["target"], STATE)),
-            ("reached_preemption", "preempted", lambda found: not found),
-            ("check_for_errors", "wait()", lambda found: found is None),
-            ("remove_checkpoint", "delete(step)", lambda found: list(checkpointer.steps) == [2]),
+            ("all_steps", "steps", lambda result: list(result) == [1, 2]),
+            ("latest_step", "latest", lambda result: result == 2),
+            ("best_step", "best(metric, mode)", lambda result: result == 2),
+            ("item_metadata", "metadata(step)", lambda result: result.abstract["name"].shape == (16,)),
+            ("load_checkpoint", "load(step)", lambda result: same_value(result, STATE)),
+            ("load_pytree", "load(step, abstract)", lambda result: same_value(result, STATE)),
+            ("restore", "load_into(target)", lambda result: same_value(names["target"], STATE)),
+            ("reached_preemption", "preempted", lambda result: not result),
+            ("check_for_errors", "wait()", lambda result: result is None),
+            ("remove_checkpoint", "delete(step)", lambda result: list(checkpointer.steps) == [2]),
         ):
             refused(lambda attribute=attribute: getattr(checkpointer, attribute), code, error=AttributeError)  # type: ignore[misc]  # of a default
             assert expected(_run(f"checkpointer.{code}", names)), attribute

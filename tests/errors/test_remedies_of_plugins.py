@@ -41,10 +41,10 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def install(text: str) -> None:
         extra = text.partition("pip install 'ckptcore[")[2].partition("]'")[0]
-        installed.update(found.package for found in DISTRIBUTIONS if found.extra == extra)
-        for found in entry_points("ckptcore"):
-            if found.distribution.partition(" ")[0] == f"ckptcore-{extra}":
-                manager.register(found.load(), found.name)
+        installed.update(distribution.package for distribution in DISTRIBUTIONS if distribution.extra == extra)
+        for entry_point in entry_points("ckptcore"):
+            if entry_point.distribution.partition(" ")[0] == f"ckptcore-{extra}":
+                manager.register(entry_point.load(), entry_point.name)
 
     return install
 
@@ -89,15 +89,15 @@ def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
     monkeypatch.setitem(sys.modules, "plugin_without", ModuleType("plugin_without"))
     first, second = EntryPoint("x", "plugin_without", "one 1.0"), EntryPoint("x", "plugin_with_a_layout", "two 2.0")
-    found = [first, second]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: found)
+    installed = [first, second]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: installed)
     monkeypatch.setattr("ckptcore.runtime.installed_plugins", plugins.installed_plugins.__wrapped__)
 
     def save() -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE}, layout="mine", context=Context())
 
     refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
-    found.remove(first)
+    installed.remove(first)
     save()
     assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
 

@@ -172,10 +172,10 @@ def test_an_abstract_tree_as_the_step(tmp_path: Path) -> None:
 
 def test_preemption_on_another_thread(tmp_path: Path) -> None:
     policy = ckptcore.policies.PreemptionCheckpointing()
-    found = []
+    refusals = []
 
     def create() -> None:
-        found.append(refused(lambda: Checkpointer(tmp_path / "run", save_policy=policy), "", error=ValueError))
+        refusals.append(refused(lambda: Checkpointer(tmp_path / "run", save_policy=policy), "", error=ValueError))
         with Checkpointer(tmp_path / "run", save_policy=policy, preemption_notice=lambda step: True) as checkpointer:
             assert checkpointer.save(1, {"w": ONE}) is not None
 
@@ -184,7 +184,7 @@ def test_preemption_on_another_thread(tmp_path: Path) -> None:
     thread.join()
     assert (
         "create the Checkpointer there, or pass preemption_notice=, a function of the step that returns True"
-        in found[0]
+        in refusals[0]
     )
     assert same_value(ckptcore.load(tmp_path / "run" / "1"), {"w": ONE})
     with Checkpointer(tmp_path / "run", save_policy=policy) as checkpointer:

@@ -92,7 +92,7 @@ def test_an_upload_that_another_save_removed() -> None:
 
 def test_a_save_whose_directory_is_removed(tmp_path: Path) -> None:
     def remove() -> None:
-        (hidden,) = [found for found in tmp_path.iterdir() if found.name.startswith(".")]
+        (hidden,) = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
         shutil.rmtree(hidden)
 
     context = interrupted("file", "rename", "", remove)
@@ -315,4 +315,4 @@ def test_a_base_of_an_update_that_is_being_saved(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "update"), {"w": TWO, "v": TWO})
     for name in ("update", "base"):
         ckptcore.delete(tmp_path / name)
-    assert not [found for found in tmp_path.iterdir() if not found.name.startswith(".")]
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]

@@ -122,7 +122,7 @@ class Directory:
     def load(self, directory: Path) -> None:
         """Read the text and the directories."""
         self.text = (directory / "text").read_text()
-        self.directories = tuple(sorted(found.name for found in directory.iterdir() if found.is_dir()))
+        self.directories = tuple(sorted(path.name for path in directory.iterdir() if path.is_dir()))
 
 
 def test_an_object_that_writes_files(tmp_path: Path) -> None:

@@ -77,20 +77,20 @@ class Counting:
         return Counted(written, plan.bytes_read)
 
 
-def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
+def assert_frugal(results: Sequence[Any], layout: str, *, shared: bool) -> None:
     """Assert that a job wrote every byte once, and that each process read only the bytes that it needed.
 
     A box can begin and end within a block, and the rest of that block is read too. So up to two more blocks are allowed
     for each box of at least one block. Smaller boxes are contiguous.
 
     Args:
-        found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes
-            of the boxes that are ``needed``, and what was ``read``.
-        layout: which.
-        shared: whether replicas shared the work, so that each process writes as much.
+        results: by rank. ``whole`` has the bytes of all arrays. For each layout, ``written`` has the written bytes, and
+            ``reads`` has, for each load, the sizes of the ``needed`` boxes and the bytes that were ``read``.
+        layout: the name of the layout.
+        shared: True if replicas share the writes, so that each process writes about as many bytes.
     """
-    whole = found[0]["whole"]
-    counts = [of_rank["layouts"][layout] for of_rank in found]
+    whole = results[0]["whole"]
+    counts = [of_rank["layouts"][layout] for of_rank in results]
     written = [count["written"] for count in counts]
     assert whole <= sum(written) <= whole + _DESCRIPTION_BYTES, f"{layout}: {written} of {whole}"
     if shared:

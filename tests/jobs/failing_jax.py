@@ -33,11 +33,11 @@ class _JaxJob:
         sharded = jax.make_array_from_callback(rows.shape, self._sharding, lambda index: rows[index])
         return {"rows": sharded, "here": {str(self.rank): np.full(5, number)}, "step": number}
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
-        rows = found["rows"]
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
+        rows = state["rows"]
         assert isinstance(rows, jax.Array) and rows.shape == (12, 4)
         assert all(bool((np.asarray(shard.data) == number).all()) for shard in rows.addressable_shards)
-        assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+        assert (state["here"][str(self.rank)] == number).all() and state["step"] == number
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:

@@ -51,7 +51,7 @@ class Job(Protocol):
         """Return a state that is sharded over the processes. All elements are the number."""
         ...
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
         """Fail unless each leaf of a state has the number."""
         ...
 

@@ -34,11 +34,11 @@ class _TorchJob:
         rows = distribute_tensor(torch.full((13, 4), float(number)), self._mesh, [Shard(0)])
         return {"rows": rows, "here": {str(self.rank): np.full(5, number)}, "step": number}
 
-    def expect(self, found: Mapping[str, Any], number: int) -> None:
-        rows = found["rows"]
+    def expect(self, state: Mapping[str, Any], number: int) -> None:
+        rows = state["rows"]
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
         assert bool((rows.to_local() == number).all())
-        assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+        assert (state["here"][str(self.rank)] == number).all() and state["step"] == number
 
 
 def serve(port: int) -> object:

@@ -109,7 +109,7 @@ def fail(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_serv
     try:
         others = [rank for rank in range(size) if rank != cell.victim]
         told = {rank: job.told(rank) for rank in others}
-        saved = [rank for rank, one in told.items() if one["error"] is None]
+        saved = [rank for rank, outcome in told.items() if outcome["error"] is None]
         for rank in others:
             if rank not in saved:
                 _expect_named(told[rank], cell.victim)
@@ -149,7 +149,7 @@ def _resume(program: ModuleType, cell: Cell, size: int, place: Path, *, leader_s
     try:
         told = [job.told(rank) for rank in range(size)]
         ends = [job.end_of(rank) for rank in range(size)]
-        assert ends == [0] * size and all(one["error"] is None for one in told), (told, job.said())
+        assert ends == [0] * size and all(outcome["error"] is None for outcome in told), (told, job.said())
     finally:
         job.close()
     if cell.operation == "save" and cell.point != "export":

@@ -79,19 +79,19 @@ def blank(like: Any) -> Any:
     return jax.tree.map(one, like)
 
 
-def same(found: Any, expected: Any) -> None:
+def same(tree: Any, expected: Any) -> None:
     """Assert that two trees are equal. Arrays are compared on the devices of this process."""
     structure: Any = jax.tree.structure
-    assert structure(found) == structure(expected)
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    assert structure(tree) == structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
         if not isinstance(other, jax.Array):
-            assert type(one) is type(other) and one == other, path
+            assert type(leaf) is type(other) and leaf == other, path
             continue
-        assert (one.shape, one.dtype, _is_weak(one)) == (other.shape, other.dtype, _is_weak(other)), path
-        assert one.sharding == other.sharding, (path, one.sharding, other.sharding)
+        assert (leaf.shape, leaf.dtype, _is_weak(leaf)) == (other.shape, other.dtype, _is_weak(other)), path
+        assert leaf.sharding == other.sharding, (path, leaf.sharding, other.sharding)
         if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        for mine, its in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
+        for mine, its in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
             assert mine.index == its.index and np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes(), path
             assert mine.data.sharding.memory_kind == other.sharding.memory_kind, path
 
@@ -170,15 +170,15 @@ def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_hos
     mesh, other = over_all(2, 2), over_all(1, 4)
 
     def state(over: Mesh, kind: str) -> dict[str, Any]:
-        one = SingleDeviceSharding(of_process(place.rank).devices[1], memory_kind=kind)
+        single = SingleDeviceSharding(of_process(place.rank).devices[1], memory_kind=kind)
         data = jax.random.key_data(jax.random.split(jax.random.key(7), 4))
         return {
             "both": sharded(ROWS, NamedSharding(over, P("x", "y"), memory_kind=kind)),
             "across": sharded(ROWS.T.copy(), NamedSharding(over, P("y"), memory_kind=kind)),
             "all": sharded(ROWS[0], NamedSharding(over, P(), memory_kind=kind)),
             "away": sharded(ROWS, NamedSharding(of_process(1), P("x"), memory_kind=kind)),
-            "own": jax.device_put(ROWS, one),
-            "weak": jax.device_put(2.5, one),
+            "own": jax.device_put(ROWS, single),
+            "weak": jax.device_put(2.5, single),
             "keys": jax.random.wrap_key_data(sharded(data, NamedSharding(over, P("x"), memory_kind=kind))),
         }
 
@@ -258,13 +258,13 @@ def save(place: Place) -> Any:
 
 def load(place: Place) -> Any:
     """Load all checkpoints into arrays over all devices."""
-    found = sorted(path.name for path in place.directory.iterdir())
-    for name in found:
+    names = sorted(path.name for path in place.directory.iterdir())
+    for name in names:
         loaded = ckptcore.load(place.directory / name, blank(topology(filled=False)), context=QUICK)
         for key, array in loaded.items():
             for shard in array.addressable_shards:
                 assert_part(key, shard.data, shard.index)
-    return found
+    return names
 
 
 def unequal(place: Place) -> Any:
@@ -277,10 +277,10 @@ def unequal(place: Place) -> Any:
         "position": jnp.array(100 + place.rank),
         "large": jnp.full((1 << 20,), float(place.rank)),
     }
-    found = refusals(place, state, lambda mine, other: bool((mine == other).all()))
+    messages = refusals(place, state, lambda mine, other: bool((mine == other).all()))
     mesh = NamedSharding(over_all(place.size * place.devices, 1), P())
     ckptcore.save(place.directory / "of-job", {"own": sharded(ROWS + place.rank, mesh)}, layout="dcp", context=QUICK)
-    return {"refused": found, "lines": wait_for_late_rank(place)}
+    return {"refused": messages, "lines": wait_for_late_rank(place)}
 
 
 def quick(place: Place) -> Any:

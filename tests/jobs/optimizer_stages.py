@@ -49,8 +49,8 @@ def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
-            {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
-            {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+            {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": 0.1},
+            {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
         ],
         lr=rate,
     )
@@ -67,14 +67,14 @@ def go_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
 def stored_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return whole parameters, whole slots, and options of parameter groups, by dotted name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {name: _whole(parameter) for parameter, name in names.items()}
+    values: dict[str, Any] = {name: _whole(parameter) for parameter, name in names.items()}
     for parameter, slots in optimizer.state.items():
-        found.update({f"{names[parameter]}.{slot}": _whole(held) for slot, held in slots.items()})
+        values.update({f"{names[parameter]}.{slot}": _whole(held) for slot, held in slots.items()})
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
-            found.update({f"{name}.{option}": np.array(group[option]) for option in ("lr", "betas", "weight_decay")})
-    return found
+            values.update({f"{name}.{option}": np.array(group[option]) for option in ("lr", "betas", "weight_decay")})
+    return values
 
 
 def _whole(tensor: torch.Tensor) -> Any:
@@ -116,19 +116,19 @@ def optimizers(place: Place) -> Any:
             _expect(stored_of(*other), expected)
         other = make((LAYERS[:3], LAYERS[3:])[number], 9, 0.7)
         ckptcore.load_into(location, state(*other), context=QUICK)
-        found = stored_of(*other)
-        assert {name.split(".")[1] for name in found} == set((LAYERS[:3], LAYERS[3:])[number])
-        common = saved.keys() & found.keys()
-        _expect({name: found[name] for name in common}, {name: saved[name] for name in common})
+        loaded = stored_of(*other)
+        assert {name.split(".")[1] for name in loaded} == set((LAYERS[:3], LAYERS[3:])[number])
+        common = saved.keys() & loaded.keys()
+        _expect({name: loaded[name] for name in common}, {name: saved[name] for name in common})
     return sorted(saved)
 
 
 def _saved(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number in range(2):
         with np.load(directory / f"optimizer-{number}.npz") as arrays:
-            found.update(arrays)
-    return found
+            values.update(arrays)
+    return values
 
 
 def load_whole(directory: Path, layout: str) -> None:
@@ -155,7 +155,7 @@ def load_whole_by_torch(directory: Path) -> None:
     _expect(stored_of(whole, optimizer), _saved(directory))
 
 
-def _expect(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def _expect(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        assert found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes(), name
+        assert actual[name].dtype == array.dtype and actual[name].tobytes() == array.tobytes(), name

@@ -58,27 +58,27 @@ def run_job(
     """
     context = multiprocessing.get_context("forkserver")
     port = free_port()
-    with tempfile.TemporaryDirectory() as found:
+    with tempfile.TemporaryDirectory() as scratch:
         processes = []
         for rank in range(size):
             place = Place(rank, size, devices, port, directory, layouts)
-            processes.append(context.Process(target=_process, args=(program, task, place, f"{found}/{rank}")))
+            processes.append(context.Process(target=_process, args=(program, task, place, f"{scratch}/{rank}")))
         try:
             for process in processes:
                 process.start()
             for process in processes:
                 process.join(timeout=_PATIENCE_SECONDS)
-            said = [_last_words(Path(f"{found}/{rank}.errors")) for rank in range(size)]
+            said = [_last_words(Path(f"{scratch}/{rank}.errors")) for rank in range(size)]
             codes = [process.exitcode for process in processes]
             assert codes == [0] * size, f"{program}.{task} ended with {codes}:\n" + "\n".join(said)
-            return [json.loads(Path(f"{found}/{rank}.json").read_text()) for rank in range(size)]
+            return [json.loads(Path(f"{scratch}/{rank}.json").read_text()) for rank in range(size)]
         finally:
             for process in processes:
                 process.kill()
 
 
-def _process(program: str, task: str, place: Place, found: str) -> None:
-    with open(f"{found}.errors", "wb") as file:
+def _process(program: str, task: str, place: Place, result: str) -> None:
+    with open(f"{result}.errors", "wb") as file:
         os.dup2(file.fileno(), 2)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -87,7 +87,7 @@ def _process(program: str, task: str, place: Place, found: str) -> None:
     except BaseException:  # noqa: BLE001  # the parent reports it
         traceback.print_exc()
         os._exit(1)  # a normal exit may wait for other processes
-    Path(f"{found}.json").write_text(json.dumps(answer))
+    Path(f"{result}.json").write_text(json.dumps(answer))
 
 
 def _last_words(file: Path) -> str:

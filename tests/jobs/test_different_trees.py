@@ -180,11 +180,11 @@ def test_arrays_without_shards_on_some_ranks_are_complete(layout: str, tmp_path:
 
     def state(rank: int) -> dict[str, Any]:
         meshes = {"one": (2,), "three": (0, 1, 3), "two": (0, 1)}
-        found: dict[str, Any] = {"same": np.ones(3)}
+        tree: dict[str, Any] = {"same": np.ones(3)}
         for name, mesh in meshes.items():
             rows = np.array_split(whole, len(mesh))[mesh.index(rank)] if rank in mesh else np.empty((0, 4))
-            found[name] = _Rows((6, 4), mesh, rank, rows)
-        return found
+            tree[name] = _Rows((6, 4), mesh, rank, rows)
+        return tree
 
     _run(
         lambda rank, context: ckptcore.save(tmp_path / "c", state(rank), layout=layout, context=context),
@@ -261,8 +261,8 @@ def test_one_of_several_checkpointables_differs(tmp_path: Path) -> None:
 
     def job(rank: int, context: ckptcore.Context) -> None:
         ckptcore.save_checkpointables(tmp_path / "c", objects(rank), layout="ocdbt", context=context)
-        found = ckptcore.load_checkpointables(tmp_path / "c", objects(rank), context=context)
-        assert same_value(found["model"], _stage(rank)) and found["own"] == {"rank": rank}
+        loaded = ckptcore.load_checkpointables(tmp_path / "c", objects(rank), context=context)
+        assert same_value(loaded["model"], _stage(rank)) and loaded["own"] == {"rank": rank}
         with pytest.raises(
             (TreeMismatchError, RankFailedError), match="(?s)in 'same': .*step: int 0 on rank 0.*rank 3"
         ):

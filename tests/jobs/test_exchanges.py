@@ -40,8 +40,8 @@ def test_two_contexts_of_one_job_share_no_key() -> None:
         for _ in range(3)
     ]
     assert keys == ["run/1#0", "run/1#1", "run/1#2"]
-    found = [runtime_of(ckptcore.Context()).exchange_key("an odd place: \ud800") for _ in range(2)]
-    assert len(set(found)) == 2
+    others = [runtime_of(ckptcore.Context()).exchange_key("an odd place: \ud800") for _ in range(2)]
+    assert len(set(others)) == 2
 
 
 class _Incarnation(_Slots):

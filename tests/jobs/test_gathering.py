@@ -106,7 +106,7 @@ def test_ranks_of_a_silent_group_leader_are_missing() -> None:
 
     leader, *others = ThreadJob(6, timeout_seconds=_LONG_SECONDS).run(of_rank)
     assert leader.startswith("CoordinationTimeoutError") and "[3]" in leader
-    assert "agreed" not in others and all("rank 3" in one or "disk" in one for one in others)
+    assert "agreed" not in others and all("rank 3" in outcome or "disk" in outcome for outcome in others)
 
 
 @pytest.mark.parametrize(("size", "block_ranks"), [(2, 1), (3, 2), (7, 3), (9, 3), (13, 4), (5, 8)])
@@ -166,12 +166,12 @@ def _stages(size: int, *, absent: Sequence[int] = (), fails: Sequence[int] = (),
 
 
 def test_messages_to_a_rank_do_not_grow_with_the_job() -> None:
-    found = {}
+    counts_by_size = {}
     for size in (16, 64):
         counts = _Counts()
         assert set(_stages(size, counts=counts)) == {"agreed"}
-        found[size] = counts
-    small, large = found[16], found[64]
+        counts_by_size[size] = counts
+    small, large = counts_by_size[16], counts_by_size[64]
     for rank in (1, 4, 5, 15):
         assert large.messages[rank] == small.messages[rank]
         assert large.received[rank] <= small.received[rank] + 8, "but for a digit of a rank"

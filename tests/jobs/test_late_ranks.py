@@ -65,17 +65,19 @@ class Timer:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    found = Lines()
-    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(found, function, arguments))
+    handler = Lines()
+    monkeypatch.setattr(threading, "Timer", lambda seconds, function, arguments: Timer(handler, function, arguments))
     logger = logging.getLogger("ckptcore.job")
-    logger.addHandler(found)
-    yield found
-    logger.removeHandler(found)
-    assert found.running == []
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    assert handler.running == []
 
 
 def run(work: Callable[[int, Context], Any], size: int = 4) -> Any:
-    return ThreadJob(size).run(lambda one: work(one.rank, Context(job=JobOptions(coordinator=one), durability="none")))
+    return ThreadJob(size).run(
+        lambda coordinator: work(coordinator.rank, Context(job=JobOptions(coordinator=coordinator), durability="none"))
+    )
 
 
 STATE = {"w": np.ones(3)}
@@ -180,8 +182,9 @@ def test_a_coordinator_that_does_not_report_missing_ranks(tmp_path: Path, lines:
     class Plain:
         """A coordinator that does not report which ranks are missing."""
 
-        def __init__(self, one: Coordinator) -> None:
-            self.rank, self.size, self.gather, self.broadcast = one.rank, one.size, one.gather, one.broadcast
+        def __init__(self, inner: Coordinator) -> None:
+            self.rank, self.size = inner.rank, inner.size
+            self.gather, self.broadcast = inner.gather, inner.broadcast
 
     def work(rank: int, context: Context) -> None:
         assert context.job.coordinator is not None

@@ -38,7 +38,11 @@ def run(work: Callable[[Context], Any], *, size: int = SIZE, **replicas: Any) ->
     options = ReplicaOptions(piece_bytes=64, **replicas)
     job = ThreadJob(size, timeout_seconds=60)
     return list(
-        job.run(lambda one: work(Context(job=JobOptions(coordinator=one, replicas=options), durability="none")))
+        job.run(
+            lambda coordinator: work(
+                Context(job=JobOptions(coordinator=coordinator, replicas=options), durability="none")
+            )
+        )
     )
 
 
@@ -68,13 +72,13 @@ def test_shards_of_all_ranks_and_other_values_of_the_lowest_rank_are_stored(tmp_
         lambda context: ckptcore.save(tmp_path / "x", tree(runtime_of(context).job()), context=context, layout=layout),
         objects="lowest_rank",
     )
-    found = ckptcore.load(tmp_path / "x")
-    assert found["model"]["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
-    assert found["data"] == {"rank_0": b"\0\0\0", "rank_1": b"\1\1\1", "rank_2": b"\2\2\2", "world": SIZE}
-    progress = found["progress"]
+    loaded = ckptcore.load(tmp_path / "x")
+    assert loaded["model"]["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
+    assert loaded["data"] == {"rank_0": b"\0\0\0", "rank_1": b"\1\1\1", "rank_2": b"\2\2\2", "world": SIZE}
+    progress = loaded["progress"]
     assert (progress["number"], progress["text"]) == (0, "0" * 10)
     assert [progress[name].tolist() for name in ("large", "length", "sort")] == [[0.0] * 100, [0, 1, 2, 3], [1.0, 1.0]]
-    assert found["shared"].tolist() == list(range(50))
+    assert loaded["shared"].tolist() == list(range(50))
     assert ckptcore.verify(tmp_path / "x").ok
 
 

@@ -76,9 +76,9 @@ def test_the_values_of_all_processes_are_visible(tmp_path: Path) -> None:
     values = {0: 0.5, 1: 1.5}
     assert ckptcore.load(tmp_path / "x")["seconds"] == values
     assert ckptcore.metadata(tmp_path / "x").abstract["seconds"] == values
-    with ckptcore.open(tmp_path / "x") as opened:
-        assert dict(opened["seconds"]) == values
-        assert opened["list/1/1"][...].tolist() == [[1, 1], [1, 1]]
+    with ckptcore.open(tmp_path / "x") as checkpoint:
+        assert dict(checkpoint["seconds"]) == values
+        assert checkpoint["list/1/1"][...].tolist() == [[1, 1], [1, 1]]
     assert ckptcore.load(tmp_path / "x", {"seconds": {1: 0.0}}, select=ckptcore.select.names("seconds")) == {
         "seconds": {1: 1.5}
     }

@@ -65,11 +65,11 @@ _OBJECTS = st.lists(
 @given(st.lists(st.builds(Receipt, st.integers(0, 1 << 24), _ITEMS, _STATES, _OBJECTS), max_size=3))
 def test_receipts_come_back_as_they_were(receipts: list[Receipt]) -> None:
     trees = [_TREE] * len(receipts)
-    for found, receipt in zip(decode_receipts(trees, encode_receipts(trees, receipts)), receipts, strict=True):
-        assert found.rank == receipt.rank
-        assert tuple(found.items) == receipt.items
-        assert _plain(found.state) == receipt.state
-        assert found.objects == receipt.objects
+    for decoded, receipt in zip(decode_receipts(trees, encode_receipts(trees, receipts)), receipts, strict=True):
+        assert decoded.rank == receipt.rank
+        assert tuple(decoded.items) == receipt.items
+        assert _plain(decoded.state) == receipt.state
+        assert decoded.objects == receipt.objects
 
 
 def _plain(state: Any) -> Any:
@@ -83,9 +83,9 @@ def _plain(state: Any) -> Any:
     "numbers", [[7] * 20, list(range(0, 10_000_000, 1000)), [-(1 << 63), (1 << 63) - 1] * 9, [0, 255] * 9, [-1, 3] * 9]
 )
 def test_columns_iterate_as_lists_of_numbers(numbers: list[int]) -> None:
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), {"column": numbers}, ())]))
-    assert isinstance(found.state, dict)
-    column = found.state["column"]
+    (decoded,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), {"column": numbers}, ())]))
+    assert isinstance(decoded.state, dict)
+    column = decoded.state["column"]
     assert isinstance(column, IntegerColumn)
     assert list(column) == numbers and column == numbers and column[3] == numbers[3] and column[1:4] == numbers[1:4]
     assert {type(number) for number in column} == {int}
@@ -101,10 +101,10 @@ def test_other_lists_do_not_become_columns() -> None:
         "large": [1 << 64] * 9,
         "": [[0] * 9] * 2,
     }
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), state, ())]))
-    assert _plain(found.state) == state
-    assert isinstance(found.state, dict) and type(found.state["mixed"]) is list
-    assert [type(number) for number in found.state["mixed"]] == [int, bool] * 9
+    (decoded,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), state, ())]))
+    assert _plain(decoded.state) == state
+    assert isinstance(decoded.state, dict) and type(decoded.state["mixed"]) is list
+    assert [type(number) for number in decoded.state["mixed"]] == [int, bool] * 9
 
 
 def test_a_chunk_takes_few_bytes() -> None:
@@ -134,8 +134,8 @@ def test_a_state_that_is_not_json_is_refused() -> None:
 
 
 def test_a_layout_may_store_columns_of_receipts_in_the_root() -> None:
-    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
-    root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=found.state, tree=_TREE, objects={})
+    (receipt,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
+    root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=receipt.state, tree=_TREE, objects={})
     data, parts = encode_root(root)
     decoded = decode_root(data, lambda key, size: parts[key])
     assert isinstance(decoded, Root) and decoded.state == [list(range(20))]

@@ -134,13 +134,13 @@ def test_replicas_of_small_shards_write_the_same_number_of_bytes(shards: int, re
 
 def test_the_rules_of_owners_do_not_grow_with_the_job() -> None:
     """A process computes one rule for each array, not an owner for each cell."""
-    found = []
+    rules = []
     for size in (64, 1 << 20):
         arrays: list[tuple[tuple[int, ...], _Cuts]] = [((1 << 24,), (tuple(range(64, 1 << 12, 64)),))] * 3
         split = cut_for_replicas(_tree(arrays), ReplicaOptions(), size=size)
-        found.append(owners_of(split, rank=5, size=size))
-    assert [len(owners) for owners in found] == [0, 3]
-    assert all(len(rule.numbers) == 1 for rule in found[1].values())
+        rules.append(owners_of(split, rank=5, size=size))
+    assert [len(owners) for owners in rules] == [0, 3]
+    assert all(len(rule.numbers) == 1 for rule in rules[1].values())
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 20])

@@ -14,11 +14,11 @@ _OF_LEADER: Final = {"list", "list_names", "delete", "delete_directory", "rename
 
 def test_a_run_of_steps(tmp_path: Path) -> None:
     """Run all cases in one job, because the start of a job takes longer than the cases."""
-    found = run_job("tests.jobs.torch_runs", "run_steps", tmp_path, size=SIZE)
-    _expect_one_step_restored([of_rank["fall_back"] for of_rank in found])
-    _expect_the_clock_of_the_leader([of_rank["decide_by_clocks"] for of_rank in found])
-    _expect_one_last_step([of_rank["be_preempted"] for of_rank in found])
-    _expect_one_that_lists_and_deletes([of_rank["count_requests"] for of_rank in found])
+    results = run_job("tests.jobs.torch_runs", "run_steps", tmp_path, size=SIZE)
+    _expect_one_step_restored([of_rank["fall_back"] for of_rank in results])
+    _expect_the_clock_of_the_leader([of_rank["decide_by_clocks"] for of_rank in results])
+    _expect_one_last_step([of_rank["be_preempted"] for of_rank in results])
+    _expect_one_that_lists_and_deletes([of_rank["count_requests"] for of_rank in results])
 
 
 def _expect_one_step_restored(told: list[Any]) -> None:

@@ -75,13 +75,13 @@ def test_a_save_without_shared_files_writes_no_array(begin: str, apart: list[int
         else:
             ckptcore.save_async(location, {"w": np.ones(4)}, context=context).result()
 
-    found = outcomes(work)
+    errors = outcomes(work)
     blind = [1, 2] if apart == [0] else apart
-    for rank, error in enumerate(found):
+    for rank, error in enumerate(errors):
         assert isinstance(error, NotSharedError if rank in blind else RankFailedError), error
         path = directory_of(tmp_path, blind[0], apart=apart)
         assert f"{path}/step: host {os.uname().nodename} cannot see the files that rank 0" in str(
-            found[0]
+            errors[0]
         ) or apart == [0]
     assert not files(tmp_path)
 
@@ -116,9 +116,9 @@ def test_object_stores_are_checked_too(tmp_path: Path) -> None:
             context=ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator)),
         )
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"memory://{tmp_path.name}-disk1/step: host" in str(found[0])
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"memory://{tmp_path.name}-disk1/step: host" in str(errors[0])
 
 
 def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_directory_of_steps_is_checked_before_it_is_created(tmp_path: Path) ->
         store = open_directory(directory, runtime_of(ckptcore.Context()).storages)
         expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
-    assert f"{tmp_path}/disk 2: host" in str(found[0])
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"{tmp_path}/disk 2: host" in str(errors[0])
     assert files(tmp_path) == []
 
 
@@ -208,9 +208,9 @@ def test_an_error_of_the_leader_ends_the_visibility_check(tmp_path: Path) -> Non
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=context)
 
-    found = outcomes(work)
-    assert [type(error) for error in found] == [CheckpointExistsError, RankFailedError, RankFailedError]
-    assert not any(isinstance(error.__context__, NotSharedError) for error in found)
+    errors = outcomes(work)
+    assert [type(error) for error in errors] == [CheckpointExistsError, RankFailedError, RankFailedError]
+    assert not any(isinstance(error.__context__, NotSharedError) for error in errors)
 
 
 def test_probes_of_leaders_that_were_killed_are_removed(tmp_path: Path) -> None:

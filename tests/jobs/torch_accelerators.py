@@ -120,9 +120,9 @@ def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
 def numbers(state: Mapping[str, Any]) -> list[float]:
     """Return the part of this process of a model and its optimizer."""
     model, optimizer = state["model"], state["optimizer"]
-    found = [parameter.to_local() for parameter in model.parameters()]
-    found += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return [float(number) for tensor in found for number in tensor.detach().flatten()]
+    tensors = [parameter.to_local() for parameter in model.parameters()]
+    tensors += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [float(number) for tensor in tensors for number in tensor.detach().flatten()]
 
 
 def save_and_load(place: Place, backend: str) -> Any:
@@ -134,11 +134,11 @@ def save_and_load(place: Place, backend: str) -> Any:
         rows = sharded(ROWS * value, mesh, Shard(dimension), rank)
         return {"rows": rows, "copied": torch.full((3,), value), "host": np.full(4, value), "step": value}
 
-    def expect(found: Mapping[str, Any], value: float) -> None:
+    def expect(loaded: Mapping[str, Any], value: float) -> None:
         expected = state(value, 1)
-        assert torch.equal(found["rows"].to_local(), expected["rows"].to_local())
-        assert torch.equal(found["copied"], expected["copied"]) and (found["host"] == value).all()
-        assert found["step"] == value
+        assert torch.equal(loaded["rows"].to_local(), expected["rows"].to_local())
+        assert torch.equal(loaded["copied"], expected["copied"]) and (loaded["host"] == value).all()
+        assert loaded["step"] == value
 
     quick = ckptcore.Context(durability="none", io=ckptcore.context.IOOptions(threads=2))
     ckptcore.save(directory / "blocking", state(2, 0), context=quick)
@@ -165,9 +165,9 @@ def save_and_load(place: Place, backend: str) -> Any:
             assert isinstance(error, RankFailedError) == (rank == 0), error
         else:
             raise AssertionError("a state that cannot be saved was saved")
-        found = steps.load_checkpointables(abstract={"model": state(0, 1), "mine": PerProcess(None)})
-        expect(found["model"], 2)
-        assert found["mine"] == {"rank": rank}
+        loaded = steps.load_checkpointables(abstract={"model": state(0, 1), "mine": PerProcess(None)})
+        expect(loaded["model"], 2)
+        assert loaded["mine"] == {"rank": rank}
         return list(steps.steps)
 
 

@@ -57,13 +57,13 @@ class Stage(torch.nn.Module):
 
 def whole_of(state: Any) -> dict[str, Any]:
     """Return the whole arrays of a tree of dicts by dotted name. DTensors are gathered from their mesh."""
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, dict):
-            found.update({f"{key}.{name}": array for name, array in whole_of(value).items()})
+            arrays.update({f"{key}.{name}": array for name, array in whole_of(value).items()})
         elif isinstance(value, torch.Tensor):
-            found[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy()
-    return found
+            arrays[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy()
+    return arrays
 
 
 def stages(place: Place) -> Any:
@@ -98,9 +98,9 @@ def stages(place: Place) -> Any:
         ckptcore.save(location, state, layout=layout, context=QUICK)
         target = make(9)
         ckptcore.load_into(location, target, context=QUICK)
-        found = whole(target)
-        assert target["step"] == 3 and found.keys() == expected.keys()
-        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+        loaded = whole(target)
+        assert target["step"] == 3 and loaded.keys() == expected.keys()
+        assert all(np.array_equal(loaded[name], expected[name]) for name in expected), layout
     return sorted(expected)
 
 
@@ -111,23 +111,23 @@ def submeshes(place: Place) -> Any:
     rows = torch.arange(30, dtype=torch.float32).reshape(5, 6)
 
     def state(value: float) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        tree: dict[str, Any] = {
             name: {
                 kind: distribute_tensor(rows * value + number, mesh, [placement]) for kind, placement in kinds.items()
             }
             for number, (name, mesh) in enumerate(meshes.items())
         }
-        found["last"]["tied"] = found["last"]["rows"]
-        found["whole"] = torch.arange(4.0) * value
-        return found
+        tree["last"]["tied"] = tree["last"]["rows"]
+        tree["whole"] = torch.arange(4.0) * value
+        return tree
 
-    def same(found: Any, expected: Any) -> bool:
+    def same(actual: Any, expected: Any) -> bool:
         if isinstance(expected, dict):
-            return all(same(found[key], expected[key]) for key in expected)
+            return all(same(actual[key], expected[key]) for key in expected)
         if isinstance(expected, DTensor):
-            assert isinstance(found, DTensor) and found.placements == expected.placements
-            return torch.equal(found.to_local(), expected.to_local())
-        return torch.equal(found, expected)
+            assert isinstance(actual, DTensor) and actual.placements == expected.placements
+            return torch.equal(actual.to_local(), expected.to_local())
+        return torch.equal(actual, expected)
 
     for layout in place.layouts:
         location = place.directory / f"submeshes-{layout}"
@@ -164,8 +164,8 @@ def strided(place: Place) -> Any:
         assert record.cuts == ((3, 5, 8), ())
         other = make(2)
         ckptcore.load_into(location, {"model": other}, context=QUICK)
-        found = whole_of(other.state_dict())
-        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+        loaded = whole_of(other.state_dict())
+        assert all(np.array_equal(loaded[name], expected[name]) for name in expected), layout
     return "done"
 
 
@@ -197,13 +197,13 @@ def save(place: Place) -> Any:
 
 def load(place: Place) -> Any:
     """Load all checkpoints into arrays that FSDP2 sharded."""
-    found = sorted(path.name for path in place.directory.iterdir())
-    for name in found:
+    names = sorted(path.name for path in place.directory.iterdir())
+    for name in names:
         loaded = ckptcore.load(place.directory / name, fsdp(filled=False), context=QUICK)
         for key, tensor in loaded.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert_part(key, array_of(whole), ())
-    return found
+    return names
 
 
 def counted(place: Place) -> Any:
@@ -224,7 +224,7 @@ def counted(place: Place) -> Any:
 
     def needed(tree: Any) -> list[int]:
         tensors = [*(value for value in tree.values() if isinstance(value, torch.Tensor)), *tree.get("small", ())]
-        return [(one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors]
+        return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors]
 
     answers = {}
     saved = state()
@@ -250,18 +250,18 @@ def unequal(place: Place) -> Any:
         "generator": torch.Generator().manual_seed(place.rank).get_state(),
         "half and half": torch.full((1 << 24,), float(place.rank)),
     }
-    found = refusals(place, state, torch.equal)
+    messages = refusals(place, state, torch.equal)
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(3))
     model(torch.randn(5, 3) + place.rank).sum().backward()  # each rank has the statistics of its own batch
     try:
         ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
     except CheckpointError as error:
-        found["statistics"] = str(error)
+        messages["statistics"] = str(error)
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     ckptcore.save(place.directory / "statistics", model.state_dict(), layout="dcp", context=QUICK)
-    return {"refused": found, "lines": wait_for_late_rank(place)}
+    return {"refused": messages, "lines": wait_for_late_rank(place)}
 
 
 def quick(place: Place) -> Any:

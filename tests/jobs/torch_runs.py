@@ -92,17 +92,17 @@ class Rank:
             "mine": ckptcore.PerProcess({"step": np.full(3, step), "rank": self.number}),
         }
 
-    def expect(self, found: Mapping[str, Any], step: int) -> None:
+    def expect(self, state: Mapping[str, Any], step: int) -> None:
         """Assert that a state belongs to a step."""
-        rows = found["rows"]
+        rows = state["rows"]
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
-        assert bool((rows.to_local() == step).all()) and bool((found["copied"] == step).all()), step
-        assert found["step"] == step
+        assert bool((rows.to_local() == step).all()) and bool((state["copied"] == step).all()), step
+        assert state["step"] == step
 
-    def expect_parts(self, found: Mapping[str, Any], step: int) -> None:
+    def expect_parts(self, parts: Mapping[str, Any], step: int) -> None:
         """Assert that the parts belong to a step and to this process."""
-        self.expect(found["model"], step)
-        assert (found["mine"]["step"] == step).all() and found["mine"]["rank"] == self.number
+        self.expect(parts["model"], step)
+        assert (parts["mine"]["step"] == step).all() and parts["mine"]["rank"] == self.number
 
     def together(self) -> None:
         """Wait for all ranks."""
@@ -125,9 +125,9 @@ def fall_back(rank: Rank) -> Any:
     rank.sight.flipped = ("2/",) if rank.number == 2 else ()
     told: dict[str, Any] = {}
     with rank.open("damaged") as run:
-        found = run.load_checkpointables(abstract=rank.parts(0))
+        loaded = run.load_checkpointables(abstract=rank.parts(0))
         assert run.restored_step is not None
-        rank.expect_parts(found, run.restored_step)
+        rank.expect_parts(loaded, run.restored_step)
         told["restored"] = run.restored_step
         told["skipped"] = [[skip.step, skip.reason] for skip in run.skipped_steps]
         rank.sight.flipped = ()

@@ -19,21 +19,21 @@ QUICK = Context(durability="none")
 
 def refusals(place: Place, state: Mapping[str, Any], same: Callable[[Any, Any], bool]) -> dict[str, str]:
     """Save arrays of this rank in each layout, plain and in `PerProcess`. Return the errors for the plain arrays."""
-    found = {}
+    messages = {}
     for layout in place.layouts:
         location = place.directory / f"{place.size}-{layout}"
         for name, array in state.items():
             try:
                 ckptcore.save(location, {"own": array}, layout=layout, context=QUICK)
             except CheckpointError as error:
-                found[f"{layout} {name}"] = str(error)
+                messages[f"{layout} {name}"] = str(error)
             assert not location.exists()
         small = {name: array for name, array in state.items() if array.nbytes < 1 << 20}
         wrapped = {name: PerProcess(array) for name, array in small.items()}
         ckptcore.save(location, wrapped, layout=layout, context=QUICK)
         loaded = ckptcore.load(location, wrapped, context=QUICK)
         assert all(same(loaded[name].value, array) for name, array in small.items())
-    return found
+    return messages
 
 
 class _Lines(logging.Handler):

@@ -26,11 +26,11 @@ ARRAYS: Final = {
 """The whole arrays, by name."""
 
 
-def assert_box(name: str, found: Any, box: tuple[slice, ...]) -> None:
+def assert_box(name: str, part: Any, box: tuple[slice, ...]) -> None:
     """Assert that a loaded part equals a box of the array."""
     expected = ARRAYS[name][box]
-    found = np.asarray(found)
-    assert found.dtype == expected.dtype and np.array_equal(found, expected), f"{name}{box}: {found} is not {expected}"
+    part = np.asarray(part)
+    assert part.dtype == expected.dtype and np.array_equal(part, expected), f"{name}{box}: {part} is not {expected}"
 
 
 def run_job(

@@ -18,7 +18,7 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-def assert_is(name: str, found: torch.Tensor) -> None:
+def assert_is(name: str, tensor: torch.Tensor) -> None:
     """Assert that a whole tensor equals the array with this name, bit for bit."""
     expected = tensor_of(ARRAYS[name])
-    assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found} is not {expected}"
+    assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), f"{name}: {tensor} is not {expected}"

@@ -23,11 +23,11 @@ PLACEMENTS = {"w": (Replicate(), Shard(1)), "e": (Shard(0), Shard(1)), "b": (Rep
 
 def _params(filled: bool) -> dict[str, torch.Tensor]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tensor"))
-    found: dict[str, torch.Tensor] = {}
+    params: dict[str, torch.Tensor] = {}
     for name, placements in PLACEMENTS.items():
         tensor = tensor_of(ARRAYS[name])
-        found[name] = distribute_tensor(tensor if filled else torch.zeros_like(tensor), mesh, placements)
-    return found
+        params[name] = distribute_tensor(tensor if filled else torch.zeros_like(tensor), mesh, placements)
+    return params
 
 
 def save(location: Path, layout: str) -> None:

@@ -159,11 +159,11 @@ def _replace(run: Run, location: str) -> None:
 def _load(run: Run, location: str) -> None:
     history = run.history(location)
     try:
-        found = ckptcore.load(location, context=run.context)
+        loaded = ckptcore.load(location, context=run.context)
     except CheckpointError as error:
         history.not_loaded(error)
     else:
-        history.loaded(version_of(found))
+        history.loaded(version_of(loaded))
 
 
 def _delete(run: Run, location: str) -> None:
@@ -196,8 +196,8 @@ def _die(run: Run, location: str) -> None:
 
 def release_directory(store: ObjectStore, directory: str) -> None:
     """Delete the lease of the owner of a run, in place of waiting until it expires."""
-    opened = open_directory(directory, runtime_of(store.direct).storages, to_write=True)
-    opened.delete([_OWNER])
+    storage = open_directory(directory, runtime_of(store.direct).storages, to_write=True)
+    storage.delete([_OWNER])
 
 
 def _train(run: Run, directory: str) -> None:
@@ -217,8 +217,8 @@ def _train(run: Run, directory: str) -> None:
                     f"step {last} was saved, the newest is said to be {newest}: {saved}"
                 )
                 if newest is not None:
-                    found = version_of(checkpointer.load(newest))
-                    assert found in saved[newest], f"step {newest} is {found}, of {saved}"
+                    loaded = version_of(checkpointer.load(newest))
+                    assert loaded in saved[newest], f"step {newest} is {loaded}, of {saved}"
                 for step in range((newest or 0) + 1, (newest or 0) + 1 + run.draw.randrange(1, 4)):
                     version = run.version()
                     try:
@@ -241,8 +241,8 @@ def _train(run: Run, directory: str) -> None:
         newest = checkpointer.latest
         assert (newest or 0) >= last, f"step {last} was saved, and the newest is {newest}: {saved}"
         for step in checkpointer.steps:
-            found = version_of(checkpointer.load(step))
-            assert found in saved[step], f"step {step} is {found}, of {saved}"
+            loaded = version_of(checkpointer.load(step))
+            assert loaded in saved[step], f"step {step} is {loaded}, of {saved}"
         version = run.version()
         checkpointer.save_blocking((newest or 0) + 1, make_state(version))
         assert version_of(checkpointer.load()) == version
@@ -264,7 +264,7 @@ def _judge(run: Run) -> None:
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:
     """Check that a location contains only objects that its checkpoint lists."""
-    opened = open_directory(location, runtime_of(store.direct).storages, to_write=True)
+    storage = open_directory(location, runtime_of(store.direct).storages, to_write=True)
     listed = set(ckptcore.metadata(location, context=store.direct).objects)
-    extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}
+    extra = {key for key in storage.list() if key not in listed and not key.startswith("checkpoint.")}
     assert not extra, f"{location} holds objects that it does not list: {sorted(extra)}"

@@ -144,8 +144,8 @@ def _az(directory: Path) -> Iterator[ObjectStore]:
 
         def uncommitted(url: str) -> Sequence[str]:
             prefix = url.removeprefix(place)
-            found = {key for page in list_blobs(container, prefix, uncommitted=True) for key in page.keys}
-            return sorted(found.difference(*[page.keys for page in list_blobs(container, prefix)]))
+            keys = {key for page in list_blobs(container, prefix, uncommitted=True) for key in page.keys}
+            return sorted(keys.difference(*[page.keys for page in list_blobs(container, prefix)]))
 
         yield ObjectStore(
             scheme="az",

@@ -37,8 +37,8 @@ DENIED = refused(403, "AccessDenied", "Access Denied")
 @pytest.fixture
 def proxy(object_store: ObjectStore) -> Iterator[FaultProxy]:
     """Start a proxy in front of the store."""
-    with FaultProxy(object_store.upstream, dialect=object_store.dialect) as found:
-        yield found
+    with FaultProxy(object_store.upstream, dialect=object_store.dialect) as started:
+        yield started
 
 
 def context_of(store: ObjectStore, proxy: FaultProxy) -> ckptcore.Context:

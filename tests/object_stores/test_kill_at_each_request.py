@@ -43,10 +43,10 @@ def _nothing(store: ObjectStore, place: str) -> None:
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
     """Create the remains of a save that failed early: a claim, objects, and an unfinished upload."""
-    opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
-    opened.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
+    storage = open_directory(place, runtime_of(store.direct).storages, to_write=True)
+    storage.put(ROOT_KEY, encode_claim(Claim("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
     for name in _FIXED_NAMES:
-        opened.put(name, b"of a dead save")
+        storage.put(name, b"of a dead save")
     store.begin_upload(f"{place}/model.safetensors")
 
 
@@ -117,9 +117,9 @@ def _try(store: ObjectStore, scenario: Scenario, layout: str, warm: Client, numb
         log = proxy.log
     assert status in (0, -signal.SIGKILL), f"the program ended with {status}"
     try:
-        found = _found(store, scenario, place)
-        assert found in scenario.allowed, f"found {found}"
-        assert status != 0 or found == _NEW, "a program that ended is not done"
+        version = _found(store, scenario, place)
+        assert version in scenario.allowed, f"found {version}"
+        assert status != 0 or version == _NEW, "a program that ended is not done"
         _save_next(store, scenario, layout, place)
         assert store.list_uploads(place) == [], "an upload of the dead is left"
     except BaseException as error:
@@ -147,8 +147,8 @@ def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) 
             assert version_of(checkpointer.load()) == _NEXT
             steps = checkpointer.steps
         assert set(steps) in ({_OLD, _NEXT}, {_OLD, _NEW, _NEXT})
-        opened = open_directory(place, runtime_of(store.direct).storages, to_write=True)
-        directories = [name for name in opened.list_names() if not name.startswith(".")]
+        storage = open_directory(place, runtime_of(store.direct).storages, to_write=True)
+        directories = [name for name in storage.list_names() if not name.startswith(".")]
         assert len(directories) == len(steps), f"remains of a failed save: {directories}"
         return
     ckptcore.save(place, state, layout=layout, overwrite="non-atomic", context=store.direct)

@@ -233,10 +233,10 @@ def _judge_race(store: ObjectStore, place: str, outcomes: dict[int, CheckpointEr
     unknown = [version for version, error in outcomes.items() if isinstance(error, CommitUnknownError)]
     for error in outcomes.values():
         assert error is None or isinstance(error, SaveLostError | CheckpointExistsError | CommitUnknownError)
-    found = version_at(place, context=store.direct)
+    committed = version_at(place, context=store.direct)
     assert len(won) <= 1
     possible: set[int | None] = {*won} if won else {None, *unknown}
-    assert found in possible
+    assert committed in possible
     assert won or unknown, "both savers lost"
     ckptcore.save(place, make_state(_NEXT), overwrite="non-atomic", context=store.direct)
     assert version_at(place, context=store.direct) == _NEXT

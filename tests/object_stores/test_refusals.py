@@ -64,11 +64,11 @@ CLASSES = {
 def proxies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[ObjectStore, FaultProxy]]]:
     """Start the services, each behind a proxy."""
     with ExitStack() as stack:
-        found = {}
+        services = {}
         for scheme, serve in STORES.items():
             store = stack.enter_context(serve(tmp_path_factory.mktemp(scheme)))
-            found[scheme] = store, stack.enter_context(FaultProxy(store.upstream, dialect=store.dialect))
-        yield found
+            services[scheme] = store, stack.enter_context(FaultProxy(store.upstream, dialect=store.dialect))
+        yield services
 
 
 def open_store(store: ObjectStore, url: str) -> StorageBackend:

@@ -209,8 +209,8 @@ def test_an_error_about_locks_is_not_cached(tmp_path: Path, caplog: pytest.LogCa
 
     store.has_locks = has_locks  # type: ignore[attr-defined]  # the storage of this test
     assert support.leases(store) is None
-    found = support.leases(store)
-    assert found is not None and support.leases(store) is found
+    known_leases = support.leases(store)
+    assert known_leases is not None and support.leases(store) is known_leases
     assert len(caplog.records) == 1, "said once"
 
 

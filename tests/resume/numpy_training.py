@@ -65,10 +65,10 @@ class Training:
 
     def restore(self, checkpointer: ckptcore.Checkpointer) -> None:
         """Load the newest valid step."""
-        found = checkpointer.load_checkpointables(
+        loaded = checkpointer.load_checkpointables(
             abstract={"params": None}, into={"data": self.batches, "random": self.random}
         )
-        self.params = found["params"]
+        self.params = loaded["params"]
 
 
 def states(seed: int) -> Iterator[Training]:

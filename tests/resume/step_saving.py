@@ -26,19 +26,19 @@ def make_state(step: int) -> dict[str, object]:
 
 def step_at(reader: ckptcore.CheckpointReader, step: int) -> int:
     """Return the step to which a stored state belongs. Assert that the state is complete."""
-    found: dict[str, Any] = reader.load_checkpointables(step)
-    stored = int(found["params"]["w"][0])
-    assert (found["params"]["w"] == stored).all() and found["params"]["names"] == [f"step {stored}"] * 3
-    assert found["data"] == {"position": 1, "seed": stored}
+    loaded: dict[str, Any] = reader.load_checkpointables(step)
+    stored = int(loaded["params"]["w"][0])
+    assert (loaded["params"]["w"] == stored).all() and loaded["params"]["names"] == [f"step {stored}"] * 3
+    assert loaded["data"] == {"position": 1, "seed": stored}
     return stored
 
 
 def main(arguments: Sequence[str]) -> None:
     """Save a step when a named pipe has a byte. The arguments are the directory, the step and the pipe."""
     directory, step, gate = arguments
-    opened = os.open(gate, os.O_RDWR)
+    descriptor = os.open(gate, os.O_RDWR)
     print("ready", flush=True)
-    os.read(opened, 1)
+    os.read(descriptor, 1)
     # One thread, so that every run makes the same system calls.
     context = ckptcore.Context(io=ckptcore.context.IOOptions(threads=1))
     with ckptcore.Checkpointer(Path(directory), preservation_policy=LatestN(KEPT), context=context) as checkpointer:

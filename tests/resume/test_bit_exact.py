@@ -64,7 +64,7 @@ def _arguments(directory: Path) -> Sequence[object]:
 
 def _losses(lines: Sequence[str]) -> dict[str, str]:
     words = [line.split() for line in lines]
-    return {found[1]: found[-1] for found in words if found[0] == "step"}
+    return {fields[1]: fields[-1] for fields in words if fields[0] == "step"}
 
 
 def _last(directory: Path) -> dict[str, Any]:
@@ -83,11 +83,13 @@ def _check(straight: Straight, seed: int, directory: Path) -> int:
         run, was_killed = straight.trainer.start_and_kill(chance, "step", _arguments(directory))
         lines.extend(run.lines())
         killed += was_killed
-    found = [*lines, *straight.trainer.start(*_arguments(directory)).finish()]
+    printed = [*lines, *straight.trainer.start(*_arguments(directory)).finish()]
     # The lines include steps that were repeated after a kill.
-    wrong = [line for line in found if line.startswith("step") and straight.losses[line.split()[1]] != line.split()[-1]]
+    wrong = [
+        line for line in printed if line.startswith("step") and straight.losses[line.split()[1]] != line.split()[-1]
+    ]
     assert not wrong
-    assert _losses(found) == straight.losses
+    assert _losses(printed) == straight.losses
     assert same_value(_last(directory), straight.last)
     return killed
 
@@ -130,6 +132,6 @@ def test_a_part_of_another_step_changes_the_losses(straight: Straight, part: str
     mixed[part] = reader.load_checkpointables(before)[part]
     ckptcore.save_checkpointables(tmp_path / "run" / str(step), mixed, overwrite=True)
 
-    found = _losses(straight.trainer.start(*_arguments(tmp_path / "run")).finish())
-    assert len(found) == _STEPS - step
-    assert any(straight.losses[number] != loss for number, loss in found.items())
+    losses = _losses(straight.trainer.start(*_arguments(tmp_path / "run")).finish())
+    assert len(losses) == _STEPS - step
+    assert any(straight.losses[number] != loss for number, loss in losses.items())

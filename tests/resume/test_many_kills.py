@@ -43,7 +43,7 @@ class _Watched:
         if not self.journal.exists():
             return []
         words = [line.split() for line in self.journal.read_text().splitlines()]
-        return [int(step) for found, step in words if found == what]
+        return [int(step) for entry, step in words if entry == what]
 
     def expected(self, step: int) -> str:
         """Return the expected digest of a step."""

@@ -50,10 +50,10 @@ def _seeds(directory: Path) -> list[int]:
     seeds = []
     for step in reader.steps:
         data = Batches(0)
-        found = reader.load_checkpointables(step, ["params", "random"], into={"data": data})
-        seed = found["params"]["seed"]
+        loaded = reader.load_checkpointables(step, ["params", "random"], into={"data": data})
+        seed = loaded["params"]["seed"]
         assert (data.seed, data.position) == (seed, step)
-        assert found["params"]["bias"].tolist() == [seed * step] * 7
+        assert loaded["params"]["bias"].tolist() == [seed * step] * 7
         seeds.append(seed)
     return seeds
 

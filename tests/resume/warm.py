@@ -39,9 +39,9 @@ def _run(main: Callable[[Sequence[str]], None], arguments: Sequence[str], output
     try:
         signal.alarm(_SECONDS)
         for descriptor, path in ((0, os.devnull), (1, output), (2, f"{output}.err")):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(file, descriptor)
+            os.close(file)
         main(arguments)
         sys.stdout.flush()
     except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person

@@ -159,8 +159,8 @@ def test_no_user_has_more_access_while_a_save_writes(
     open_new, modes = LocalStorage.open_new, []
 
     def look(self: LocalStorage, key: str, size: int | None = None) -> object:
-        hidden = [one for one in tmp_path.iterdir() if one.name.endswith(".ckptcore")]
-        modes.extend([stat.S_IMODE(one.stat().st_mode) & 0o077 for one in hidden])
+        hidden = [entry for entry in tmp_path.iterdir() if entry.name.endswith(".ckptcore")]
+        modes.extend([stat.S_IMODE(entry.stat().st_mode) & 0o077 for entry in hidden])
         return open_new(self, key, size)
 
     monkeypatch.setattr(LocalStorage, "open_new", look)

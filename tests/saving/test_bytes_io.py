@@ -42,8 +42,8 @@ def test_a_buffer_comes_back(tmp_path: Path, layout: str, size: int) -> None:
     ckptcore.save(tmp_path / "x", {"buffer": buffer}, layout=layout)
     assert ckptcore.load(tmp_path / "x") == {"buffer": content(size)}
     for abstract in ({"buffer": io.BytesIO(b"other")}, ckptcore.abstract({"buffer": buffer})):
-        found = ckptcore.load(tmp_path / "x", abstract)
-        assert type(found["buffer"]) is io.BytesIO and found["buffer"].read() == content(size)
+        loaded = ckptcore.load(tmp_path / "x", abstract)
+        assert type(loaded["buffer"]) is io.BytesIO and loaded["buffer"].read() == content(size)
     target = {"buffer": io.BytesIO(b"other")}
     ckptcore.load_into(tmp_path / "x", target)
     assert target["buffer"].getvalue() == content(size)

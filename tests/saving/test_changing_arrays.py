@@ -74,12 +74,12 @@ class Owner:
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
-    found = Owner()
+    arrays = Owner()
     for writer in (local.LocalWriter, memory._MemoryWriter):
-        monkeypatch.setattr(writer, "write_at", found.changing(writer.write_at))
-    monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", found.changing(chunk_codec.ChunkCodec.encode))
-    yield found
-    assert found.changes  # otherwise the test shows nothing
+        monkeypatch.setattr(writer, "write_at", arrays.changing(writer.write_at))
+    monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", arrays.changing(chunk_codec.ChunkCodec.encode))
+    yield arrays
+    assert arrays.changes  # otherwise the test shows nothing
 
 
 @pytest.fixture(params=["disk", "memory"])

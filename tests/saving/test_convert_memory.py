@@ -54,11 +54,11 @@ def test_few_arrays_are_in_memory_at_a_time(source_layout: str, layout: str, tmp
     ckptcore.save(tmp_path / "warm", {"w": np.zeros(MIB)}, layout=source_layout, context=context)
     assert ckptcore.metadata(tmp_path / "source", context=context).nbytes == ARRAYS * ARRAY_BYTES
     arguments = [str(tmp_path / "source"), str(tmp_path / "converted"), layout, str(tmp_path / "warm")]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout) < 2 * ARRAY_BYTES + 48 * MIB
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) < 2 * ARRAY_BYTES + 48 * MIB
     loaded = ckptcore.load(tmp_path / "converted", context=context)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())

@@ -128,14 +128,14 @@ def test_arrays_that_are_shared_in_a_subtree_are_shared_in_its_export(tmp_path: 
 
 def test_subtrees_are_named_by_keys_or_text(tmp_path: Path) -> None:
     state = {"1": {"a/b": np.ones(2)}, "layers": [np.zeros(1), {2: np.full(3, 2.0)}]}
-    found = {
+    subtrees = {
         "keys": (("1", "a/b"), np.ones(2)),
         "text": ("layers/1/2", np.full(3, 2.0)),
         "numbers": (("layers", 1, 2), np.full(3, 2.0)),
     }
-    exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in found.items()]
+    exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in subtrees.items()]
     ckptcore.save(tmp_path / "c", state, strategy=WithExports(exports))
-    for name, (_, expected) in found.items():
+    for name, (_, expected) in subtrees.items():
         assert same_value(ckptcore.load(tmp_path / name), expected)
 
 
@@ -326,9 +326,9 @@ def test_a_failed_export_releases_its_views_before_the_next_begins(tmp_path: Pat
         """A handler like that of arrays on a device: a view is a copy of the elements on the host."""
 
         def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-            found = [Ready(np.array(leaf[box.slices])) for box in boxes]
-            arrays.extend(weakref.ref(one.value) for one in found)
-            return found
+            views = [Ready(np.array(leaf[box.slices])) for box in boxes]
+            arrays.extend(weakref.ref(view.value) for view in views)
+            return views
 
     class Failing(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
@@ -337,7 +337,7 @@ def test_a_failed_export_releases_its_views_before_the_next_begins(tmp_path: Pat
 
     class Looking(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            alive.append(sum(one() is not None for one in arrays))
+            alive.append(sum(array() is not None for array in arrays))
             return super().write(snapshot, store)
 
     state = {"a": {"x": np.ones(9), "y": np.ones(9)}, "b": np.ones(9)}

@@ -246,5 +246,5 @@ def test_each_process_saves_the_generator_of_its_own_tree(tmp_path: Path) -> Non
         ckptcore.load_into(tmp_path / "c" / f"train.rank_{rank}", {"rng": restored})
         return expected, restored.random()
 
-    for expected, found in run_ranks(2, job, timeout_seconds=30):
-        assert expected == found
+    for expected, actual in run_ranks(2, job, timeout_seconds=30):
+        assert expected == actual

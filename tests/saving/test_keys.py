@@ -101,29 +101,29 @@ def test_long_and_unsupported_keys_are_refused(tmp_path: Path) -> None:
 
 def test_an_open_checkpoint_has_the_keys(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", tree(1.0))
-    with ckptcore.open(tmp_path / "c") as opened:
+    with ckptcore.open(tmp_path / "c") as checkpoint:
         for key in tree(1.0):
-            assert key in opened
-            assert opened[key] is not None
-        flat = opened["flat"]
+            assert key in checkpoint
+            assert checkpoint[key] is not None
+        flat = checkpoint["flat"]
         assert list(flat) == list(tree(1.0)["flat"])
         for key in flat:
             assert flat[key] is not None
         path = ("flat", ("params", "dense.1"), "w")
-        assert np.all(opened[path][:] == 1) and opened[path].path == path
+        assert np.all(checkpoint[path][:] == 1) and checkpoint[path].path == path
         assert np.all(flat[("params", "dense.1")]["w"][:] == 1)
-        assert np.all(opened["flat/('params', 'dense.1')/w"][:] == 1)
-        assert np.all(opened["labels"][True]["mu"][:] == 1) and np.all(opened["labels/True/mu"][:] == 1)
-        assert len(opened["flat"][("params", "dense.1")]) == 1
+        assert np.all(checkpoint["flat/('params', 'dense.1')/w"][:] == 1)
+        assert np.all(checkpoint["labels"][True]["mu"][:] == 1) and np.all(checkpoint["labels/True/mu"][:] == 1)
+        assert len(checkpoint["flat"][("params", "dense.1")]) == 1
         with pytest.raises(UnknownPathError):
-            opened["texts"][True]
+            checkpoint["texts"][True]
 
 
 def test_an_empty_container_below_a_tuple_is_found(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {("a", "b"): {}, "a": {"b": np.ones(1)}})
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert dict(opened[("a", "b")]) == {}
-        assert np.all(opened["a"]["b"][:] == 1)
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert dict(checkpoint[("a", "b")]) == {}
+        assert np.all(checkpoint["a"]["b"][:] == 1)
 
 
 def test_selections_match_the_keys(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_the_command_line_and_the_viewer_show_the_keys(tmp_path: Path) -> None:
     viewed = Viewed(second, default_context())
     for name, parameters in (("tree", {"at": ""}), ("array", {"at": "", "leaf": "0"})):
         assert "dense/0" in json.dumps(document_of(viewed, name, Request(parameters)))
-    with ckptcore.open(second) as opened:
-        assert "dense/0" in to_html(opened["flat"])
+    with ckptcore.open(second) as checkpoint:
+        assert "dense/0" in to_html(checkpoint["flat"])
 
 
 def test_other_keys_of_a_hostile_root_are_refused(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def test_parts_of_a_tree_with_columns(tmp_path: Path) -> None:
     assert ckptcore.load(tmp_path / "c", select=ckptcore.select.names("v")) == {"v": saved["v"]}
     loaded = ckptcore.load(tmp_path / "c", {"v": PLACEHOLDER, "w": np.zeros(3, int)})
     assert loaded["v"] is PLACEHOLDER
-    with ckptcore.open(tmp_path / "c") as opened:
-        assert opened["v"] == saved["v"]
+    with ckptcore.open(tmp_path / "c") as checkpoint:
+        assert checkpoint["v"] == saved["v"]
     assert ckptcore.metadata(tmp_path / "c").abstract["v"] == saved["v"]
     abstract = ckptcore.abstract(saved)
     assert abstract["v"] == saved["v"]

@@ -327,7 +327,7 @@ def test_retention_tries_a_deletion_again_only_after_the_files_of_the_step_chang
             plan.operations.clear()
             run.save_blocking(step, _STATE)
             run.wait()
-            begun.append(any("/deleting/1." in key for one in plan.operations for key in one.keys))
+            begun.append(any("/deleting/1." in key for operation in plan.operations for key in operation.keys))
         assert begun == [True, False]
         (tmp_path / "run/1/notes.txt").unlink()
         run.save_blocking(4, _STATE)

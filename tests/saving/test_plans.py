@@ -174,8 +174,8 @@ def test_tied_arrays_count_once_and_exports_are_listed(layout: str, tmp_path: Pa
     ckptcore.save(tmp_path / "c", state, layout=layout, strategy=WithExports(exports))
     assert str(plan.exports[0].location) == str(tmp_path / "e")
     for planned, location in ((plan.processes, "c"), (plan.exports[0].processes, "e")):
-        found = sum(path.is_file() for path in (tmp_path / location).rglob("*"))
-        assert sum(len(process.objects) for process in planned) == found
+        files = sum(path.is_file() for path in (tmp_path / location).rglob("*"))
+        assert sum(len(process.objects) for process in planned) == files
 
 
 def in_job(size: int, plan: Callable[[int, Context], Any]) -> Sequence[Any]:

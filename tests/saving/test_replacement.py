@@ -413,21 +413,21 @@ def test_object_storage_refuses_other_files() -> None:
 
 
 def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path: Path) -> None:
-    found: list[float] = []
+    sums: list[float] = []
     crashed = True
     while crashed:
-        location = tmp_path / str(len(found)) / "step"
+        location = tmp_path / str(len(sums)) / "step"
         _write_dcp(location)
-        plan = FaultPlan(CrashAt(len(found)))
+        plan = FaultPlan(CrashAt(len(sums)))
         place = f"file://{location}"
         with suppress(SimulatedCrash):
             ckptcore.save(through(place), {"a": np.zeros(5)}, overwrite=True, context=faulty_context(place, plan))
         crashed = plan.crashed
-        found.append(float(np.asarray(ckptcore.load(place)["a"]).sum()))
+        sums.append(float(np.asarray(ckptcore.load(place)["a"]).sum()))
         ckptcore.save(place, {"n": 3}, overwrite=True)
         assert [path.name for path in location.parent.iterdir()] == ["step"]
-    assert found == sorted(found, reverse=True)
-    assert set(found) == {0.0, 5.0} and len(found) > 20
+    assert sums == sorted(sums, reverse=True)
+    assert set(sums) == {0.0, 5.0} and len(sums) > 20
 
 
 def test_the_next_save_removes_an_export_that_a_killed_deletion_left_inside(top: str) -> None:

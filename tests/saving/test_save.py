@@ -286,9 +286,9 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 def test_metadata_of_the_user_comes_back(tmp_path: Path) -> None:
     custom: dict[str, Any] = {"step": 5, "loss": 0.25, "tags": ["a", None], "nested": {"é": True}}
     ckptcore.save(tmp_path / "c", {}, metadata=custom)
-    found = ckptcore.metadata(tmp_path / "c")
-    assert found.custom == custom
-    assert found.created is not None and datetime.datetime.fromisoformat(found.created).tzinfo is not None
+    stored = ckptcore.metadata(tmp_path / "c")
+    assert stored.custom == custom
+    assert stored.created is not None and datetime.datetime.fromisoformat(stored.created).tzinfo is not None
 
 
 @pytest.mark.parametrize("custom", [{1: 2}, {"a": float("nan")}, {"a": b"x"}, {"a": {2: 3}}])

@@ -69,8 +69,8 @@ def test_parts_of_an_array_without_elements(layout: str, tmp_path: Path) -> None
 
     ThreadJob(2, timeout_seconds=60).run(job)
     for name in ("alone", "whole", "part"):
-        found = ckptcore.load(tmp_path / name)["empty"]
-        assert found.shape == (4, 0) and found.dtype == np.float32
+        loaded = ckptcore.load(tmp_path / name)["empty"]
+        assert loaded.shape == (4, 0) and loaded.dtype == np.float32
         assert ckptcore.verify(tmp_path / name).ok
 
 

@@ -180,7 +180,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(replaces: bool, scheme: str, 
         assert list(store_at(top).list_names()) == ["m.safetensors"]  # and no hidden directory
     old = 0.0 if replaces else None
     assert outcomes[0] == old and outcomes[-1] == 1.0
-    assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda one: one == 1.0)
+    assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda outcome: outcome == 1.0)
 
 
 def test_a_file_that_appears_after_the_check_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,9 @@ def test_a_file_of_slices_does_not_load_as_a_checkpoint(tmp_path: Path, stem: st
         second.unlink()
     with pytest.raises(
         CorruptCheckpointError, match=rf"^{first.name} is part.*json is missing.*slices.*HuggingFace"
-    ) as found:
+    ) as caught:
         ckptcore.load(tmp_path / "c")
-    assert "name the file" not in str(found.value)
+    assert "name the file" not in str(caught.value)
 
 
 def test_a_standalone_file_of_slices_does_not_load_as_a_checkpoint(tmp_path: Path) -> None:
@@ -197,19 +197,19 @@ def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
     state: Any = root.state
 
     def changes(slices: dict[str, Any]) -> list[Any]:
-        found = []
+        variants = []
         for column, values in slices.items():
             for value in (-1, 1 << 70, "x", None, 2.5, [1]):
                 if (column, value) in (("files", "x"), ("offset", 1 << 70)):
                     continue  # detected later, by the sizes of files
                 changed = copy.deepcopy(slices)
                 changed[column] = [value, *values[1:]]
-                found.append(changed)
-            found += [{**slices, column: values[1:]}, {**slices, column: 3}]
+                variants.append(changed)
+            variants += [{**slices, column: values[1:]}, {**slices, column: 3}]
             if column != "files":
-                found.append({**slices, column: values + values[:1]})
+                variants.append({**slices, column: values + values[:1]})
         swapped = {**slices, "box": [*slices["box"][4:8], *slices["box"][4:]]}  # one box twice, another box missing
-        return [*found, swapped, [], 3, "slices", {}]
+        return [*variants, swapped, [], 3, "slices", {}]
 
     ChunkTable(tree, state).check([0])
     for changed in changes(state["slices"]):

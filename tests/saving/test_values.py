@@ -172,16 +172,16 @@ VALUES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-def assert_equal(found: Any, expected: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
     """Compare types and values, also of keys and of time zones."""
-    assert type(found) is type(expected)
-    assert found == expected
+    assert type(actual) is type(expected)
+    assert actual == expected
     if isinstance(expected, dict):
-        assert list(map(type, found)) in (list(map(type, expected)), [Stage, Split])
+        assert list(map(type, actual)) in (list(map(type, expected)), [Stage, Split])
     if isinstance(expected, datetime.datetime | datetime.time):
-        assert (found.fold, str(found.tzinfo)) == (expected.fold, str(expected.tzinfo))
+        assert (actual.fold, str(actual.tzinfo)) == (expected.fold, str(expected.tzinfo))
     if isinstance(expected, collections.deque):
-        assert found.maxlen == expected.maxlen and getattr(found, "name", "") == getattr(expected, "name", "")
+        assert actual.maxlen == expected.maxlen and getattr(actual, "name", "") == getattr(expected, "name", "")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -66,20 +66,20 @@ def sessions(directory: Path, context: ckptcore.Context) -> None:
 
 def steps(directory: Path, context: ckptcore.Context) -> list[tuple[str, Callable[[], Any]]]:
     """Return the tasks in their order."""
-    one = directory / "one"
+    first = directory / "one"
     large = {"w": np.zeros(5 << 20, np.uint8)}  # so large that its writeback begins early
     return [
         ("large", lambda: ckptcore.save(directory / "large", large, context=context)),
-        ("save", lambda: ckptcore.save(one, state(1), context=context)),
-        ("load", lambda: check(ckptcore.load(one, context=context), 1)),
-        ("overwrite", lambda: ckptcore.save(one, state(2), overwrite=True, context=context)),
-        ("non-atomic", lambda: ckptcore.save(one, state(3), overwrite="non-atomic", context=context)),
-        ("load again", lambda: check(ckptcore.load(one, context=context), 3)),
-        ("open", lambda: int(ckptcore.open(one, context=context)["w"][5])),
+        ("save", lambda: ckptcore.save(first, state(1), context=context)),
+        ("load", lambda: check(ckptcore.load(first, context=context), 1)),
+        ("overwrite", lambda: ckptcore.save(first, state(2), overwrite=True, context=context)),
+        ("non-atomic", lambda: ckptcore.save(first, state(3), overwrite="non-atomic", context=context)),
+        ("load again", lambda: check(ckptcore.load(first, context=context), 3)),
+        ("open", lambda: int(ckptcore.open(first, context=context)["w"][5])),
         ("sessions", lambda: sessions(directory / "partial", context)),
         ("save_async", lambda: ckptcore.save_async(directory / "two", state(4), context=context).result()),
         ("run", lambda: run(directory / "run", context)),
-        ("delete", lambda: ckptcore.delete(one, context=context)),
+        ("delete", lambda: ckptcore.delete(first, context=context)),
     ]
 
 

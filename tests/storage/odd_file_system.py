@@ -42,36 +42,36 @@ class OddFileSystem(Operations):  # type: ignore[misc]  # fusepy has no types
             with open(stale, encoding="utf-8") as file:
                 if file.read() in path:
                     raise FuseOSError(errno.ESTALE)
-        found = self._source
+        existing = self._source
         for name in path.strip("/").split("/"):
             if len(name.encode("utf-8", "surrogateescape")) > self._limit:
                 raise FuseOSError(errno.ENAMETOOLONG)
-            if name and (self._case or self._accents) and not os.path.lexists(f"{found}/{name}"):
+            if name and (self._case or self._accents) and not os.path.lexists(f"{existing}/{name}"):
                 fold = self._fold(name)
                 try:
-                    name = next((one for one in os.listdir(found) if self._fold(one) == fold), name)
+                    name = next((entry for entry in os.listdir(existing) if self._fold(entry) == fold), name)
                 except OSError as error:
                     raise FuseOSError(error.errno) from error
-            found = f"{found}/{name}" if name else found
-        return found
+            existing = f"{existing}/{name}" if name else existing
+        return existing
 
     def _take_room(self) -> None:
         if os.path.exists(f"{self._source}.quota"):
             raise FuseOSError(errno.EDQUOT)
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        found = os.lstat(self._path(path))
+        status = os.lstat(self._path(path))
         keys = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_ino", "st_blocks")
-        times = {key: getattr(found, f"{key}_ns") for key in ("st_atime", "st_mtime", "st_ctime")}
-        return {key: getattr(found, key) for key in keys} | times
+        times = {key: getattr(status, f"{key}_ns") for key in ("st_atime", "st_mtime", "st_ctime")}
+        return {key: getattr(status, key) for key in keys} | times
 
     def access(self, path: str, amode: int) -> int:
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
-        found = os.statvfs(self._source)
+        status = os.statvfs(self._source)
         keys = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f_files", "f_frsize")
-        return {key: getattr(found, key) for key in keys} | {"f_namemax": self._told}
+        return {key: getattr(status, key) for key in keys} | {"f_namemax": self._told}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._path(path))]

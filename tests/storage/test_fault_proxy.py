@@ -357,8 +357,8 @@ def _requests() -> list[ProxiedRequest]:
 
 def _drawn(seed: int, requests: list[ProxiedRequest], **options: object) -> dict[int, tuple[RequestFault, ...]]:
     plan = SeededFaults(seed, **options)  # type: ignore[arg-type]
-    found = {request.number: tuple(plan.faults(request, PLAIN_HTTP)) for request in requests}
-    return {number: faults for number, faults in found.items() if faults}
+    drawn = {request.number: tuple(plan.faults(request, PLAIN_HTTP)) for request in requests}
+    return {number: faults for number, faults in drawn.items() if faults}
 
 
 def test_a_seed_always_draws_the_same_faults() -> None:

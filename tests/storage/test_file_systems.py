@@ -62,8 +62,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
         cwd=_ROOT, env=os.environ | {"LD_PRELOAD": str(library)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    return {row["row"]: row for row in found}
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
+    return {row["row"]: row for row in results}
 
 
 @pytest.mark.lives(
@@ -74,16 +74,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 )
 @pytest.mark.parametrize("row", _PARAMETERS)
 def test_everything_works_without_a_call(row: str, rows: Mapping[str, Any]) -> None:
-    found, calls = rows[row], row.partition(":")[0]
-    happened = dict(found["happened"])
+    result, calls = rows[row], row.partition(":")[0]
+    happened = dict(result["happened"])
     if calls == "exchange":
         refused = happened.pop("overwrite")
         assert refused.startswith("AtomicityError: ") and "non-atomic" in refused
         run = happened.pop("run")
         assert run.startswith("AtomicityError: ") and "non-atomic" in run, "the step that is overwritten"
     assert set(happened.values()) == {"done"}, happened
-    assert all(found["failed"]), f"not all of {calls} was tried"
-    assert [name for name in found["left"] if name != "run/.ckptcore"] == []
+    assert all(result["failed"]), f"not all of {calls} was tried"
+    assert [name for name in result["left"] if name != "run/.ckptcore"] == []
 
 
 @pytest.mark.parametrize("row", _PARAMETERS)

@@ -23,12 +23,12 @@ STATE = {"w": np.arange(3.0)}
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set a home directory, and another working directory. Return the home directory."""
-    found = tmp_path / "home"
+    directory = tmp_path / "home"
     (tmp_path / "work").mkdir()
-    found.mkdir()
-    monkeypatch.setenv("HOME", str(found))
+    directory.mkdir()
+    monkeypatch.setenv("HOME", str(directory))
     monkeypatch.chdir(tmp_path / "work")
-    return found
+    return directory
 
 
 def _run(directory: object) -> None:

@@ -334,8 +334,8 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: No
     assert deep.get("sub/model.safetensors") == b"weights"
     assert deep.get("absolute") == b"weights"
     (snapshot / "absolute").unlink()
-    for opened, prefix in ((snapshot, ""), (snapshot.parent, "0123abcd/")):
-        storage = open_local(str(opened), NOT_DURABLE)
+    for location, prefix in ((snapshot, ""), (snapshot.parent, "0123abcd/")):
+        storage = open_local(str(location), NOT_DURABLE)
         assert storage.get(f"{prefix}model.safetensors") == b"weights"
         assert read_into(storage, f"{prefix}sub/model.safetensors", 7) == b"weights"
         assert list(storage.list()) == [f"{prefix}model.safetensors", f"{prefix}sub/model.safetensors"]
@@ -742,8 +742,8 @@ def test_the_stamp_of_a_held_file_appears_after_some_time_and_changes_with_the_f
 
 def test_a_link_to_itself_is_not_listed(storage: LocalStorage, tmp_path: Path) -> None:
     storage.put("directory/object", b"data")
-    (found,) = tmp_path.rglob("object")
-    (found.parent / "loop").symlink_to("loop")
+    (path,) = tmp_path.rglob("object")
+    (path.parent / "loop").symlink_to("loop")
     assert list(storage.list()) == ["directory/object"]
     assert list(storage.list_names("directory")) == ["object"]
 

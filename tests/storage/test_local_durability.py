@@ -32,8 +32,8 @@ class Calls:
 
     def _short(self, path: str) -> str:
         path = path.replace(self.directory, "", 1) or "/"
-        head, found, tail = path.partition(".ckptcore-put-")
-        return head + "TEMPORARY" if found and len(tail) == 16 else path
+        head, separator, tail = path.partition(".ckptcore-put-")
+        return head + "TEMPORARY" if separator and len(tail) == 16 else path
 
     def _of_descriptor(self, name: str, call: Callable[[int], None]) -> Callable[[int], None]:
         def recorded(descriptor: int) -> None:

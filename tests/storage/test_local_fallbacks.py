@@ -180,13 +180,13 @@ def test_only_a_path_without_links_is_opened_directly(tmp_path: Path) -> None:
     (tmp_path / "d/a").write_bytes(b"bytes")
     (tmp_path / "d/link").symlink_to("a")
     (tmp_path / "e").symlink_to("d")
-    found = local_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
-    if found is None:
+    descriptor = local_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
+    if descriptor is None:
         pytest.skip("this system does not open files so")
     try:
-        assert os.read(found, 9) == b"bytes" and not os.get_inheritable(found)
+        assert os.read(descriptor, 9) == b"bytes" and not os.get_inheritable(descriptor)
     finally:
-        os.close(found)
+        os.close(descriptor)
     for path in ("d/link", "e/a", "e/link", "absent", "d/a\0b", "d/a/b"):
         assert local_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
 

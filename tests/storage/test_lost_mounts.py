@@ -187,9 +187,11 @@ def test_mounts_are_distinguished_without_statx(mounts: Mounts, monkeypatch: pyt
     view = mounts.view(mounts.tmpfs())
     (view.path / "below").mkdir()
     for _ in range(2):
-        found = [limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")]
-        assert [limits.is_mount_point for limits in found] == [True, False, False]
-        assert found[0].mount != found[1].mount == found[2].mount
+        limits_of_paths = [
+            limits_of(str(path)) for path in (view.path, view.path / "below", view.path / "missing" / "x")
+        ]
+        assert [limits.is_mount_point for limits in limits_of_paths] == [True, False, False]
+        assert limits_of_paths[0].mount != limits_of_paths[1].mount == limits_of_paths[2].mount
         monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
 
 

@@ -40,13 +40,13 @@ def _objects(location: Path, *names: str) -> None:
 
 _PAIRS: Final = [("W", "w"), ("\N{LATIN SMALL LETTER E WITH ACUTE}", "e\N{COMBINING ACUTE ACCENT}")]
 _SAVES: Final[dict[str, Callable[[Path, str, str], object]]] = {
-    "zarr": lambda at, one, two: _save(at, {one: _ONE, two: _TWO}, layout="zarr"),
-    "zarr3": lambda at, one, two: _save(at, {"in": {one: _ONE, two: _TWO}}, layout="zarr3"),
-    "objects": lambda at, one, two: _objects(at, one, two),
-    "zarr3 of an object": lambda at, one, two: ckptcore.save_checkpointables(
-        at, {"model": {one: _ONE, two: _TWO}}, layout="zarr3", context=_FAST
+    "zarr": lambda at, first, second: _save(at, {first: _ONE, second: _TWO}, layout="zarr"),
+    "zarr3": lambda at, first, second: _save(at, {"in": {first: _ONE, second: _TWO}}, layout="zarr3"),
+    "objects": lambda at, first, second: _objects(at, first, second),
+    "zarr3 of an object": lambda at, first, second: ckptcore.save_checkpointables(
+        at, {"model": {first: _ONE, second: _TWO}}, layout="zarr3", context=_FAST
     ),
-    "an object and the root": lambda at, one, two: _objects(at, "Checkpoint.json", one),
+    "an object and the root": lambda at, first, second: _objects(at, "Checkpoint.json", first),
 }
 
 
@@ -77,11 +77,11 @@ def merging(request: pytest.FixtureRequest, mounts: Mounts) -> Path:
 )
 @pytest.mark.parametrize("kind", _SAVES)
 def test_names_that_are_one_are_refused_before_anything_is_written(kind: str, merging: Path) -> None:
-    for one, two in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
-        if "xfs" in str(merging) and not one.isascii():
+    for first, second in _PAIRS if kind != "an object and the root" else _PAIRS[:1]:
+        if "xfs" in str(merging) and not first.isascii():
             continue  # XFS ignores the case of ASCII letters only
         with pytest.raises(NameCollisionError, match=r"treats the names .* and .* as equal.*Nothing was written"):
-            _SAVES[kind](merging / "c", one, two)
+            _SAVES[kind](merging / "c", first, second)
         assert os.listdir(merging) == []
 
 

@@ -56,11 +56,11 @@ def test_a_fallback_opens_a_scheme_that_no_plugin_lists() -> None:
 def test_a_scheme_that_a_plugin_lists_never_gets_to_the_fallback(scheme: str) -> None:
     fallback, owner = Fallback(), Owner()
     plugins = installed_plugins().with_plugins([fallback, owner], {})
-    found = plugins.storage(scheme)
-    assert found != fallback.open
+    opener = plugins.storage(scheme)
+    assert opener != fallback.open
     assert fallback.asked == []
     if scheme == "owned":
-        assert found == owner.open
+        assert opener == owner.open
 
 
 def test_two_fallbacks_for_a_scheme_are_a_conflict() -> None:

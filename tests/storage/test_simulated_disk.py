@@ -35,11 +35,11 @@ def test_only_synced_bytes_and_names_survive_for_sure() -> None:
     disk.write("write", file, 0, b"1" * 5000)
     assert {tuple(state) for state in states(disk)} == {(), ("a",)}
     disk.sync_directory("sync", disk.root)
-    found = [state["a"] for state in states(disk)]
-    assert found[0] == b"", "its name survives, its bytes need not"
-    assert b"1" * 5000 in found
-    assert bytes(5000) in found
-    assert any(0 < data.count(b"1") < 5000 for data in found), "pages survive one by one"
+    survivors = [state["a"] for state in states(disk)]
+    assert survivors[0] == b"", "its name survives, its bytes need not"
+    assert b"1" * 5000 in survivors
+    assert bytes(5000) in survivors
+    assert any(0 < data.count(b"1") < 5000 for data in survivors), "pages survive one by one"
     disk.sync_file("sync", file)
     assert states(disk) == [{"a": b"1" * 5000}] * 63
     disk.write("write", file, 0, b"2" * 5000)
@@ -79,20 +79,20 @@ def test_a_rename_survives_whole_or_not_at_all() -> None:
 
 
 def test_changes_of_one_name_survive_in_their_order() -> None:
-    disk, one, other = SimulatedDisk(), DiskFile(), DiskFile()
+    disk, file, other = SimulatedDisk(), DiskFile(), DiskFile()
     directory = DiskDirectory()
-    disk.sync_file("sync", one)
+    disk.sync_file("sync", file)
     disk.write("write", other, 0, b"other")
     disk.sync_file("sync", other)
     disk.change("make", (disk.root, "d", directory))
     disk.sync_directory("sync", disk.root)
-    disk.change("create", (directory, "a", one))
-    disk.change("rename away", (directory, "a", None), (disk.root, "b", one))
+    disk.change("create", (directory, "a", file))
+    disk.change("rename away", (directory, "a", None), (disk.root, "b", file))
     disk.sync_directory("sync", disk.root)
     assert states(disk) == [{"b": b""}] * 63, "the creation that came before does not come back"
     disk.change("create", (disk.root, "b", other))
     disk.change("remove", (disk.root, "b", None))
-    disk.change("create", (disk.root, "b", one))
+    disk.change("create", (disk.root, "b", file))
     assert {state.get("b") for state in states(disk)} == {b"", b"other", None}
 
 
@@ -132,9 +132,9 @@ def test_changes_without_durability_may_be_lost(action: Callable[[SimulatedStora
     disk = SimulatedDisk()
     storage = open_simulated(disk, "disk://a/b", NOT_DURABLE)
     action(storage)
-    found = states(disk)
-    assert {} in found
-    assert {"a/b/x/y": b""} in found, "a name without its bytes"
+    survivors = states(disk)
+    assert {} in survivors
+    assert {"a/b/x/y": b""} in survivors, "a name without its bytes"
     open_simulated(disk, "disk://a/b", DURABLE).sync(["x/y"])
     assert states(disk) == [{"a/b/x/y": b"new"}] * 63
 
@@ -192,10 +192,10 @@ def test_a_commit_without_syncs_is_detected(careful: bool) -> None:
         else:
             assert step == len(dry.steps)
         for after in disk.after_power_loss(random.Random(step), 10):
-            found = open_simulated(after, "", DURABLE)
+            survivor = open_simulated(after, "", DURABLE)
             try:
-                broken += found.get("final/root") not in (b"old part", b"new part")
-                broken += found.get("final/root") != found.get("final/part")
+                broken += survivor.get("final/root") not in (b"old part", b"new part")
+                broken += survivor.get("final/root") != survivor.get("final/part")
             except ObjectNotFoundError:
                 broken += 1
     assert (broken == 0) is careful

@@ -83,16 +83,16 @@ def test_a_save_does_not_delete_the_running_save_of_another_host(place: str, hos
         store = open_local(str(path), _OPTIONS)
         return Location(f"{path}/a", store, "a", f"file:{path}/a", support=StorageSupport(clock=FakeClock()))
 
-    one, two = at(hosts.one), at(getattr(hosts, place))
-    running = one.commit_method.begin(one, new_claim(new_save_id()), False)
+    first, second = at(hosts.one), at(getattr(hosts, place))
+    running = first.commit_method.begin(first, new_claim(new_save_id()), False)
     running.store.put("w", b"1")
-    other = two.commit_method.begin(two, new_claim(new_save_id()), False)
+    other = second.commit_method.begin(second, new_claim(new_save_id()), False)
     other.store.put("w", b"2")
-    two.commit_method.sweep(two)
+    second.commit_method.sweep(second)
     running.commit(b"root", {})
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
         other.commit(b"other", {})
-    assert one.store.get("w") == b"1"
+    assert first.store.get("w") == b"1"
 
 
 def test_a_step_that_another_host_has_pinned_is_kept(hosts: Hosts) -> None:
