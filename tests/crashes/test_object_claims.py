@@ -461,6 +461,6 @@ def test_a_run_without_conditions_is_refused_and_can_be_read() -> None:
         assert reader.load()["version"] == 1
 
 
-def test_a_context_reports_the_supported_commits() -> None:
+def test_an_unknown_option_for_missing_conditions_is_refused() -> None:
     with pytest.raises(ValueError, match="without_conditions='ignore'.: expected one of 'refuse', 'marker'"):
         ckptcore.Context(io=ckptcore.context.IOOptions(without_conditions="ignore"))  # type: ignore[arg-type]  # on purpose

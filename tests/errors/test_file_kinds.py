@@ -83,7 +83,7 @@ def test_files(name: str, content: bytes, message: str, tmp_path: Path) -> None:
         (["model.onnx", "model.onnx_data"], "a directory of an ONNX model"),
     ],
 )
-def test_directories(names: list[str], message: str, tmp_path: Path) -> None:
+def test_the_error_says_what_a_directory_is(names: list[str], message: str, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"model_checkpoint_path: x")

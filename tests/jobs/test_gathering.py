@@ -110,7 +110,7 @@ def test_ranks_of_a_silent_group_leader_are_missing() -> None:
 
 
 @pytest.mark.parametrize(("size", "block_ranks"), [(2, 1), (3, 2), (7, 3), (9, 3), (13, 4), (5, 8)])
-def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
+def test_the_leader_gets_all_messages_in_the_order_of_ranks(size: int, block_ranks: int) -> None:
     def of_rank(coordinator: Coordinator) -> tuple[Sequence[bytes] | None, bytes, bytes]:
         gathering = Gathering(coordinator, block_ranks=block_ranks)
         gathered = gathering.gather("here", b"%d" % coordinator.rank * coordinator.rank)
@@ -181,7 +181,7 @@ def test_messages_to_a_rank_do_not_grow_with_the_job() -> None:
     assert small.messages[0] == 2 * (3 + 3) + 4 + 1
 
 
-def test_an_error_is_raised_on_all_ranks_with_its_rank() -> None:
+def test_all_ranks_raise_an_error_with_the_failed_rank() -> None:
     ended = _stages(11, fails=[6])
     assert ended.pop(6) == "OSError: the disk is full"
     assert set(ended) == {"RankFailedError: the stage 'write' failed on rank 6: OSError: the disk is full"}

@@ -117,7 +117,7 @@ def test_all_processes_of_a_job_of_another_size_refuse(tmp_path: Path, size: int
     run(job, size)
 
 
-def test_the_whole_tree_and_members(tmp_path: Path) -> None:
+def test_the_whole_tree_and_checkpointables_can_be_wrapped(tmp_path: Path) -> None:
     def job(rank: int, context: Context) -> None:
         own = {"rank": rank, "data": np.full(3, rank)}
         ckptcore.save(tmp_path / "root", PerProcess(own), context=context)
@@ -196,7 +196,7 @@ def test_an_array_is_not_tied_to_the_same_array_in_a_wrapper(tmp_path: Path) -> 
     run(job)
 
 
-def test_a_single_process(tmp_path: Path) -> None:
+def test_a_single_process_stores_the_values_without_wrappers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "x", tree_of(0))
     assert same_value(ckptcore.load(tmp_path / "x"), unwrapped(tree_of(0)))
     assert same_value(ckptcore.load(tmp_path / "x", tree_of(0)), tree_of(0))

@@ -220,7 +220,7 @@ SAVES: dict[str, Callable[[Path, Any, Context], None]] = {"partial": _partial, "
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_every_kind_of_save_compares(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_save_compares_arrays(tmp_path: Path, kind: str) -> None:
     ckptcore.save(tmp_path / "base", {"w": np.ones(3), "own": np.zeros((), int)}, layout="dcp")
 
     def save(rank: int, context: Context) -> None:

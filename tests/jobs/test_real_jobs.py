@@ -159,7 +159,7 @@ def test_every_byte_is_written_once_and_read_only_where_needed(job: Any, tmp_pat
 
 @pytest.mark.slow
 def test_any_topology_loads_the_checkpoint_of_any_other(tmp_path: Path) -> None:
-    """Saves are by one, two or four torch processes, by one or two JAX processes, or by NumPy."""
+    """The checkpoints come from one, two or four processes of torch, from one or two of JAX, and from NumPy."""
     for size in (1, 2, 4):
         _of_torch("save", tmp_path, size=size)
     for size in (1, 2):

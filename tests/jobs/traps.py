@@ -61,7 +61,7 @@ class Trap:
         os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
 
     def observe(self, event: Event) -> None:
-        """Reach the point after a phase."""
+        """Reach the point of a completed phase."""
         number = self._phases[event.phase] = self._phases.get(event.phase, 0) + 1
         self.reach(f"after {event.phase} {number}")
 

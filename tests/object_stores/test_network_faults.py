@@ -19,6 +19,6 @@ def test_a_sample_of_runs(seed: int, object_store: ObjectStore) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(500 // _BLOCK))
-def test_every_run(block: int, full: bool, object_store: ObjectStore) -> None:
+def test_many_runs(block: int, full: bool, object_store: ObjectStore) -> None:
     for seed in range(block * _BLOCK, (block + 1) * _BLOCK, 1 if full else 5):
         run(seed, object_store)

@@ -114,7 +114,7 @@ def test_a_run_ends_if_it_is_past_its_target(straight: Straight, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_killed_runs(straight: Straight, full: bool, tmp_path: Path) -> None:
+def test_many_killed_runs(straight: Straight, full: bool, tmp_path: Path) -> None:
     for seed in range(100, 120 if full else 103):
         assert _check(straight, seed, tmp_path / str(seed)) > 0
 

@@ -138,7 +138,7 @@ def test_a_bounded_save_raises_the_error_of_its_layout(gate: Gate) -> None:
     handle = ckptcore.save_async("gate://a/b", {"w": np.ones(1 << 20)}, layout=Full(), context=context)
     with pytest.raises(StorageFullError, match="No space left"):
         handle.result()
-    with pytest.raises(StorageFullError, match="No space left"):  # its own error: the first one was read
+    with pytest.raises(StorageFullError, match="No space left"):  # the error of this save; the earlier error was read
         ckptcore.save("gate://a/b", {"w": 1}, layout=Full(), context=context)
 
 

@@ -122,7 +122,7 @@ def test_an_error_of_a_copy_is_raised_and_nothing_is_committed() -> None:
     with pytest.raises(RuntimeError, match="device is gone"):
         ckptcore.save_async("far://bucket/run", state(), context=context)
     assert list(far.storage.list()) == []
-    runtime_of(context).saves.wait()  # raises nothing: the caller has the error
+    runtime_of(context).saves.wait()  # does not raise the error again
     ckptcore.save(
         "far://bucket/run",
         {"w": np.ones(3)},

@@ -332,7 +332,7 @@ def test_a_failed_export_releases_its_views_before_the_next_begins(tmp_path: Pat
 
     class Failing(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Any, store: Any) -> Any:
-            snapshot.take(0)  # the second array is transferred ahead
+            snapshot.take(0)  # also transfers the second array, ahead of its use
             raise OSError("on fire")
 
     class Looking(ckptcore.SafetensorsLayout):

@@ -161,7 +161,7 @@ def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: 
     assert os.listdir(tmp_path) == []
 
 
-def test_numpy_counts_steps_and_epochs_too(tmp_path: Path) -> None:
+def test_steps_and_epochs_can_be_numpy_integers(tmp_path: Path) -> None:
     with ckptcore.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(np.int64(3), {"a": 1}, epoch=np.int32(2))  # type: ignore[arg-type]  # as a training loop may
     with ckptcore.Checkpointer(tmp_path) as checkpointer:

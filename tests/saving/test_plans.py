@@ -124,7 +124,7 @@ def test_no_element_is_touched(layout: str) -> None:
     assert plan.memory[0].viewed == plan.memory[0].copied == 3_200_024
 
 
-def test_nothing_is_written_and_a_plan_is_plain(tmp_path: Path) -> None:
+def test_a_plan_writes_nothing_and_is_plain_data(tmp_path: Path) -> None:
     plan = ckptcore.plan({"w": np.ones(9)}, location=tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
     assert plan.storage == "directories"
@@ -132,7 +132,7 @@ def test_nothing_is_written_and_a_plan_is_plain(tmp_path: Path) -> None:
     assert "1 processes write 2 objects" in str(plan)
 
 
-def test_existing_checkpoints_are_refused_as_by_the_save(tmp_path: Path) -> None:
+def test_a_plan_refuses_existing_checkpoints_like_the_save(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(9)})
     with pytest.raises(CheckpointExistsError):
         ckptcore.plan({"w": np.ones(9)}, location=tmp_path / "c")
@@ -142,7 +142,7 @@ def test_existing_checkpoints_are_refused_as_by_the_save(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "zarr3"])
-def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
+def test_a_plan_predicts_the_memory_of_a_blocking_save(layout: str, tmp_path: Path) -> None:
     handler = DeviceHandler()
     context = context_of(handler, io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": OnDevice(np.zeros(1 << 22, np.uint8)) for number in range(32)}
@@ -154,12 +154,12 @@ def test_memory_of_a_save_that_blocks(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_bytes", [None, 4 << 20])
-def test_memory_of_an_asynchronous_save(save_bytes: int | None, tmp_path: Path) -> None:
+def test_a_plan_predicts_the_memory_of_an_asynchronous_save(save_bytes: int | None, tmp_path: Path) -> None:
     context = Context(memory=MemoryOptions(save_bytes=save_bytes), io=IOOptions(threads=2), durability="none")
     state = {f"w{number}": np.full(1 << 20, number, np.uint8) for number in range(24)}
     plan = ckptcore.plan(state, context=context)
     ckptcore.save_async(tmp_path / "c", state, context=context).result()
-    held = runtime_of(context).staging.held_bytes  # the pool keeps its peak
+    held = runtime_of(context).staging.held_bytes  # the pool keeps the largest size that it had
     assert held <= plan.memory[0].async_peak <= held + (10 << 20)
     assert plan.memory[0].copied == plan.array_bytes
 

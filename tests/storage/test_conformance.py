@@ -75,7 +75,7 @@ class _InMemory:
 class TestMemory(_InMemory, StorageBackendTests):
     """The memory storage."""
 
-    def test_it_is_an_object_store(self, storage: StorageBackend) -> None:
+    def test_the_memory_storage_is_an_object_store(self, storage: StorageBackend) -> None:
         assert not isinstance(storage, AtomicDirectories)
 
 

@@ -47,7 +47,7 @@ WAYS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_home_directory(way: str, home: Path) -> None:
+def test_a_tilde_is_the_home_directory(way: str, home: Path) -> None:
     WAYS[way]("~")
     assert (home / "run").is_dir() and not Path("~").exists()
     with ckptcore.CheckpointReader("~/run") as reader:
@@ -55,7 +55,7 @@ def test_the_home_directory(way: str, home: Path) -> None:
     assert CliRunner().invoke(application, ["steps", "~/run"]).exit_code == 0
 
 
-def test_users_see_the_home_directory(home: Path) -> None:
+def test_users_see_the_expanded_path(home: Path) -> None:
     """Attributes, errors, events and output have the expanded path, because programs use them as paths."""
     events = list[Event]()
     context = ckptcore.Context(observers=[events.append])
@@ -105,7 +105,7 @@ def test_a_location_with_a_variable_is_refused(way: str, variable: str, home: Pa
         ckptcore.CheckpointReader(f"{variable}/run")
 
 
-def test_variables_in_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_with_a_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOMEWHERE", "run")
     for url in (
         "memory://$SOMEWHERE/run",
@@ -142,7 +142,7 @@ def test_directories_with_special_names_can_be_used(home: Path) -> None:
         assert ckptcore.load(path)["w"].tolist() == [0, 1, 2]
 
 
-def test_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_home_directory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a container, the id of the user may have no name and no home directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")

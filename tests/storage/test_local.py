@@ -52,7 +52,7 @@ def storage(tmp_path: Path, request: pytest.FixtureRequest) -> LocalStorage:
         ("file://{path}/%C3%BC", "ü"),
     ],
 )
-def test_urls(tmp_path: Path, url: str, name: str) -> None:
+def test_paths_and_urls_lead_to_a_directory(tmp_path: Path, url: str, name: str) -> None:
     storage = open_local(url.format(path=tmp_path), NOT_DURABLE)
     storage.put("a", b"1")
     assert (tmp_path / name / "a").read_bytes() == b"1"
@@ -489,7 +489,7 @@ def test_nothing_is_written_after_the_end(storage: LocalStorage, end: str) -> No
     assert list(storage.list()) == (["a"] if end == "finish" else [])
 
 
-def test_abort_removes_its_own_file_only(storage: LocalStorage) -> None:
+def test_an_abort_removes_only_its_own_file(storage: LocalStorage) -> None:
     writer = storage.open_writer("a", 10)
     storage.put("a", b"of another")
     writer.abort()

@@ -85,7 +85,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 @pytest.mark.parametrize("condition", [None, IF_ABSENT], ids=["replacing", "if absent"])
-def test_put(storage: LocalStorage, calls: Calls, condition: Any) -> None:
+def test_a_put_syncs_the_file_and_its_directories(storage: LocalStorage, calls: Calls, condition: Any) -> None:
     storage.put("a/b", b"1", condition=condition)
     assert calls.take() == [
         "mkdir /new",
@@ -106,7 +106,7 @@ def test_put(storage: LocalStorage, calls: Calls, condition: Any) -> None:
     ], "what is durable already is not synced again"
 
 
-def test_a_writer(storage: LocalStorage, calls: Calls) -> None:
+def test_a_writer_syncs_the_file_and_its_directories(storage: LocalStorage, calls: Calls) -> None:
     storage.put("a", b"1")
     calls.take()
     writer = storage.open_writer("b/c/d", 9 << 20)
@@ -132,7 +132,7 @@ def test_a_directory_of_a_failed_process_is_synced(tmp_path: Path, calls: Calls)
     assert calls.take()[2:] == ["sync /new/root/a", "sync /new/root", "sync /new"]
 
 
-def test_sync(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
+def test_sync_covers_files_and_their_directories(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "new/root/a/b").mkdir(parents=True)
     (tmp_path / "new/root/a/b/c").write_bytes(b"1")
     (tmp_path / "new/root/d").write_bytes(b"1")
@@ -143,7 +143,7 @@ def test_sync(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
     assert set(seen[2:]) == {"sync /new/root/a/b", "sync /new/root/a", "sync /new/root", "sync /new"}
 
 
-def test_a_commit(storage: LocalStorage, calls: Calls) -> None:
+def test_a_commit_syncs_in_a_safe_order(storage: LocalStorage, calls: Calls) -> None:
     """A commit by rename is safe only in this order: files, names inside the directory, name of the directory."""
     lock = storage.lock_directory("hidden")
     assert lock is not None

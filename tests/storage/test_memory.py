@@ -21,7 +21,7 @@ OPTIONS = StorageOptions()
         ("memory://name/%61/b", "c"),
     ],
 )
-def test_urls(url: str, key: str) -> None:
+def test_urls_of_subdirectories_lead_to_the_same_objects(url: str, key: str) -> None:
     storages = MemoryStorages()
     storages.open("memory://name", OPTIONS).put("a/b/c", b"1")
     assert storages.open(url, OPTIONS).get(key) == b"1"

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_a_short_run(kind: str, mounts: Mounts) -> None:
+def test_a_short_run_loses_no_step(kind: str, mounts: Mounts) -> None:
     run(PLACES[kind](mounts), 1, 25)
 
 
