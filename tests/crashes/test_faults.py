@@ -154,9 +154,7 @@ def test_a_crash_over_the_leftovers_of_another_crash_is_cleaned_up(scheme: str, 
         with pytest.raises(SimulatedCrash):
             place.run(_save, CrashAt(first, choices.choice(_MOMENTS)))
         assert version_at(place.location) is None
-        with contextlib.suppress(
-            SimulatedCrash
-        ):  # the second save may need fewer operations, and then it does not crash
+        with contextlib.suppress(SimulatedCrash):  # no crash if the second save needs fewer operations
             place.run(_save, CrashAt(second, choices.choice(_MOMENTS)))
             assert version_at(place.location) == _NEW
             continue

@@ -71,7 +71,7 @@ class Saver(WarmProgram):
         return self.hear()
 
     def begin(self) -> None:
-        """Let the child begin its task."""
+        """Start the task of the child."""
         self.say("begin")
 
     def traced(self, task: str, location: str, log: Path, *options: str) -> int:

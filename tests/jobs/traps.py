@@ -52,7 +52,7 @@ class Trap:
         self._phases.clear()
 
     def reach(self, point: str) -> None:
-        """Spring the trap if it is armed for this point."""
+        """Trigger the trap if it is armed for this point."""
         if not self._armed or point != self._point:
             return
         self._armed = False

@@ -41,7 +41,7 @@ class Run:
         return Path(f"{self._output}.err").read_text()
 
     def has_ended(self) -> bool:
-        """Return True if the process has ended. It may be a zombie that nobody has waited for."""
+        """Return True if the process has ended. The process may still be a zombie."""
         if self._status is not None:
             return True
         state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
