@@ -16,13 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import (
-    ARRAYS,
-    STEP,
-    assert_box,
-    run_job,
-)  # this file runs as a program, without the path
+from tests.launchers.states import ARRAYS, STEP, assert_box, run_job
 
 SPECS: dict[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y"), "b": (), "i": ("x",)}
 

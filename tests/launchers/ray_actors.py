@@ -18,13 +18,9 @@ from ckptcore_ray.jobs import RayJob, make_job
 import ckptcore
 from ckptcore.model import Box
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import (
-    ARRAYS,
-    STEP,
-    assert_box,
-    run_job,
-)  # this file runs as a program, without the path
+from tests.launchers.states import ARRAYS, STEP, assert_box, run_job
 
 SIZE = 3
 BOUNDS = {"w": (0, 1, 12, 16), "e": (0, 3, 5, 8), "b": (0, 5, 5, 7)}

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, run_job  # see the next line
-from tests.launchers.torch_arrays import assert_is, tensor_of  # this file runs as a program, without the path
+from tests.launchers.states import ARRAYS, STEP, run_job
+from tests.launchers.torch_arrays import assert_is, tensor_of
 
 
 def _module(filled: bool) -> torch.nn.Module:

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckptcore
 
+# This file runs as a program, so the root of the repository is not in the path.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.launchers.states import ARRAYS, STEP, run_job  # see the next line
-from tests.launchers.torch_arrays import assert_is, tensor_of  # this file runs as a program, without the path
+from tests.launchers.states import ARRAYS, STEP, run_job
+from tests.launchers.torch_arrays import assert_is, tensor_of
 
 PLACEMENTS = {"w": (Replicate(), Shard(1)), "e": (Shard(0), Shard(1)), "b": (Replicate(), Shard(0))}
 

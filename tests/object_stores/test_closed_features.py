@@ -111,9 +111,8 @@ def test_a_crashed_step_is_saved_again_without_lists_of_uploads(
     def crash(request: ProxiedRequest) -> HTTPAnswer | None:
         is_last = request.method == "POST" and "uploadId" in request.query  # completes the first upload
         is_last = is_last or request.query.get("comp") == "blocklist"
-        return (
-            DENIED if is_last or not may_come_late(request) else closed(request)
-        )  # without deletions, the claim stays
+        # Deletions are refused, too, so the claim stays.
+        return DENIED if is_last or not may_come_late(request) else closed(request)
 
     proxy.plan = Refusing(crash)
     with pytest.raises(StoragePermissionError):

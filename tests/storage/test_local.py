@@ -399,10 +399,8 @@ def test_a_checkpoint_cannot_contain_a_hub_cache(tmp_path: Path, opens: None) ->
 def test_named_pipes_and_sockets_are_not_objects(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
     storage.put("a", b"1")
     os.mkfifo(tmp_path / "directory/pipe")
-    with (
-        socket.socket(socket.AF_UNIX) as listening,
-        contextlib.chdir(tmp_path / "directory"),
-    ):  # because the whole path may be too long for a socket
+    # A relative path, because the absolute path may be too long for a socket.
+    with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path / "directory"):
         listening.bind("socket")
     for key in ("pipe", "socket"):
         for read in (storage.get, storage.size, storage.open_stamped, lambda key: read_into(storage, key, 1)):

@@ -44,9 +44,8 @@ def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: in
     far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
     state = small_arrays(1000)
     ckptcore.save(LOCATION, state, layout=layout, context=far.context)
-    assert (
-        far.storage.count("put", "begin", "part", "complete") <= most_written
-    )  # among them the claim, two puts that test conditions and are refused, and the root
+    # Includes the claim, two puts that test conditions and are refused, and the root.
+    assert far.storage.count("put", "begin", "part", "complete") <= most_written
     assert far.storage.count("delete", "abort") == 0
     far.storage.forget()
     loaded = ckptcore.load(LOCATION, context=far.context)
