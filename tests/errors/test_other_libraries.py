@@ -1,4 +1,4 @@
-"""Names of other checkpointing libraries. Their use is an error with the name in ckptcore."""
+"""Names of other checkpointing libraries. Their use raises an error that gives the name in ckptcore."""
 
 from __future__ import annotations
 

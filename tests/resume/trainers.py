@@ -91,7 +91,7 @@ class Trainer:
         self._runs = 0
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.resume.warm", module, *_EARLY, *early],
-            # One device and one thread: results do not depend on their number.
+            # One device and one thread, so that results do not depend on the machine.
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip

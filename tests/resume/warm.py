@@ -1,9 +1,9 @@
-"""A program that has imported a trainer and forks a child for each run: what is killed often must start fast.
+"""A program that imports a trainer once and forks a child for each run. Tests that kill many runs then start them fast.
 
-``python -m tests.resume.warm MODULE MORE...`` imports them all, and reads lines of JSON. ``{"arguments": [...],
-"output": path}`` starts ``MODULE.main(arguments)`` in a child, whose standard output and error go to `path` and ``path
-+ ".err"``, and writes its process id. ``{"wait": process id}`` waits for a child and writes its exit status: negative
-for a signal.
+``python -m tests.resume.warm MODULE MORE...`` imports all these modules, and reads lines of JSON. ``{"arguments":
+[...], "output": path}`` starts ``MODULE.main(arguments)`` in a child, whose standard output and error go to `path` and
+``path + ".err"``, and writes its process id. ``{"wait": process id}`` waits for a child and writes its exit status:
+negative for a signal.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def test_a_parent_of_a_location_may_be_a_link(tmp_path: Path, opens: None) -> No
 
 
 def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: None) -> None:
-    """Files of its snapshots are links to blobs next to the snapshots."""
+    """Files of snapshots in this cache are links to blobs next to the snapshots."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
     (snapshot / "sub").mkdir(parents=True)

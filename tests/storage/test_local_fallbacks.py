@@ -276,7 +276,7 @@ def test_links_are_checked_with_and_without_openat2(
 
 @pytest.fixture(scope="module")
 def cold_file() -> Iterator[Path]:
-    # Not in the directory for temporary files: it may be in memory, where direct reads do not exist.
+    # Do not use the directory for temporary files. It may be in memory, where direct reads do not exist.
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".cold-") as directory:
         path = Path(directory) / "data"
         path.write_bytes(pattern(SIZE))
