@@ -186,7 +186,7 @@ def test_a_failed_save_is_reported_once(directory: str, hearer: str, capsys: pyt
     run = Checkpointer(through(directory), context=context)
     handle = run.save(1, tree(1))
     assert handle is not None
-    runtime_of(context).saves.wait()  # it has failed, but nothing has reported it
+    runtime_of(context).saves.wait()  # waits until the save has failed; nothing has reported the error
     if hearer == "save":
         with pytest.raises(BackgroundSaveError, match="no room"):
             run.save(2, tree(2))

@@ -24,7 +24,7 @@ _CALLS: Final = (
     "rename", "renameat", "renameat2", "write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "truncate",
     "ftruncate", "copy_file_range", "sendfile", "fsync", "fdatasync", "sync_file_range", "msync", "flock", "fcntl",
 )  # fmt: skip
-"""Every system call by which a save can change what is in a file system, or what others see of it."""
+"""All system calls of a save that change the contents of a file system, or what other processes see of it."""
 
 _LINE: Final = re.compile(r"(\d+) +(?:(\w+)\(|<\.\.\. )")
 _SECONDS: Final = 60.0

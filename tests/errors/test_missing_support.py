@@ -198,4 +198,4 @@ def test_the_error_for_a_misspelled_leaf_suggests_a_leaf() -> None:
 
 def test_a_state_in_place_of_the_location_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ckptcore.errors.InvalidLocationError, match="dict; the location is the first argument"):
-        ckptcore.save({"w": np.ones(3)}, tmp_path / "c")  # type: ignore[arg-type]  # as other libraries order them
+        ckptcore.save({"w": np.ones(3)}, tmp_path / "c")  # type: ignore[arg-type]  # the order of other libraries

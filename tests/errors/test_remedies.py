@@ -404,7 +404,7 @@ def test_abstract_arrays(tmp_path: Path) -> None:
 def test_metadata_and_metrics(tmp_path: Path) -> None:
     save: Any = ckptcore.save
     for wrong in ({1: 2}, {"a": float("nan")}, {"a": {1, 2}}):
-        refused(lambda wrong=wrong: save(tmp_path / "c", {}, metadata=wrong), "must be JSON", error=Exception)  # type: ignore[misc]  # of a default
+        refused(lambda wrong=wrong: save(tmp_path / "c", {}, metadata=wrong), "must be JSON", error=Exception)  # type: ignore[misc]  # the lambda has a default
     save(tmp_path / "c", {}, metadata={"1": 2, "a": [1, 2]})
     assert ckptcore.metadata(tmp_path / "c").custom == {"1": 2, "a": [1, 2]}
 

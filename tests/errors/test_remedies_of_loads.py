@@ -92,7 +92,7 @@ def test_a_composite_that_lost_its_root(tmp_path: Path) -> None:
         "restore that from a copy, load another checkpoint, or copy one of its directories elsewhere to load it alone"
     )
     for load in (ckptcore.load, ckptcore.load_checkpointables):
-        refused(lambda load=load: load(tmp_path / "c"), advice, error=CorruptCheckpointError)  # type: ignore[misc]  # of a default
+        refused(lambda load=load: load(tmp_path / "c"), advice, error=CorruptCheckpointError)  # type: ignore[misc]  # the lambda has a default
     shutil.copytree(tmp_path / "c" / "model", tmp_path / "model")
     assert same_value(ckptcore.load(tmp_path / "model"), {"w": ONE})
     (tmp_path / "c" / "checkpoint.json").write_bytes(root)
@@ -376,7 +376,7 @@ def test_a_load_that_restores_only_some_objects(tmp_path: Path) -> None:
     for follow in ("load", "create"):
         into = {"a": {"w": ONE * 0}, "b": {"v": np.zeros(3000)}}
         refused(
-            lambda into=into: ckptcore.load_checkpointables(tmp_path / "c", into=into),  # type: ignore[misc]  # of a default
+            lambda into=into: ckptcore.load_checkpointables(tmp_path / "c", into=into),  # type: ignore[misc]  # the lambda has a default
             "loading 'b' failed after a had been restored",
             "Before using them, load a sound checkpoint into all of them, or create them again",
             error=TargetUndefinedError,

@@ -79,7 +79,7 @@ def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -
             assert result.abstract["name"].shape == (16,)
         case _:
             slicing = "checkpoint['name'][0:8]"
-            refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # of others
+            refused(lambda: ckptcore.safe_open, slicing, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
             with result as checkpoint:
                 assert same_value(_run(slicing, {"checkpoint": checkpoint}), STATE["name"][:8])
 
@@ -97,14 +97,14 @@ def test_functions_that_write(attribute: str, code: str, names: dict[str, Any]) 
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     handle = _run(code, names)
     if attribute == "async_save":
-        refused(lambda: ckptcore.wait_until_finished, "handle.result() of ckptcore.save_async", error=AttributeError)  # type: ignore[attr-defined]  # of others
+        refused(lambda: ckptcore.wait_until_finished, "handle.result() of ckptcore.save_async", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
         handle.result()
     load = ckptcore.load_checkpointables if attribute == "Composite" else ckptcore.load
     assert same_value(load(names["path"]), STATE)
 
 
 def test_files_of_other_software(names: dict[str, Any]) -> None:
-    text = refused(lambda: ckptcore.FileSystemWriter, "a path, and layout=", error=AttributeError)  # type: ignore[attr-defined]  # of others
+    text = refused(lambda: ckptcore.FileSystemWriter, "a path, and layout=", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     _run(f"ckptcore.save(path, state, {text.partition('and ')[2].removesuffix(' to write')})", names)
     assert (names["path"] / ".metadata").exists()
     assert same_value(ckptcore.load(names["path"]), STATE)
@@ -112,11 +112,11 @@ def test_files_of_other_software(names: dict[str, Any]) -> None:
 
 def test_runs(names: dict[str, Any]) -> None:
     newest = "ckptcore.CheckpointReader(directory).latest"
-    refused(lambda: ckptcore.latest_step, newest, error=AttributeError)  # type: ignore[attr-defined]  # of others
+    refused(lambda: ckptcore.latest_step, newest, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     assert _run(newest, names) == 2
     create = "ckptcore.Checkpointer(directory, save_policy=..., preservation_policy=...)"
-    refused(lambda: ckptcore.CheckpointManager, create, error=AttributeError)  # type: ignore[attr-defined]  # of others
-    refused(lambda: ckptcore.wait_until_finished, "or Checkpointer.wait()", error=AttributeError)  # type: ignore[attr-defined]  # of others
+    refused(lambda: ckptcore.CheckpointManager, create, error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
+    refused(lambda: ckptcore.wait_until_finished, "or Checkpointer.wait()", error=AttributeError)  # type: ignore[attr-defined]  # a name of another library
     with _run(create, names) as checkpointer:
         checkpointer.save(3, STATE)
         checkpointer.wait()
@@ -156,7 +156,7 @@ def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
             ("check_for_errors", "wait()", lambda result: result is None),
             ("remove_checkpoint", "delete(step)", lambda result: list(checkpointer.steps) == [2]),
         ):
-            refused(lambda attribute=attribute: getattr(checkpointer, attribute), code, error=AttributeError)  # type: ignore[misc]  # of a default
+            refused(lambda attribute=attribute: getattr(checkpointer, attribute), code, error=AttributeError)  # type: ignore[misc]  # the lambda has a default
             assert expected(_run(f"checkpointer.{code}", names)), attribute
 
 

@@ -140,7 +140,7 @@ def test_options_of_local_storage(tmp_path: Path) -> None:
         ckptcore.save(tmp_path / "c", {"w": ONE}, overwrite=True, context=Context(storage={"file": options}))
 
     for wrong in ({"direct": True}, {"direct_io": "yes"}):
-        refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # of a default
+        refused(lambda wrong=wrong: save(**wrong), "has the option direct_io, True or False", error=ValueError)  # type: ignore[misc]  # the lambda has a default
     for value in (True, False):
         save(direct_io=value)
         assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})

@@ -85,7 +85,7 @@ def test_the_named_distribution_solves_the_problem(
 def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only the first plugin in `sys.path` is used. An error about a layout of the other explains why it is missing."""
     module = ModuleType("plugin_with_a_layout")
-    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook
+    module.ckpt_layouts = hookimpl(lambda: {"mine": ckptcore.SafetensorsLayout})  # type: ignore[attr-defined]  # a hook of the plugin
     monkeypatch.setitem(sys.modules, "plugin_with_a_layout", module)
     monkeypatch.setitem(sys.modules, "plugin_without", ModuleType("plugin_without"))
     first, second = EntryPoint("x", "plugin_without", "one 1.0"), EntryPoint("x", "plugin_with_a_layout", "two 2.0")
@@ -181,7 +181,7 @@ def test_a_layout_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
     save = partial(ckptcore.save, tmp_path / "c", {"w": ONE}, layout="incomplete", context=context)
     refused(save, "No module named", "install the libraries that it requires", error=PluginError)
     library = ModuleType("a_library_that_is_missing")
-    library.layout = ckptcore.SafetensorsLayout  # type: ignore[attr-defined]  # what the plugin calls
+    library.layout = ckptcore.SafetensorsLayout  # type: ignore[attr-defined]  # the plugin calls it
     monkeypatch.setitem(sys.modules, "a_library_that_is_missing", library)
     save()
     assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})

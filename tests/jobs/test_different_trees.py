@@ -34,11 +34,11 @@ def _stage(rank: int, value: float = 1) -> dict[str, Any]:
 
 
 def _save(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save(location, state, **options)  # type: ignore[arg-type]  # any options of `save`
+    ckptcore.save(location, state, **options)  # type: ignore[arg-type]  # `options` has no types
 
 
 def _save_async(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # as above
+    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 @pytest.mark.parametrize("save", [_save, _save_async])

@@ -137,4 +137,4 @@ def test_containers_of_another_length_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_value_of_the_option_is_refused() -> None:
     with pytest.raises(ValueError, match="'refuse' or 'lowest_rank'"):
-        ReplicaOptions(objects="any")  # type: ignore[arg-type]  # not allowed
+        ReplicaOptions(objects="any")  # type: ignore[arg-type]  # wrong on purpose

@@ -63,7 +63,7 @@ def load(location: Path) -> None:
                 assert_box(name, shard.data, shard.index)
         for array in arrays.values():
             array.delete()
-        wanted = ckptcore.abstract(loaded)  # of deleted arrays, with shards on other processes
+        wanted = ckptcore.abstract(loaded)  # works for deleted arrays, which have shards on the other process
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import ckptcore
 from ckptcore.errors import TreeMismatchError
 
 SIZES = [0, 10, 100_000]
-"""Nothing, what the root holds, and what goes into an array."""
+"""Empty; small enough for the root; and so large that it becomes an array."""
 
 
 def content(size: int) -> bytes:

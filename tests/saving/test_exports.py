@@ -35,7 +35,7 @@ from tests.composites.objects import Files
 
 
 def _save_in_background(location: object, state: Any, **options: Any) -> None:
-    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> None:
@@ -44,7 +44,7 @@ def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> Non
         memory=ckptcore.context.MemoryOptions(save_bytes=1 << 17),
         plugins=ckptcore.context.PluginOptions(handlers=handlers),
     )
-    ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+    ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # `options` has no types
 
 
 SAVES = [ckptcore.save, _save_in_background, _save_in_bounded_memory]
@@ -159,7 +159,7 @@ def test_a_state_that_a_layout_cannot_store_is_refused_before_anything_is_writte
             strategy=WithExports([Export(location=tmp_path / "e", subtree=(), layout=Refusing())]),
         )
     with pytest.raises(TypeError, match=r"exports\[0\] is 'weights'"):
-        ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # refused
+        ckptcore.save(tmp_path / "c", _state(), strategy=WithExports(["weights"]))  # type: ignore[list-item]  # wrong on purpose
     assert list(tmp_path.iterdir()) == []
 
 

@@ -319,7 +319,7 @@ def test_the_remedies_of_refused_values_keep_everything(tmp_path: Path) -> None:
     moment = datetime.datetime(2024, 1, 2, tzinfo=Strange())
     pairs = {(1, 2): 3, (4, 5): 6}
     state = {
-        "moment": moment.astimezone(datetime.timezone.utc),  # noqa: UP017  # as the remedy says
+        "moment": moment.astimezone(datetime.timezone.utc),  # noqa: UP017  # the code of the remedy
         "pairs": list(pairs.items()),
         "paths": [Path("a")],
         "frozen": list(frozenset({b"a"})),

@@ -108,7 +108,7 @@ class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
 
     examples = 5
 
-    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # has the same methods
         return with_faults(super().open(directory), FaultPlan())
 
 
@@ -121,7 +121,7 @@ class TestMemoryUploads(_InMemory, UploadsTests):
 
 
 class _InDirectory(_InMemory):
-    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # has the same methods
         return Subdirectory(self.storages.open("memory://bucket", StorageOptions()), directory)
 
 
@@ -136,7 +136,7 @@ class TestDirectoryUploads(_InDirectory, UploadsTests):
 class TestFaultyUploads(_InMemory, UploadsTests):
     """The wrapper for faults passes `abort_uploads` on to the storage."""
 
-    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # has the same methods
         return with_faults(super().open(directory), FaultPlan())
 
 
@@ -169,7 +169,7 @@ class TestSimulatedDirectories(_Simulated, AtomicDirectoriesTests):
 class TestSimulatedWithoutFaults(_Simulated, AtomicDirectoriesTests):
     """The directories of the simulated disk through the wrapper for faults, without faults."""
 
-    def open(self, directory: str) -> FaultyDirectories:  # type: ignore[override]  # the other class that has both
+    def open(self, directory: str) -> FaultyDirectories:  # type: ignore[override]  # has the same methods
         storage = with_faults(super().open(directory), FaultPlan())
         assert isinstance(storage, FaultyDirectories)
         return storage

@@ -84,7 +84,7 @@ def test_a_failing_operation_raises_once_and_changes_nothing(operation: int) -> 
 @pytest.mark.parametrize("operation", range(6))
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_failed_process_does_nothing_more(operation: int, moment: str) -> None:
-    storage, inner, plan = faulty(CrashAt(operation, moment))  # type: ignore[arg-type]  # one of the moments
+    storage, inner, plan = faulty(CrashAt(operation, moment))  # type: ignore[arg-type]  # `moment` is a plain string
     with pytest.raises(SimulatedCrash):
         use(storage)
     assert plan.crashed

@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(directory: object) -> None:
-    with ckptcore.Checkpointer(directory) as checkpointer:  # type: ignore[arg-type]  # several kinds
+    with ckptcore.Checkpointer(directory) as checkpointer:  # type: ignore[arg-type]  # not always a path
         checkpointer.save(1, STATE)
 
 

@@ -354,7 +354,7 @@ def test_a_disk_that_refuses_direct_reads(cold_file: Path, monkeypatch: pytest.M
     def refuse(descriptor: int, *arguments: object) -> int:
         if descriptor in direct:
             raise OSError(number, os.strerror(number))
-        return preadv(descriptor, *arguments)  # type: ignore[arg-type]  # what it was called with
+        return preadv(descriptor, *arguments)  # type: ignore[arg-type]  # the arguments of the call
 
     monkeypatch.setattr(os, "open", open_file)
     monkeypatch.setattr(os, "preadv", refuse)
