@@ -48,7 +48,7 @@ def test_every_function_has_a_hint(name: str) -> None:
     assert hint(ckptcore.CheckpointReader, name)
 
 
-def test_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
     for name in ("map_location", "device", "dtype", "torch_dtype"):
         text = hint(ckptcore.load, name)
         assert all(
@@ -66,7 +66,7 @@ def test_devices_and_dtypes(tmp_path: Path, model: nn.Linear) -> None:
     assert torch.equal(half.weight, model.weight.half())
 
 
-def test_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
     assert "select.names(name)" in hint(ckptcore.load, "keys")
     assert ckptcore.load(tmp_path / "c", select=select.names("step")) == {"step": 3}
     assert "CheckpointReader(directory).load(step)" in hint(ckptcore.load, "step")
@@ -76,7 +76,7 @@ def test_parts_and_steps(tmp_path: Path, model: nn.Linear) -> None:
     assert "FixedInterval" in hint(ckptcore.Checkpointer, "every")
 
 
-def test_exports(tmp_path: Path, model: nn.Linear) -> None:
+def test_arguments_for_exports(tmp_path: Path, model: nn.Linear) -> None:
     of_save, of_runs = hint(ckptcore.save, "export").split("; for a Checkpointer ")
     names = {"ckptcore": ckptcore, "other": tmp_path / "e", "name": "model"}
     ckptcore.save(tmp_path / "d", {"model": model}, strategy=eval(of_save.removeprefix("strategy="), names))

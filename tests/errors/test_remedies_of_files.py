@@ -97,7 +97,7 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
         assert same_value(ckptcore.load(tmp_path / name), {"w": value})
 
 
-def test_a_pipeline_of_models(tmp_path: Path) -> None:
+def test_a_pipeline_of_several_models(tmp_path: Path) -> None:
     for name, value in (("vae", ONE), ("unet", TWO)):
         (tmp_path / name).mkdir()
         save_file({"w": value}, tmp_path / name / "diffusion_pytorch_model.safetensors")
@@ -114,7 +114,7 @@ def test_a_pipeline_of_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
-def test_slices_of_arrays(tmp_path: Path) -> None:
+def test_slices_of_arrays_without_the_root(tmp_path: Path) -> None:
     """Without checkpoint.json, PyTorch can read the arrays."""
 
     def save(coordinator: Coordinator) -> None:
@@ -188,7 +188,7 @@ def test_a_directory_around_a_group_of_zarr(zarr_format: Any, tmp_path: Path) ->
     assert same_value(ckptcore.load(tmp_path / "converted"), {"w": ONE})
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_an_empty_file_is_restored_from_a_copy(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "weights")
     content = (tmp_path / "weights").read_bytes()
     (tmp_path / "weights").write_bytes(b"")
@@ -222,7 +222,7 @@ def test_a_run_without_steps(create: Callable[[Path], Any], tmp_path: Path) -> N
 # --- several checkpointables ------------------------------------------------------------------------------------------
 
 
-def test_names_that_exist(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_name_lists_the_existing_names(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"model": ONE, "optimizer": TWO})
     text = refused(lambda: ckptcore.load_checkpointables(tmp_path / "c", ["modle"]), "did you mean 'model'?")
     names = text.partition("Existing names: ")[2].partition(";")[0].split(", ")
@@ -291,7 +291,7 @@ def _empty(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt", "zarr", "zarr3"])
-def test_damaged_files(layout: str, tmp_path: Path) -> None:
+def test_damaged_files_of_each_layout(layout: str, tmp_path: Path) -> None:
     """For each file of a checkpoint: damage, empty or remove the file, and restore it from a copy."""
     state = {"w": np.arange(2000.0), "v": TWO}
     for name in ("c", "another"):

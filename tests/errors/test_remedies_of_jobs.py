@@ -82,7 +82,7 @@ def test_objects_with_a_state_in_each_process(tmp_path: Path) -> None:
     assert target.random() == expected[0]
 
 
-def test_values_that_differ(tmp_path: Path) -> None:
+def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
     def save(state: Any, name: str = "c") -> Callable[[Context, int], None]:
         return lambda context, rank: ckptcore.save(tmp_path / name, state(rank), context=context)
 
@@ -96,7 +96,7 @@ def test_values_that_differ(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "d"), {"w": ONE, "object0": 3, "object1": 4})
 
 
-def test_arrays_that_differ(tmp_path: Path) -> None:
+def test_arrays_that_differ_between_ranks(tmp_path: Path) -> None:
     large = np.arange(float(1 << 17))
 
     def save(context: Context, rank: int, *, layout: str = "zarr3", state: Any = None, name: str = "c") -> None:
@@ -116,7 +116,7 @@ def test_arrays_that_differ(tmp_path: Path) -> None:
     assert same_value(ckptcore.load(tmp_path / "lowest"), {"w": large})
 
 
-def test_names_that_differ(tmp_path: Path) -> None:
+def test_names_that_differ_between_ranks(tmp_path: Path) -> None:
     def save(names: Callable[[int], Any]) -> Callable[[Context, int], None]:
         return lambda context, rank: ckptcore.save_checkpointables(tmp_path / "c", names(rank), context=context)
 
@@ -191,7 +191,7 @@ def test_loads_with_different_options(tmp_path: Path) -> None:
     assert all(same_value(tree, {"w": ONE}) for tree in loaded)
 
 
-def test_loads_without_collectives(tmp_path: Path) -> None:
+def test_broadcast_loads_without_collectives(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": ONE})
 
     def load(context: Context, rank: int) -> Any:

@@ -110,7 +110,7 @@ def test_a_step_without_some_names(tmp_path: Path) -> None:
         assert same_value(reader.load_checkpointables(1), {"data": BOTH["data"]})
 
 
-def test_metadata_of_several(tmp_path: Path) -> None:
+def test_metadata_of_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", BOTH)
     metadata = ckptcore.metadata(tmp_path / "c")
     text = refused(lambda: metadata.tree, "use metadata.checkpointables[", error=CompositeCheckpointError)
@@ -118,7 +118,7 @@ def test_metadata_of_several(tmp_path: Path) -> None:
     assert member.nbytes in (ONE.nbytes, 0)
 
 
-def test_requests_of_objects(tmp_path: Path) -> None:
+def test_requests_for_objects_without_a_target(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "c", {"counter": Counter(3), "tokens": Tokens("abc")})
     load: Any = ckptcore.load_checkpointables
     refused(lambda: load(tmp_path / "c", into={"counter": None}), "pass the object to restore", error=TypeError)
@@ -281,7 +281,7 @@ def test_a_load_that_stops_in_the_middle(tmp_path: Path) -> None:
         assert same_value(whole, {"a": np.arange(1000.0), "w": np.arange(1 << 18) + 0.5})
 
 
-def test_a_selection_of_nothing(tmp_path: Path) -> None:
+def test_a_selection_that_selects_nothing(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"params": {"w": ONE}, "opt_state": TWO})
     load: Any = ckptcore.load
     text = refused(lambda: load(tmp_path / "c", select="params"), "such as ", error=TypeError)
@@ -387,7 +387,7 @@ def test_a_load_that_restores_only_some_objects(tmp_path: Path) -> None:
         assert same_value(into, {"a": {"w": ONE}, "b": {"v": np.arange(3000.0)}})
 
 
-def test_files_that_are_separate(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     for name, value in (("one", ONE), ("two", TWO)):
         torch.save({"w": torch.from_numpy(value)}, tmp_path / f"{name}.bin")
     text = refused(lambda: ckptcore.load(tmp_path), "Load each of them by its own location, such as ")

@@ -68,7 +68,7 @@ def _run(code: str, names: dict[str, Any]) -> Any:
         ("safe_open", "ckptcore.open(path)"),
     ],
 )
-def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -> None:
+def test_recommended_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -> None:
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     names["state"]["name"] *= 0
     result = _run(code, {**names, "path": names["stored"]})
@@ -93,7 +93,7 @@ def test_functions_that_read(attribute: str, code: str, names: dict[str, Any]) -
         ("Composite", "ckptcore.save_checkpointables(path, {name: object})"),
     ],
 )
-def test_functions_that_write(attribute: str, code: str, names: dict[str, Any]) -> None:
+def test_recommended_functions_that_write(attribute: str, code: str, names: dict[str, Any]) -> None:
     refused(lambda: getattr(ckptcore, attribute), code, error=AttributeError)
     handle = _run(code, names)
     if attribute == "async_save":
@@ -128,7 +128,7 @@ METHODS = {name: hint for name, hint in ATTRIBUTES["Checkpointer"].items() if "(
 
 
 @pytest.mark.parametrize("attribute", METHODS)
-def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
+def test_recommended_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
     code = METHODS[attribute].removeprefix("the handle of ").partition(")")[0] + ")"
     with ckptcore.Checkpointer(names["directory"]) as checkpointer:
         refused(lambda: getattr(checkpointer, attribute), f"use {METHODS[attribute]}", error=AttributeError)
@@ -140,7 +140,7 @@ def test_methods_that_save(attribute: str, names: dict[str, Any]) -> None:
         assert same_value(checkpointer.load(3), STATE)
 
 
-def test_methods_that_read_and_delete(names: dict[str, Any]) -> None:
+def test_recommended_methods_that_read_and_delete(names: dict[str, Any]) -> None:
     with ckptcore.Checkpointer(names["directory"]) as checkpointer:
         names |= {"checkpointer": checkpointer, "step": 1, "target": names["state"]}
         names |= {"metric": "loss", "mode": "min"}
@@ -164,7 +164,7 @@ OPTIONS = {name: hint for name, hint in ARGUMENTS.items() if re.match(r"\w+=", h
 
 
 @pytest.mark.parametrize("argument", OPTIONS)
-def test_options(argument: str, names: dict[str, Any]) -> None:
+def test_recommended_options_are_accepted(argument: str, names: dict[str, Any]) -> None:
     """The functions that have the recommended argument accept it, with the value in the error."""
     option, owner, _ = re.fullmatch(r"(\w+=.*?)( of Checkpointer)?((?:, or |; ).*)?", OPTIONS[argument]).groups()  # type: ignore[union-attr]  # they match
     keyword = option.partition("=")[0]
@@ -204,7 +204,7 @@ def test_options(argument: str, names: dict[str, Any]) -> None:
         ("load", "weights_only", "nothing: a load never runs code", lambda path, more: ckptcore.load(more)),
     ],
 )
-def test_arguments_in_words(
+def test_remedies_in_words_for_unknown_arguments(
     function: str, argument: str, hint: str, follow: Callable[[Path, Path], Any], names: dict[str, Any]
 ) -> None:
     call = getattr(ckptcore, function)
@@ -213,7 +213,7 @@ def test_arguments_in_words(
     assert same_value(ckptcore.load(names["path"]) if loaded is None else loaded, STATE)
 
 
-def test_names_of_items(names: dict[str, Any]) -> None:
+def test_the_argument_item_names_of_orbax(names: dict[str, Any]) -> None:
     save: Any = ckptcore.save
     hint = "use save_checkpointables and load_checkpointables"
     refused(lambda: save(names["path"], STATE, item_names=["model"]), hint, error=TypeError)
@@ -222,7 +222,7 @@ def test_names_of_items(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("argument", ["options", "save_decision_policy", "step_prefix"])
-def test_arguments_of_runs(argument: str, names: dict[str, Any]) -> None:
+def test_arguments_of_orbax_for_runs(argument: str, names: dict[str, Any]) -> None:
     create: Any = ckptcore.Checkpointer
     text = refused(lambda: create(names["directory"], **{argument: 1}), "; use ", error=TypeError)
     given = {

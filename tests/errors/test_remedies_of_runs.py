@@ -101,7 +101,7 @@ def test_a_checkpointer_in_another_process(tmp_path: Path) -> None:
             assert same_value(reader.load(), {"w": ONE})
 
 
-def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_continues_from_an_earlier_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The error for an existing step, and the warning for a new earlier step, name the steps to delete."""
     with Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 3, 5):

@@ -192,7 +192,7 @@ def test_a_deletion_with_old_listings(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- locations that a save does not replace ---------------------------------------------------------------------------
 
 
-def test_names_of_uncommitted_saves(tmp_path: Path) -> None:
+def test_names_that_are_reserved_for_uncommitted_saves(tmp_path: Path) -> None:
     advice = "Save to a name that does not begin with a dot"
     refused(
         lambda: ckptcore.save(tmp_path / ".c.0123456789abcdef.ckptcore", {"w": ONE}), advice, error=InvalidLocationError

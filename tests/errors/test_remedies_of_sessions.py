@@ -44,7 +44,7 @@ def test_a_save_that_is_not_committed() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_a_partial_save(scheme: str, tmp_path: Path) -> None:
+def test_a_partial_save_that_is_not_finalized(scheme: str, tmp_path: Path) -> None:
     location = f"{tmp_path}/c" if scheme == "file" else f"memory://{uuid.uuid4().hex}/c"
 
     def begin() -> None:

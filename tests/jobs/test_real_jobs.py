@@ -138,7 +138,7 @@ def test_stages_of_a_pipeline_with_their_own_meshes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_strided_shards(tmp_path: Path) -> None:
+def test_strided_shards_are_saved_and_loaded(tmp_path: Path) -> None:
     _of_torch("strided", tmp_path)
     for layout in LAYOUTS:
         _expect_strided(tmp_path, layout)

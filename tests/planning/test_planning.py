@@ -37,7 +37,7 @@ def test_coverage_agrees_with_counting(boxes: list[Box]) -> None:
 
 
 @given(st.sets(st.integers(1, 4)), st.sets(st.integers(1, 3)), st.randoms())
-def test_any_grid_covers(rows: set[int], columns: set[int], chooser: object) -> None:
+def test_any_grid_covers_the_array(rows: set[int], columns: set[int], chooser: object) -> None:
     first, second = [0, *sorted(rows), 5], [0, *sorted(columns), 4]
     boxes = [Box((a, c), (b, d)) for a, b in itertools.pairwise(first) for c, d in itertools.pairwise(second)]
     chooser.shuffle(boxes)  # type: ignore[attr-defined]  # a random.Random

@@ -146,5 +146,5 @@ def test_the_checks_detect_lost_and_wrong_steps(running: Trainer, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_many_kills(full: bool, running: Trainer, tmp_path: Path) -> None:
+def test_no_step_is_lost_over_many_kills(full: bool, running: Trainer, tmp_path: Path) -> None:
     _kill_often(running, tmp_path, 2, 200 if full else 60)

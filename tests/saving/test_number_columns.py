@@ -171,7 +171,7 @@ def test_copies_and_conversions_keep_columns(layout: str, tmp_path: Path) -> Non
     assert same_value(loaded, saved)
 
 
-def test_transforms_move_columns(tmp_path: Path) -> None:
+def test_transforms_move_columns_of_numbers(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"old": {"v": list(range(MANY))}})
     rename = ckptcore.transforms.Rename("old/v", "new/v")
     into: dict[str, Any] = {"new": {"v": []}}

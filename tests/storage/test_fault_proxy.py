@@ -234,7 +234,7 @@ def test_an_invalid_upstream_is_refused(url: str) -> None:
 # --- faults
 
 
-def test_waiting_changes_nothing(store: _Store) -> None:
+def test_a_delay_does_not_change_the_answer(store: _Store) -> None:
     with through(store, Wait(0.01)) as (_, client):
         assert put(client, "/a")[0] == 201
 

@@ -148,7 +148,7 @@ def test_an_abort_that_fails_leaves_the_object() -> None:
     assert list(inner.list()) == ["a"]
 
 
-def test_a_full_storage() -> None:
+def test_a_full_storage_refuses_writes() -> None:
     storage, inner, plan = faulty(FullAfter(7))
     storage.put("a", b"0123")
     with pytest.raises(StorageFullError, match="full"):
@@ -158,7 +158,7 @@ def test_a_full_storage() -> None:
     assert plan.bytes_written == 7
 
 
-def test_short_reads() -> None:
+def test_short_reads_return_less_data() -> None:
     storage, inner, _ = faulty(*[ShortReadAt(number, 3) for number in range(4)])
     inner.put("a", b"0123456789")
     assert storage.get("a", 0, 5) == b"01"
@@ -170,7 +170,7 @@ def test_short_reads() -> None:
     assert storage.get("a") == b"0123456789"
 
 
-def test_flipped_bits() -> None:
+def test_one_bit_of_a_read_or_write_is_flipped() -> None:
     storage, inner, _ = faulty(FlipBitAt(0, 9), FlipBitAt(1, 17), FlipBitAt(2, 80 + 8))
     inner.put("a", bytes(10))
     assert storage.get("a") == b"\0\2" + bytes(8)

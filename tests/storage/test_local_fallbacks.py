@@ -50,7 +50,9 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
-def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_the_storage_works_without_atomic_renames(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(*_: object) -> int:
         ctypes.set_errno(number)
         return -1
@@ -59,7 +61,9 @@ def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.Monke
     check_without_atomic_renames(storage)
 
 
-def test_without_the_functions_of_the_system(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_storage_works_without_functions_of_the_system(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(local_calls, "c_function", lambda *_: None)
     check_without_atomic_renames(storage)
 
