@@ -1,4 +1,4 @@
-"""Multipart uploads that a save does not need. They are aborted, because services keep and charge them."""
+"""Multipart uploads that a save does not need. They are aborted, because services keep them and charge for them."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Rank:
 def fall_back(rank: Rank) -> Any:
     """Damage four of five steps in different ways, and load the remaining step.
 
-    Damaged are a root, a file that one process reads, a file of a shared array, and the reads of one process.
+    The damage is in a root, a file that one process reads, a file of a shared array, or the reads of one process.
     """
     with rank.open("damaged") as run:
         for step in range(1, 6):
