@@ -6,11 +6,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from ckptcore_testing.far_storage import FarRequestKind, FarStorage
-from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faults import Fault, FaultPlan, Operation, Step
 from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
@@ -23,6 +23,8 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.runtime import runtime_of
+
+T = TypeVar("T")
 
 ROOT: Final = "checkpoint.json"
 
@@ -87,21 +89,33 @@ class Watch(FaultPlan):
     """A plan that counts operations. A function of the test can delay operations or make them fail.
 
     Attributes:
-        before: called before each operation, on its thread, with its name and keys.
+        before, after: called before and after each operation, on its thread, with its name and keys.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before: Callable[[str, Sequence[str]], None] = _nothing
+        self.after: Callable[[str, Sequence[str]], None] = _nothing
 
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
         """Run the action of the test, then the operation."""
         self.before(name, keys)
-        return super().begin(name, keys, offset, nbytes)
+        return _WatchedStep(self, super().begin(name, keys, offset, nbytes).operation, ())
 
     def count(self, name: str) -> int:
         """Return the number of calls of an operation."""
         return sum(operation.name == name for operation in self.operations)
+
+
+class _WatchedStep(Step):
+    def __init__(self, watch: Watch, operation: Operation, faults: Sequence[Fault]) -> None:
+        super().__init__(watch, operation, faults)
+        self._watch = watch
+
+    def run(self, action: Callable[[], T], half: Callable[[], object] | None = None) -> T:
+        result = super().run(action, half)
+        self._watch.after(self.operation.name, self.operation.keys)
+        return result
 
 
 def _nothing(name: str, keys: Sequence[str]) -> None:

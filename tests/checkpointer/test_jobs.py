@@ -221,7 +221,7 @@ def test_an_error_of_the_leader_in_listing_is_raised_on_all_ranks(directory: str
 
     def work(run: Checkpointer, rank: int) -> None:
         run.load(1)
-        assert run._run.take_errors() == []  # waits for the cleaner, which would otherwise fail and report this, too
+        run.wait()  # waits for the cleaner, which would otherwise fail, too, and report it
 
         def unplug(name: str, keys: Sequence[str]) -> None:
             if rank == 0:
@@ -334,7 +334,7 @@ def test_all_ranks_wait_until_the_leader_has_deleted(directory: str) -> None:
 
     def hesitate() -> None:
         waiting.wait(60)
-        threading.Event().wait(0.2)  # the others are to come to their `wait` first
+        threading.Event().wait(0.2)  # time for the other ranks to enter `wait`
         gone.set()
 
     def work(run: Checkpointer, rank: int) -> bool:

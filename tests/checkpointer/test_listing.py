@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 import ckptcore
@@ -114,19 +116,19 @@ def test_a_listing_does_not_undo_concurrent_changes_of_this_process(directory: s
     watch = Watch()
     with Checkpointer(through(directory), context=watched(watch)) as run:
         save_steps(run, [1, 2])
-        listed = run._steps.directories[0].list_names
+        changed: list[Sequence[str]] = []
 
-        def late() -> object:
-            names = listed()
-            run.save_blocking(3, tree(3))
-            run.delete(1)
-            run.wait()
-            return names
+        def change(name: str, keys: Sequence[str]) -> None:
+            if name == "list_names" and tuple(keys) == ("",) and not changed:
+                changed.append(keys)
+                run.save_blocking(3, tree(3))
+                run.delete(1)
+                run.wait()
 
-        run._steps.directories[0].list_names = late  # type: ignore[method-assign, assignment]
+        watch.after = change
         run.reload()
         assert list(run.steps) == [2, 3] and run.latest == 3
-        run._steps.directories[0].list_names = listed  # type: ignore[method-assign]
+        assert changed
         run.reload()
         assert list(run.steps) == [2, 3]
 

@@ -112,7 +112,7 @@ class Directory:
         self.text, self.directories, self.file = text, directories, file
 
     def save(self, directory: Path) -> None:
-        """Write the text, and some directories, with a file in each if it has a name."""
+        """Write the text and the directories. If `file` is set, write a file with this name into each directory."""
         (directory / "text").write_text(self.text)
         for name in self.directories:
             (directory / name).mkdir(parents=True)
@@ -139,18 +139,20 @@ def test_an_object_that_writes_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("directories", "problem", "fewer"),
     [
-        (tuple(f"{number}" for number in range(9)), "their paths have 9 directories, where 8 are", ("1", "2")),
-        (("a/" * 4 + "b",), "one of them is 5 directories deep, where 4 are", ("a",)),
+        (
+            tuple([f"{'a/' * 199}{number}" for number in range(656)]),
+            "their paths have 131200 directories, where 131072 are",
+            ("1", "2"),
+        ),
+        (("a/" * 200 + "b",), "one of them is 201 directories deep, where 200 are", ("a",)),
     ],
 )
 def test_empty_directories_of_an_object(
-    directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directories: tuple[str, ...], problem: str, fewer: tuple[str, ...], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("ckptcore.builtin.files._MAX_PARTS", 8)
-    monkeypatch.setattr("ckptcore.builtin.files._MAX_DEPTH", 4)
-
     def save(value: Directory) -> None:
-        ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True)
+        context = Context(durability="none")
+        ckptcore.save_checkpointables(tmp_path / "c", {"tokens": value}, overwrite=True, context=context)
 
     refused(lambda: save(Directory("a", directories)), problem, "write fewer, or a file into each")
     for followed in (Directory("a", fewer), Directory("a", directories, file="kept")):
@@ -163,7 +165,7 @@ def test_empty_directories_of_an_object(
 
 
 class Tasks:
-    """An object that writes in a task. `finish` selects who awaits the task: `save`, its second phase, or nobody."""
+    """An object that writes in a task. It awaits the task in `save`, in its second phase, or not at all."""
 
     def __init__(self, finish: str, text: str = "") -> None:
         self.finish, self.text = finish, text
@@ -307,7 +309,7 @@ def test_values_that_are_saved_in_another_form(name: str, tmp_path: Path) -> Non
     assert restore(ckptcore.load(tmp_path / "c", form)["x"]) == value
 
 
-def test_arrays_with_additional_data(tmp_path: Path) -> None:
+def test_subclasses_of_arrays_with_additional_data(tmp_path: Path) -> None:
     value = ONE.view(Marked)
     refused(
         lambda: ckptcore.save(tmp_path / "c", {"x": value}),

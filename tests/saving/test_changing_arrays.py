@@ -71,12 +71,23 @@ class Owner:
 
         return call
 
+    def opening(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that opens a writer. The arrays change before and after each of its writes."""
+
+        def opened(*arguments: Any, **options: Any) -> Any:
+            writer = function(*arguments, **options)
+            writer.write_at = self.changing(writer.write_at)
+            return writer
+
+        return opened
+
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     arrays = Owner()
-    for writer in (local.LocalWriter, memory._MemoryWriter):
-        monkeypatch.setattr(writer, "write_at", arrays.changing(writer.write_at))
+    monkeypatch.setattr(local.LocalWriter, "write_at", arrays.changing(local.LocalWriter.write_at))
+    for opens in ("open_writer", "open_new"):
+        monkeypatch.setattr(memory.MemoryStorage, opens, arrays.opening(getattr(memory.MemoryStorage, opens)))
     monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", arrays.changing(chunk_codec.ChunkCodec.encode))
     yield arrays
     assert arrays.changes  # otherwise the test shows nothing

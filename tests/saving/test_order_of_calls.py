@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.io import background
 from ckptcore.results import SaveHandle
 from tests.checkpointer.runs import Gate, Watch, through, watched
 
@@ -87,20 +87,18 @@ def test_the_second_of_two_saves_in_the_background_remains(first: _Save, second:
 
 @pytest.mark.parametrize("second", [_blocking, _copied, _converted])
 def test_a_blocking_call_waits_for_an_earlier_save_in_the_background(
-    second: Callable[[str, int, ckptcore.Context], None], location: str, monkeypatch: pytest.MonkeyPatch
+    second: Callable[[str, int, ckptcore.Context], None], location: str
 ) -> None:
     watch = Watch()
     gate = Gate(watch)
     earlier = _async(location, 1, watched(watch))
     assert earlier is not None and gate.arrived.wait(60)
-    wait_for = background._ORDER.wait_for
-
-    def open_and_wait(place: str) -> None:
-        gate.open()
-        wait_for(place)
-
-    monkeypatch.setattr(background._ORDER, "wait_for", open_and_wait)
     other = watched(Watch())
-    second(location, 2, other)
-    assert earlier.done()
+    with ThreadPoolExecutor(1) as threads:
+        later = threads.submit(second, location, 2, other)
+        with pytest.raises(TimeoutError):
+            later.exception(0.1)
+        gate.open()
+        later.result()
+        assert earlier.done()
     assert ckptcore.load(location, context=other)["n"] == 2
