@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,16 +20,19 @@ from tests.checkpointer.runs import Watch, assert_is_step, keys_of, save_steps, 
 REPOSITORY: Final = Path(__file__).parents[2]
 
 
-def evaluate(directory: str, last: int) -> list[int]:
-    """Evaluate each step that can be pinned, up to step `last`. Return the evaluated steps."""
+def evaluate(directory: str, last: int, on_step: Callable[[], object]) -> list[int]:
+    """Evaluate each step that can be pinned, up to step `last`. Return the evaluated steps.
+
+    Call `on_step` for each listed step, before it is pinned, so that the writer can save and delete meanwhile.
+    """
     reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
     seen: list[int] = []
     for step in reader.new_steps(timeout=60, poll_seconds=0.001):
+        on_step()
         try:
             with reader.pin(step):
                 for _ in range(2):
                     assert_is_step(reader.load(step), step)
-                    time.sleep(0.001)
         except ckptcore.CheckpointError as error:
             # A step can be deleted only before it is pinned.
             assert isinstance(error, FileNotFoundError), error
@@ -45,10 +47,11 @@ def evaluate(directory: str, last: int) -> list[int]:
 def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
     results: list[list[int]] = []
     errors: list[BaseException] = []
+    listed = threading.Semaphore(0)
 
     def run_evaluator() -> None:
         try:
-            results.append(evaluate(directory, 60))
+            results.append(evaluate(directory, 60, listed.release))
         except BaseException as error:  # noqa: BLE001  # raised again below
             errors.append(error)
 
@@ -58,7 +61,7 @@ def test_an_evaluator_reads_while_a_writer_saves(directory: str) -> None:
             thread.start()
         for step in range(61):
             run.save(step, tree(step))
-            time.sleep(0.005)
+            assert listed.acquire(timeout=120), errors
         run.wait()
         for thread in threads:
             thread.join(120)
@@ -75,6 +78,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
     stop = threading.Event()
     errors: list[BaseException] = []
     loads: list[int] = []
+    loaded = threading.Semaphore(0)
 
     def read() -> None:
         reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
@@ -85,6 +89,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
                 assert_is_step(value, reader.restored_step)
                 assert reader.skipped_steps == ()
                 loads.append(reader.restored_step)
+                loaded.release()
         except BaseException as error:  # noqa: BLE001  # raised again below
             errors.append(error)
 
@@ -94,7 +99,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
         thread.start()
         for step in range(1, 60):
             run.save(step, tree(step))
-            time.sleep(0.002)
+            assert loaded.acquire(timeout=120), errors
         run.wait()
         stop.set()
         thread.join(120)
@@ -103,7 +108,7 @@ def test_the_newest_step_loads_while_steps_are_saved_and_deleted(directory: str)
 
 
 WRITER: Final = """
-import sys, time
+import sys
 import ckptcore
 from ckptcore.policies import LatestN
 from tests.checkpointer.runs import tree
@@ -111,15 +116,24 @@ context = ckptcore.Context(durability="none")
 with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=context) as run:
     for step in range(101):
         run.save(step, tree(step))
-        time.sleep(0.01)
+        sys.stdin.readline()  # the evaluator has listed a step
 """
 
 
 @pytest.mark.system
 def test_an_evaluator_can_run_in_another_process(local: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, local], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, local],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    write = process.stdin.write
     try:
-        seen = evaluate(local, 100)
+        seen = evaluate(local, 100, lambda: write("\n"))
     finally:
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

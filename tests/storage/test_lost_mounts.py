@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,7 +197,27 @@ def test_mounts_are_distinguished_without_statx(mounts: Mounts, monkeypatch: pyt
         monkeypatch.setattr(local_mounts, "c_function", lambda *_: None)
 
 
-def test_uploads_continue_when_the_far_tier_returns(mounts: Mounts, tmp_path: Path) -> None:
+class _UploadFailures(logging.Handler):
+    """A handler that sets `came` when an upload fails."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("cannot upload a step"):
+            self.came.set()
+
+
+@pytest.fixture
+def failures() -> Iterator[_UploadFailures]:
+    handler = _UploadFailures()
+    logging.getLogger("ckptcore").addHandler(handler)
+    yield handler
+    logging.getLogger("ckptcore").removeHandler(handler)
+
+
+def test_uploads_continue_when_the_far_tier_returns(mounts: Mounts, failures: _UploadFailures, tmp_path: Path) -> None:
     view = mounts.view(mounts.disk("ext4", 24))
     tiers = TieredDirectory(NearTier(tmp_path / "near", preservation_policy=LatestN(9)), view.path / "far")
     with ckptcore.Checkpointer(tiers) as run:
@@ -203,8 +225,7 @@ def test_uploads_continue_when_the_far_tier_returns(mounts: Mounts, tmp_path: Pa
         tiers.wait_for_uploads(60)
         view.take()
         run.save_blocking(2, state(2))
-        while tiers.uploads.error is None:
-            time.sleep(0.01)
+        assert failures.came.wait(60) and tiers.uploads.error is not None
         view.give()
         tiers.wait_for_uploads(60)
         run.save_blocking(3, state(3))

@@ -24,12 +24,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 PARENT = """
-import sys, pathlib, time
+import sys, pathlib, signal
 from ckptcore_testing.servers import serve
 from tests.storage.test_servers import command
 with serve(command, pathlib.Path(sys.argv[1])) as server:
     print(server.url, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 
@@ -82,7 +82,7 @@ def test_the_error_for_a_server_that_does_not_start_has_its_output(tmp_path: Pat
 
 def test_a_server_that_does_not_answer_in_time_is_an_error(tmp_path: Path) -> None:
     def deaf(port: int) -> ServerCommand:
-        return ServerCommand([sys.executable, "-c", "import time; time.sleep(600)"], {})
+        return ServerCommand([sys.executable, "-c", "import signal; signal.pause()"], {})
 
     with pytest.raises(RuntimeError, match="not ready after"), serve(deaf, tmp_path, timeout_seconds=0.3):
         pass
