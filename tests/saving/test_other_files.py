@@ -29,11 +29,6 @@ from ckptcore.runtime import runtime_of
 _STATE: Final = {"w": np.ones((2, 3)), "n": 1}
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _others(place: str | Path) -> list[str]:
     return list(find_other_files(resolve_location(place, runtime_of(default_context()).storages).store))
 
@@ -58,7 +53,7 @@ def test_every_file_of_a_save_belongs_to_its_checkpoint(layout: str, tmp_path: P
     assert _others(place) == []
     ckptcore.save(place, _STATE, layout=layout, overwrite=True)
     ckptcore.save_checkpointables(place, _OBJECTS, layout=layout, overwrite=True)
-    ckptcore.delete(place / "own")  # leaves a mark of the deletion
+    ckptcore.delete(place / "own")  # leaves a mark, which belongs to the checkpoint, too
     assert _others(place) == []
     ckptcore.save_checkpointables(
         place, _OBJECTS, layout=layout, overwrite=True, strategy=SaveWithFiles(files={"a/config.json": b"{}"}),
@@ -108,7 +103,7 @@ def test_nothing_deletes_the_files_of_the_user(how: str, scheme: str, tmp_path: 
         store_at(place).put(f"{number}.json", b"{}")
     before = sorted(store_at(place).list())
     if scheme == "memory" and how in ("save", "save_async", "best-effort"):
-        how = "non-atomic"  # in memory, the others cannot replace a checkpoint
+        how = "non-atomic"  # the only mode that replaces a checkpoint in memory
     with pytest.raises(CheckpointExistsError) as raised:
         _REMOVALS[how](place, source)
     message = str(raised.value)

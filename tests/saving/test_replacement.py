@@ -41,11 +41,6 @@ _Save = Callable[[str], object]
 _KeepingSave = Callable[..., object]
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 def _finish(save: Callable[..., SaveHandle]) -> _Save:
     return lambda location: save(location, {"a": {"n": 1}}).result()
 

@@ -30,11 +30,6 @@ _STATE: Final[dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["file", "memory"])
-def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return new_place(request.param, tmp_path)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_flat_dict_of_arrays_is_one_file(asynchronous: bool, top: str) -> None:
     place = f"{top}/model.safetensors"
@@ -59,7 +54,7 @@ def test_a_flat_dict_of_arrays_is_one_file(asynchronous: bool, top: str) -> None
     assert list(store_at(top).list()) == ["model.safetensors"]
 
 
-def test_modules_and_tensors(tmp_path: Path) -> None:
+def test_modules_and_tensors_in_a_single_file(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3))
     for number, state in enumerate((module, module.state_dict())):
         ckptcore.save(tmp_path / f"{number}.safetensors", state)
@@ -177,7 +172,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(replaces: bool, scheme: str, 
         outcomes.append(float(ckptcore.load(place)["a"][0]) if names else None)
         ckptcore.save(place, {"a": np.full(3, 2.0)}, overwrite=True)
         assert ckptcore.load(place)["a"][0] == 2
-        assert list(store_at(top).list_names()) == ["m.safetensors"]  # and no hidden directory
+        assert list(store_at(top).list_names()) == ["m.safetensors"]  # no hidden directory
     old = 0.0 if replaces else None
     assert outcomes[0] == old and outcomes[-1] == 1.0
     assert set(outcomes) == {old, 1.0} and outcomes == sorted(outcomes, key=lambda outcome: outcome == 1.0)
