@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -59,8 +58,7 @@ def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place:
     take_part(cell, _TorchJob(), place)
     if leader_serves and cell.operation == "resume":
         # The process with the store must end last.
-        ended = store.add("ended", 1)
-        while rank == 0 and ended < size:
-            time.sleep(0.01)
-            ended = store.add("ended", 0)
+        store.set(f"ended {rank}", "")
+        if rank == 0:
+            store.wait([f"ended {other}" for other in range(size)])
     os._exit(0)

@@ -136,14 +136,22 @@ def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> N
 
 
 def test_ranks_in_time_and_late_ranks_get_an_error_with_the_missing_rank() -> None:
+    leader_ended = threading.Event()
+
     def of_rank(coordinator: Coordinator) -> str:
-        time.sleep((0.3, 0, 3)[coordinator.rank])  # the deadline of who came first is over before the leader's
+        if coordinator.rank == 0:
+            time.sleep(0.3)  # the deadline of rank 1 must be over before that of the leader
+        elif coordinator.rank == 2:
+            assert leader_ended.wait(60)
         agreement = Agreement(coordinator, "save")
         try:
             with agreement.stage("describe"):
                 pass
         except CheckpointError as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            if coordinator.rank == 0:
+                leader_ended.set()
         return "agreed"
 
     leader, came, late = ThreadJob(3, timeout_seconds=1).run(of_rank)

@@ -19,6 +19,7 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.job.visibility import expect_one_directory
 from ckptcore.protocols import Coordinator
 from ckptcore.runtime import runtime_of
+from tests.ownership.fake_clock import FakeClock
 
 SIZE = 3
 
@@ -37,8 +38,8 @@ class Mounted(os.PathLike[str]):
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 0.2)
+def _without_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visibility, "SYSTEM_CLOCK", FakeClock())
 
 
 def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
@@ -124,7 +125,7 @@ def test_object_stores_are_checked_too(tmp_path: Path) -> None:
 def test_a_leftover_claim_does_not_prove_visibility(tmp_path: Path) -> None:
     def work(coordinator: Coordinator) -> None:
         directory = directory_of(tmp_path, coordinator.rank, apart=[2])
-        if coordinator.rank == 2:  # the own disk of this host has a checkpoint of an earlier job
+        if coordinator.rank == 2:  # this host has its own disk, with a checkpoint of an earlier job
             ckptcore.save(directory / "step", {"w": np.zeros(4)}, context=ckptcore.Context())
         context = ckptcore.Context(job=ckptcore.context.JobOptions(coordinator=coordinator))
         ckptcore.save(Mounted(directory / "step"), {"w": np.ones(4)}, overwrite=True, context=context)
@@ -179,7 +180,6 @@ def test_a_checkpointer_compares_the_path_given_by_the_user(tmp_path: Path, monk
 
 def test_files_that_appear_late_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of a network file system may cache for a while that a file does not exist."""
-    monkeypatch.setattr(visibility, "_TIMEOUT_SECONDS", 30.0)
     looked: list[int] = []
     sees = visibility.sees_claim
 

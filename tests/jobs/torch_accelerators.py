@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ class RefusingGroup(dist.ProcessGroup):
     """A group in Python that refuses every collective."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # who inherits from it has no store to give
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the stub requires a store
         self.refused: list[str] = []
 
     def getBackendName(self) -> str:
@@ -178,9 +177,9 @@ def accelerators(place: Place) -> Any:
     for backend in ("refusing", "accelerated"):
         with in_group(backend, store, place):
             told[backend] = save_and_load(place, backend)
-    store.add("ended", 1)
-    while place.rank == 0 and store.add("ended", 0) < place.size:  # rank 0 serves the store, so it ends last
-        time.sleep(0.01)
+    store.set(f"ended {place.rank}", "")
+    if place.rank == 0:  # serves the store, so it ends last
+        store.wait([f"ended {rank}" for rank in range(place.size)])
     return told
 
 
