@@ -71,7 +71,7 @@ def _with_markers(context: Context) -> Context:
 def test_the_named_distribution_solves_the_problem(
     call: Callable[..., Any], installs: Callable[[str], None], tmp_path: Path
 ) -> None:
-    ckptcore.save(tmp_path / "c", {"w": ONE})
+    ckptcore.save(tmp_path / "c", {"w": ONE}, context=Context())  # the default Context would keep the patched plugins
     torch.save({"w": torch.ones(3)}, tmp_path / "c.pt")
     installs(refused(lambda: call(tmp_path, Context()), "install"))
     loaded = call(tmp_path, Context())
@@ -99,7 +99,7 @@ def test_two_plugins_with_one_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     refused(save, "these failed to load: x (PluginConflictError: one 1.0 also has a plugin named 'x'; uninstall one)")
     installed.remove(first)
     save()
-    assert same_value(ckptcore.load(tmp_path / "c"), {"w": ONE})
+    assert same_value(ckptcore.load(tmp_path / "c", context=Context()), {"w": ONE})
 
 
 class Stated:
