@@ -1,4 +1,4 @@
-"""Block caches: when blocks are read and verified again, and that no byte is returned that was not verified."""
+"""Block caches: they reread and reverify blocks when necessary, and return only verified bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIZE = 1030
 
 
 class ChangingObject:
-    """Bytes that a test changes, with a stamp that it sets.
+    """An object whose bytes and stamp the test sets.
 
     Attributes:
-        data: the bytes.
-        now: the stamp.
-        reads: every range that was read.
+        data: the current bytes.
+        now: the current stamp.
+        reads: all ranges that were read, in order.
         after_read: called after each read.
     """
 
@@ -74,7 +74,7 @@ def read(found: BlockCache, start: int, stop: int) -> bytes:
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
-def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+def test_any_sequence_of_reads_returns_the_stored_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
     reader = ChangingObject(data_of())
     found = held(reader, verified=verified)
     for pair in bounds:
@@ -86,14 +86,16 @@ def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool)
 
 
 class FarObject:
-    """The same bytes, to be read and nothing else."""
+    """An object on a remote storage: a reader without stamps, sizes or mapped memory."""
 
     def __init__(self, inner: ChangingObject) -> None:
         self.get_into = inner.get_into
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
-def test_any_reads_of_what_is_far_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+def test_any_sequence_of_reads_of_a_remote_object_returns_the_stored_bytes(
+    bounds: list[tuple[int, int]], verified: bool
+) -> None:
     reader = ChangingObject(data_of())
     found = held(reader, FarObject(reader), verified=verified)
     for pair in bounds:
@@ -102,7 +104,7 @@ def test_any_reads_of_what_is_far_give_the_bytes(bounds: list[tuple[int, int]], 
         assert read(found, start, stop) == reader.data[start:stop]
 
 
-def test_what_is_far_is_kept_where_it_was_verified() -> None:
+def test_the_last_verified_blocks_of_a_remote_object_are_kept() -> None:
     reader = ChangingObject(data_of())
     found = held(reader, FarObject(reader))
     read(found, 250, 530)
@@ -115,7 +117,7 @@ def test_what_is_far_is_kept_where_it_was_verified() -> None:
     assert len(read(held(reader, FarObject(reader), verified=False), 340, 341)) == 1 and reader.reads[-1] == (340, 341)
 
 
-def test_a_far_object_of_one_block_is_requested_once() -> None:
+def test_a_block_of_a_remote_object_is_requested_once() -> None:
     reader = ChangingObject(data_of())
     found = held(reader, FarObject(reader))
     read(found, 110, 120)
@@ -127,7 +129,7 @@ def test_a_far_object_of_one_block_is_requested_once() -> None:
     assert reader.reads == [(100, 200), (1000, SIZE)]
 
 
-def test_blocks_are_brought_at_hand_once() -> None:
+def test_fetch_reads_each_block_once_until_the_object_changes() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
     read(found, 250, 260)
@@ -153,16 +155,16 @@ def test_a_block_is_verified_once() -> None:
     assert reader.reads == [(200, 300)]
     assert found.is_cached(200, 300) and not found.is_cached(250, 310)
     read(found, 20, 30)
-    read(found, 210, 215)  # of what was verified before, though another block was verified last
+    read(found, 210, 215)  # a verified block, although another one was verified last
     assert reader.reads[1:] == [(0, 100), (210, 215)]
-    read(found, 290, 530)  # a part, whole blocks, and a part
+    read(found, 290, 530)  # part of a block, whole blocks, part of a block
     assert reader.reads[3:] == [(200, 300), (300, 500), (500, 600)]
     assert found.is_cached(200, 600) and not found.is_cached(1000, SIZE)
     read(found, 1000, SIZE)  # the last block is shorter
     assert found.is_cached(1010, SIZE)
 
 
-def test_what_changed_is_verified_again() -> None:
+def test_blocks_are_verified_again_after_a_change() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
     read(found, 250, 260)
@@ -172,14 +174,14 @@ def test_what_changed_is_verified_again() -> None:
     assert not found.is_cached(250, 260)
     with pytest.raises(ChecksumError, match="bytes 200 to 300"):
         read(found, 250, 260)
-    with pytest.raises(ChecksumError):  # a second time too: what is damaged is never noted
+    with pytest.raises(ChecksumError):  # again, because a damaged block is never recorded as verified
         read(found, 250, 260)
     assert read(found, 120, 130) == reader.data[120:130]
     reader.data[255] ^= 1
     assert read(found, 250, 260) == reader.data[250:260]
 
 
-def test_a_change_while_it_is_read_is_noticed() -> None:
+def test_a_change_during_a_read_is_detected() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
     read(found, 250, 260)
@@ -195,7 +197,7 @@ def test_a_change_while_it_is_read_is_noticed() -> None:
         read(found, 250, 260)
 
 
-def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
+def test_a_block_that_changes_while_it_is_verified_does_not_count_as_verified() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
 
@@ -205,14 +207,14 @@ def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
         reader.after_read = lambda: None
 
     reader.after_read = change
-    read(found, 250, 260)  # as it was when it was read
+    read(found, 250, 260)  # returns the bytes from before the change
     assert not found.is_cached(250, 260)
     read(found, 20, 30)
     with pytest.raises(ChecksumError):
         read(found, 250, 260)
 
 
-def test_nothing_is_noted_of_what_may_change_unseen() -> None:
+def test_blocks_of_an_object_without_a_stamp_do_not_count_as_verified() -> None:
     reader = ChangingObject(data_of())
     reader.now = None
     found = held(reader)
@@ -225,7 +227,7 @@ def test_nothing_is_noted_of_what_may_change_unseen() -> None:
         read(found, 250, 260)
 
 
-def test_the_last_block_is_not_taken_for_one_that_was_damaged() -> None:
+def test_a_damaged_block_does_not_replace_the_last_verified_block() -> None:
     reader = ChangingObject(data_of())
     reader.now = None
     found = held(reader)
@@ -233,10 +235,10 @@ def test_the_last_block_is_not_taken_for_one_that_was_damaged() -> None:
     reader.data[250] ^= 1
     with pytest.raises(ChecksumError):
         read(found, 255, 260)
-    assert read(found, 20, 30) == first  # its memory was overwritten meanwhile
+    assert read(found, 20, 30) == first  # although the failed read overwrote the memory of this block
 
 
-def test_the_last_block_of_a_thread_is_of_one_object() -> None:
+def test_the_last_block_of_a_thread_is_not_used_for_another_object() -> None:
     reader, other = ChangingObject(data_of()), ChangingObject(data_of())
     reader.now = other.now = None
     other.data[25] ^= 1
@@ -247,7 +249,7 @@ def test_the_last_block_of_a_thread_is_of_one_object() -> None:
     assert read(first, 30, 40) == reader.data[30:40]
 
 
-def test_what_was_verified_with_a_stamp_is_verified_again_without_one() -> None:
+def test_blocks_verified_with_a_stamp_are_verified_again_without_one() -> None:
     reader = ChangingObject(data_of())
     found = held(reader)
     read(found, 250, 260)
@@ -257,7 +259,7 @@ def test_what_was_verified_with_a_stamp_is_verified_again_without_one() -> None:
         read(found, 250, 260)
 
 
-def test_what_ends_early_is_not_at_hand() -> None:
+def test_ranges_behind_the_end_of_the_object_are_not_cached() -> None:
     for verified in (True, False):
         reader = ChangingObject(data_of())
         found = held(reader, verified=verified)
@@ -270,7 +272,7 @@ def test_what_ends_early_is_not_at_hand() -> None:
             read(found, 0, SIZE + 1)
 
 
-def test_what_is_not_verified_is_at_hand_once_some_of_it_was_read() -> None:
+def test_without_verification_an_object_is_cached_after_its_first_read() -> None:
     reader = ChangingObject(data_of())
     found = held(reader, verified=False)
     assert not found.is_cached(0, 10)

@@ -1,4 +1,4 @@
-"""The geometry of boxes in C order, against NumPy's own."""
+"""The geometry of boxes in C order, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def counted(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.i
 
 
 @given(full_shapes)
-def test_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
+def test_strides_equal_those_of_numpy(shape: tuple[int, ...]) -> None:
     assert c_strides(shape) == tuple([stride // 8 for stride in np.zeros(shape, np.int64).strides])
 
 
 @given(full_shapes, st.data())
-def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_boxes_of_a_flat_range_contain_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     array = counted(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
@@ -35,7 +35,7 @@ def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataO
 
 
 @given(full_shapes, st.data())
-def test_runs_are_what_is_contiguous(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_runs_are_the_contiguous_ranges_of_a_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     box = data.draw(boxes(shape))
     array = counted(shape)
     wanted = array[box.slices].ravel().tolist()
@@ -45,11 +45,11 @@ def test_runs_are_what_is_contiguous(shape: tuple[int, ...], data: st.DataObject
         found = list(runs(shape, box, axis))
         assert [flat + step for _, flat in found for step in range(length)] == wanted
         assert [int(array[index]) for index, _ in found] == [flat for _, flat in found]
-    assert least == 0 or box.shape[least] < shape[least]  # no axis further out would do
+    assert least == 0 or box.shape[least] < shape[least]  # the outermost axis with contiguous runs
 
 
 @given(full_shapes, st.integers(0, 20), st.data())
-def test_spans_cover_a_box_and_only_small_gaps(shape: tuple[int, ...], most_gap: int, data: st.DataObject) -> None:
+def test_spans_cover_a_box_and_its_small_gaps(shape: tuple[int, ...], most_gap: int, data: st.DataObject) -> None:
     box = data.draw(boxes(shape))
     wanted = counted(shape)[box.slices].ravel().tolist()
     expected = [[wanted[0], wanted[0] + 1]]

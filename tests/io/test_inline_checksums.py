@@ -1,4 +1,4 @@
-"""Inline checksums equal those of one pass over the bytes before them."""
+"""Inline checksums, which the engine computes in pieces, equal those of one pass over the preceding bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKSUMS: Sequence[Checksum] = [Crc32(), Length()]
 
 
 @given(st.data())
-def test_objects_hold_the_checksums_of_what_is_before_them(data: st.DataObject) -> None:
+def test_written_objects_contain_the_checksums_of_the_preceding_segments(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, opened = data.draw(stored())
     segments, _, _, expected = data.draw(summed(checksum, sources, plain))
@@ -57,7 +57,7 @@ def expected_bytes(arrays: Sequence[HostArray]) -> bytes:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [TINY, ODD], ids=["tiny", "odd"])
-def test_any_order_of_threads_gives_the_same(threads: int, sizes: Sizes) -> None:
+def test_the_order_of_threads_does_not_matter(threads: int, sizes: Sizes) -> None:
     arrays: list[HostArray] = [np.full(nbytes, nbytes % 251, np.uint8) for nbytes in (700, 3, 0, 130, 1, 999, 64)]
     storage = WatchedStorage(memory_storage())
     storage.jitter = 2e-4
@@ -69,7 +69,7 @@ def test_any_order_of_threads_gives_the_same(threads: int, sizes: Sizes) -> None
     assert sum(checksum.summed) == sum([array.nbytes for array in arrays])
 
 
-def test_large_arrays_are_summed_block_by_block_and_each_byte_once() -> None:
+def test_each_byte_of_a_large_array_is_summed_once_in_blocks() -> None:
     checksum = Crc32()
     arrays: list[HostArray] = [np.full(9 << 20, number, np.uint8) for number in (1, 2)]
     storage = WatchedStorage(memory_storage())
@@ -95,7 +95,7 @@ def test_many_tiny_arrays_with_checksums_share_a_write() -> None:
     assert len(checksum.summed) == 2002
 
 
-def test_a_checksum_may_be_of_a_header_and_an_array_or_of_nothing() -> None:
+def test_a_checksum_may_cover_several_segments_or_no_bytes() -> None:
     crc = Crc32()
     array = np.arange(40, dtype=np.uint8)
     for sizes in (SIZES, TINY):
@@ -116,7 +116,7 @@ def test_a_checksum_may_be_of_a_header_and_an_array_or_of_nothing() -> None:
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("count", [-1, 0, 4])
-def test_a_checksum_of_segments_that_are_not_there_is_refused(sizes: Sizes, place: int, count: int) -> None:
+def test_a_checksum_of_too_many_or_no_segments_is_refused(sizes: Sizes, place: int, count: int) -> None:
     opened = Opened()
     segments: list[Segment] = [whole(opened, number, np.zeros(100, np.uint8)) for number in range(4)]
     segments.insert(place, ChecksumSegment(Crc32(), count))
@@ -140,20 +140,20 @@ def test_a_checksum_of_a_checksum_is_refused(sizes: Sizes) -> None:
     assert opened.closed == [0]
 
 
-class Liar(Crc32):
-    """Says that it is longer than it is."""
+class WrongSize(Crc32):
+    """A checksum that states 5 bytes and encodes to 4."""
 
     nbytes = 5
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY, ODD], ids=["inline", "tasks", "pieces"])
 @pytest.mark.parametrize("nbytes", [100, 0])
-def test_a_checksum_that_is_not_as_long_as_it_says_is_refused(sizes: Sizes, nbytes: int) -> None:
+def test_a_checksum_of_another_size_than_stated_is_refused(sizes: Sizes, nbytes: int) -> None:
     opened = Opened()
     arrays: list[HostArray] = [np.zeros(nbytes, np.uint8)] * 3
     with pytest.raises(PluginError, match="crc32 states a size of 5 bytes and encodes to 4 bytes"):
         recorder = ObjectRecorder(memory_storage(), IOThreads(2), sizes=sizes)
-        recorder.write("x", summed_arrays(opened, Liar(), arrays))
+        recorder.write("x", summed_arrays(opened, WrongSize(), arrays))
     assert sorted(opened.closed) == [0, 1, 2]
 
 
@@ -166,7 +166,7 @@ def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what:
     storage.jitter = 1e-3
     checksum = Crc32(jitter=3e-3, fail_at=fail_at if what == "sum" else None)
     opened = Opened()
-    # Each is of several tasks, so that checksums are waited for.
+    # Each array needs several tasks, so that threads wait for checksums of others.
     arrays: list[HostArray] = [np.full(700, number, np.uint8) for number in range(12)]
     segments = summed_arrays(opened, checksum, arrays)
     if what == "write":
@@ -181,12 +181,12 @@ def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what:
     with pytest.raises(StorageError if what == "write" else RuntimeError, match="because the test|copy failed"):
         recorder.write("x", segments)
     assert sorted(opened.closed) == list(range(12))
-    assert storage.aborted == storage.opened  # none where nothing could be written
+    assert storage.aborted == storage.opened  # both are empty if no write began
     assert recorder.objects == ()
 
 
-def test_a_thread_that_waits_for_a_checksum_ends_after_a_failure() -> None:
-    """One thread sums the first task, and fails once another has summed the rest and waits to write the checksum."""
+def test_a_thread_waiting_for_a_checksum_ends_after_a_failure() -> None:
+    """One thread sums the first task. It fails while another, which summed the rest, waits to write the checksum."""
     others = threading.Event()
 
     class Failing(Crc32):

@@ -1,4 +1,4 @@
-"""Writes of objects: in order, once, with bounded memory, and given up whole."""
+"""Writes of objects: content, records, order of segments, and failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checksums(data: bytes, block: int) -> bytes:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_records_have_the_size_and_the_checksum_of_each_block(sizes: Sizes) -> None:
+def test_records_contain_the_size_and_a_checksum_for_each_block(sizes: Sizes) -> None:
     storage = memory_storage()
     recorder = ObjectRecorder(storage, IOThreads(2), sizes=sizes)
     block = sizes.block
@@ -50,7 +50,7 @@ def test_records_have_the_size_and_the_checksum_of_each_block(sizes: Sizes) -> N
     assert (storage.get("a"), storage.get("b"), storage.get("c/d")) == (data, b"small", b"")
 
 
-def test_without_checksums_none_are_kept() -> None:
+def test_without_checksums_records_have_none() -> None:
     recorder = ObjectRecorder(memory_storage(), IOThreads(2), checksums=False, sizes=TINY)
     recorder.write("a", [BytesSegment(bytes(1000))])
     recorder.put("b", b"1")
@@ -71,16 +71,19 @@ def test_large_objects_are_written_block_by_block() -> None:
     expected = b"head" + b"".join([array.tobytes() for array in arrays])
     assert storage.get("x") == expected
     assert recorder.objects == (ObjectRecord("x", len(expected), checksums(expected, MIB)),)
-    assert sum(written) == len(expected) - len(b"head")  # bytes of arrays
+    assert sum(written) == len(expected) - len(b"head")  # progress counts only the bytes of arrays
     ranges = sorted([(start, stop) for _, start, stop in storage.writes])
-    assert [start for start, _ in ranges] == [0, *[stop for _, stop in ranges[:-1]]]  # every byte once
+    assert [start for start, _ in ranges] == [
+        0,
+        *[stop for _, stop in ranges[:-1]],
+    ]  # the ranges are adjacent, so each byte is written once
     assert max([stop - start for start, stop in ranges]) == MIB
     assert all(start % MIB == 0 for start, _ in ranges)
     assert opened.opened == [0, 1, 2] and sorted(opened.closed) == [0, 1, 2]
 
 
 class Changing(WatchedStorage):
-    """A storage during whose writes the caller changes an array, before and after each."""
+    """A storage that changes the array of the caller before and after each write."""
 
     def __init__(self, inner: StorageBackend, array: HostArray, part_bytes: int) -> None:
         super().__init__(inner)
@@ -94,12 +97,12 @@ class Changing(WatchedStorage):
 
 @pytest.mark.parametrize("part_bytes", [1, 2 * MIB])
 @pytest.mark.parametrize("size", [3000, 100_000, 5 * MIB + 3], ids=["tiny", "small", "large"])
-def test_checksums_are_of_what_was_written_of_an_array_that_changes(size: int, part_bytes: int) -> None:
+def test_checksums_match_the_written_bytes_if_the_array_changes(size: int, part_bytes: int) -> None:
     array = np.zeros(size, np.uint8)
     storage = Changing(memory_storage(), array, part_bytes)
 
     class Changed(Crc32):
-        """A checksum whose bytes are changed by their owner while it is computed."""
+        """A checksum that changes the array after it was computed."""
 
         def of(self, data: memoryview) -> int:
             value = super().of(data)
@@ -112,10 +115,10 @@ def test_checksums_are_of_what_was_written_of_an_array_that_changes(size: int, p
     assert recorder.objects == (ObjectRecord("x", len(data), checksums(data, MIB)),)
     crc = Crc32()
     assert data[4 + size :] == crc.encode(crc.of(memoryview(data)[: 4 + size]))
-    assert array[0]  # it did change
+    assert array[0]  # the array did change
 
 
-def test_a_storage_can_read_what_it_was_given_again() -> None:
+def test_arrays_are_passed_to_the_storage_without_a_copy() -> None:
     array = np.zeros((4, MIB), ml_dtypes.bfloat16)
     shared: list[bool] = []
 
@@ -140,7 +143,7 @@ def test_a_storage_can_read_what_it_was_given_again() -> None:
     assert shared == [False] * 16
 
 
-def test_a_segment_is_opened_only_when_its_turn_comes_and_closed_when_it_is_written() -> None:
+def test_segments_are_opened_shortly_before_their_write_and_closed_after_it() -> None:
     events: list[str] = []
     arrays = [np.full(8 * MIB, number, np.uint8) for number in range(4)]
 
@@ -159,7 +162,7 @@ def test_a_segment_is_opened_only_when_its_turn_comes_and_closed_when_it_is_writ
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("fail_at", [0, 3, 9])
-def test_a_failed_write_gives_the_object_up_and_closes_everything_once(threads: int, fail_at: int) -> None:
+def test_a_failed_write_aborts_the_object_and_closes_each_segment_once(threads: int, fail_at: int) -> None:
     storage = WatchedStorage(memory_storage())
     storage.fail_write_at = fail_at
     storage.jitter = 1e-3
@@ -176,7 +179,7 @@ def test_a_failed_write_gives_the_object_up_and_closes_everything_once(threads: 
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_a_segment_that_does_not_open_fails_the_object(sizes: Sizes) -> None:
+def test_if_a_segment_cannot_be_opened_the_write_fails(sizes: Sizes) -> None:
     opened = Opened()
 
     def fail() -> Sequence[tuple[Box, HostArray]]:
@@ -193,7 +196,7 @@ def test_a_segment_that_does_not_open_fails_the_object(sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
-def test_an_error_of_close_is_raised_and_the_others_are_closed(sizes: Sizes) -> None:
+def test_if_closing_a_segment_fails_the_others_are_closed(sizes: Sizes) -> None:
     opened = Opened()
     segments: list[Segment] = [whole(opened, number, np.full(150, number, np.uint8)) for number in range(9)]
 
@@ -222,7 +225,7 @@ def test_an_error_of_close_is_raised_and_the_others_are_closed(sizes: Sizes) -> 
         [],
     ],
 )
-def test_arrays_that_do_not_make_up_the_box_are_refused(parts: list[tuple[Box, HostArray]]) -> None:
+def test_arrays_that_do_not_fill_the_box_are_refused(parts: list[tuple[Box, HostArray]]) -> None:
     closed = []
     segment = ArraySegment(Box((0,), (4,)), 1, lambda: parts, lambda: closed.append(1))
     for sizes in (SIZES, TINY):
@@ -245,8 +248,8 @@ def test_many_tiny_segments_share_a_write() -> None:
     assert storage.get("y") == big.tobytes() + b"".join([array.tobytes() for array in arrays])
 
 
-def test_objects_written_at_once_from_many_threads_do_not_wait_for_each_other_for_ever() -> None:
-    """Each call works itself, so more calls than threads all end, also where opening waits for another call's work."""
+def test_concurrent_writes_from_many_threads_do_not_deadlock() -> None:
+    """Each calling thread also does work. So all calls end, even if opening a segment waits for the other calls."""
     threads = IOThreads(2)
     storage = memory_storage()
     recorder = ObjectRecorder(storage, threads, sizes=TINY)

@@ -1,4 +1,4 @@
-"""Round trips equal NumPy slicing, for all boxes, strides, dtypes and numbers of threads."""
+"""Round trips equal NumPy slices, for all boxes, strides, dtypes and numbers of threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.io.watched_storage import WatchedStorage, memory_storage
 
 
 @given(st.data())
-def test_objects_hold_the_bytes_of_their_segments(data: st.DataObject) -> None:
+def test_written_objects_contain_the_bytes_of_their_segments(data: st.DataObject) -> None:
     sources, segments, offsets, opened = data.draw(stored())
     storage = memory_storage()
     recorder = ObjectRecorder(storage, IOThreads(data.draw(st.sampled_from([1, 3]))), sizes=TINY)
@@ -41,14 +41,14 @@ def test_objects_hold_the_bytes_of_their_segments(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
+def test_targets_equal_numpy_slices(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     assert_targets_are_filled(data, segments, reads, targets)
 
 
 @given(st.data())
-def test_a_damaged_byte_is_found_or_not_read(data: st.DataObject) -> None:
+def test_a_damaged_byte_is_detected_or_not_read(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))
     storage = memory_storage()
@@ -83,7 +83,7 @@ def test_a_damaged_byte_is_found_or_not_read(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_threads_gives_the_same(seed: int) -> None:
+def test_the_order_of_threads_does_not_matter(seed: int) -> None:
     random.seed(seed)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -116,7 +116,7 @@ def test_any_order_of_threads_gives_the_same(seed: int) -> None:
         reader = ObjectReader(storage, records, threads, sizes=TINY)
         for number in reader.read_chunks(reads):
             found, expected = results[number]
-            assert np.array_equal(plain(found), plain(expected))  # complete as soon as its number comes
+            assert np.array_equal(plain(found), plain(expected))  # a target is complete when its number is yielded
         assert storage.read_calls > 20
     finally:
         sys.setswitchinterval(interval)
