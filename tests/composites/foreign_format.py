@@ -2,7 +2,8 @@
 
 A tree is a directory with ``index.shelf`` (JSON: dtype, shape and boxes of each array by name) and an object for each
 box. A checkpoint is a directory with ``SHELF`` (JSON: the writer, the user's metadata, and the content). A single tree
-is at ``tree/``; several checkpointables are at their names. A checkpointable without an index is files.
+is in ``tree/``. Each of several checkpointables is in a directory with its name. A checkpointable without an index
+consists of files.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ TREE = "tree/"
 
 
 class ShelfLayout(Layout):
-    """Writes and reads shelves."""
+    """A layout that writes and reads shelves."""
 
     name = "shelf"
 
@@ -97,7 +98,7 @@ class ShelfLayout(Layout):
         store.put(MARK, json.dumps(document).encode())
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """Return the boxes, each of which is an object."""
+        """Return the boxes of all arrays. Each box is an object."""
         columns = ChunkColumns()
         for leaf, places in _decode(tree, state).items():
             for key, box in places:
@@ -134,7 +135,7 @@ class ShelfLayout(Layout):
 
 
 class ShelfPlugin:
-    """Offers the layout."""
+    """A plugin with the layout ``shelf``."""
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:

@@ -1,4 +1,4 @@
-"""Metadata, verification, conversion of composites, and what a load of one name reads."""
+"""Composites: metadata, verification, conversion, and the bytes that a load of one name reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.composites.objects import Counter, Files, Linear
 
 def save_all(location: str, version: int = 3, **options: object) -> None:
     objects = {"model": Linear(version), "data": Counter(version), "files": Files({"a/b": b"%d" % version, "c": b""})}
-    ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # passed on
+    ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # the options are passed on
 
 
 def test_metadata_can_be_read_by_name(place: str) -> None:
@@ -125,7 +125,7 @@ def test_all_roots_have_one_format_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_load_during_an_overwrite_returns_one_save(scheme: str, tmp_path: Path) -> None:
-    """The checkpoint is replaced before each operation of a load: the load returns one save, old or new."""
+    """The checkpoint is replaced before each operation of a load. The load returns either the old or the new save."""
     above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
     save_all(f"{above}/count")
     counting = FaultPlan()
@@ -137,7 +137,7 @@ def test_a_load_during_an_overwrite_returns_one_save(scheme: str, tmp_path: Path
     for number in range(len(counting.operations)):
         location = f"{above}/{number}"
         save_all(location, 1)
-        plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # bound now
+        plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # the default binds the value
         model, files = Linear(0), Files()
         loaded = ckptcore.load_checkpointables(
             through(location),

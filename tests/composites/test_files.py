@@ -1,4 +1,4 @@
-"""Objects that write files of their own: every file comes back as it was, or the load says what is wrong."""
+"""Objects that write files. A load restores every file exactly or reports the problem."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_object_can_write_no_files(place: str) -> None:
     assert found.files == {}
 
 
-def test_a_load_of_files_has_a_report(place: str) -> None:
+def test_a_load_of_files_fills_the_report(place: str) -> None:
     ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"12345", "b": b""})})
     report = ckptcore.results.LoadReport()
     assert ckptcore.load(place + "/c/files", report=report) == {"a": b"12345", "b": b""}
@@ -69,21 +69,21 @@ def test_a_load_of_files_has_a_report(place: str) -> None:
 
 
 class Directories:
-    """Has directories with nothing in them."""
+    """An object that writes empty directories."""
 
     def __init__(self, *keys: str) -> None:
         self.keys = keys
         self.found: list[str] = []
 
     def save(self, directory: Path) -> None:
-        """Make them, and one file."""
+        """Create the directories, and a file in another directory."""
         (directory / "full").mkdir()
         (directory / "full" / "file").write_bytes(b"x")
         for key in self.keys:
             (directory / key).mkdir(parents=True)
 
     def load(self, directory: Path) -> None:
-        """List the files."""
+        """List the directories."""
         self.found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_dir())
 
 
@@ -139,7 +139,7 @@ def test_hostile_empty_directories_of_a_checkpoint_are_refused(key: str, tmp_pat
     assert problem.key == "it/checkpoint.json" and "directory" in problem.message
 
 
-def test_a_file_that_two_processes_wrote_is_an_error_of_the_object() -> None:
+def test_an_object_that_writes_a_file_in_two_processes_fails_the_save() -> None:
     part = SavePart("it", ckptcore.SafetensorsLayout(), WritePlan(NO_LEAVES, (), 0, 2, "", "it"), is_files=True)
     part.receipts = [Receipt(rank, (), None, (ObjectRecord("a.txt", rank, b""),)) for rank in range(2)]
     recorder = recorder_of(memory_storage(), default_context())
@@ -163,7 +163,7 @@ def _pipe(directory: Path) -> None:
 @pytest.mark.parametrize("make", [_link, _linked_directory, _pipe])
 def test_special_files_are_refused(make: object, place: str) -> None:
     odd = Files({"fine": b""})
-    odd.then = make  # type: ignore[assignment]  # one of the above
+    odd.then = make  # type: ignore[assignment]  # one of the functions above
     with pytest.raises(UnsupportedLeafError, match=r"in 'odd'.*(link|pipe)"):
         ckptcore.save_checkpointables(place + "/c", {"model": Linear(1), "odd": odd})
     with pytest.raises(CheckpointNotFoundError):
@@ -185,7 +185,7 @@ def test_an_unreadable_directory_is_an_error(place: str) -> None:
 
 
 @pytest.mark.parametrize("position", [0, BLOCK_BYTES, LARGE - 1])
-def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(position: int, tmp_path: Path) -> None:
     files = {"sub/large": random.Random(0).randbytes(LARGE), "other": b"fine"}
     ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(3), "files": Files(files)})
     path = tmp_path / "c" / "files" / "sub" / "large"

@@ -1,4 +1,4 @@
-"""Composite checkpoints of other software: found, loaded, described, verified and converted."""
+"""Composite checkpoints of other software: loading, metadata, verification and conversion."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
     assert same_value(ckptcore.load(tmp_path / "one", context=context), PARAMS)
     loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
     assert list(loaded) == ["tree"] and same_value(loaded["tree"], PARAMS)
-    # All other functions treat it as one tree.
+    # All other functions treat the checkpoint as one tree.
     found = ckptcore.metadata(tmp_path / "one", context=context)
     assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
@@ -148,7 +148,7 @@ def test_a_single_tree_has_the_name_given_by_its_software(tmp_path: Path, contex
 
 
 def test_a_plain_load_can_select_one_of_several_members(tmp_path: Path, context: ckptcore.Context) -> None:
-    """The other software loads like this, too. Describing, verifying and converting apply to the whole checkpoint."""
+    """The other software loads in this way, too. All functions but loads apply to the whole checkpoint."""
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same_value(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
@@ -187,7 +187,7 @@ def test_other_checkpoints_have_no_member_names(tmp_path: Path, context: ckptcor
         ckptcore.load_checkpointables(tmp_path / "c", context=ckptcore.Context())
 
 
-# --- what cannot be read, or is not there
+# --- unreadable and missing members
 
 
 def test_unsupported_members_are_named_and_the_others_load(shelf: Path, context: ckptcore.Context) -> None:
@@ -273,7 +273,7 @@ def test_damaged_arrays_are_refused(shelf: Path, context: ckptcore.Context) -> N
 
 
 def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, context: ckptcore.Context) -> None:
-    """It looks like a foreign one. But only its root shows what was deleted or replaced later."""
+    """It looks like a foreign checkpoint. But without its root, deleted and replaced members would go unnoticed."""
     ckptcore.save_checkpointables(
         tmp_path / "c", {"params": PARAMS, "moments": PARAMS}, layout="shelf", context=context
     )
@@ -285,7 +285,7 @@ def test_our_composite_without_its_root_is_not_a_foreign_one(tmp_path: Path, con
     assert same_value(ckptcore.load(tmp_path / "c" / "params", context=context), PARAMS)
 
 
-# --- what it says
+# --- metadata and verification
 
 
 def test_metadata_describes_the_members(shelf: Path, context: ckptcore.Context) -> None:
@@ -331,7 +331,7 @@ class Caching(ShelfLayout):
         self.reads: list[int] = []
 
     def index(self, tree: TreeMetadata, state: JSON) -> ChunkIndex:
-        """An index that counts the reads of each store."""
+        """Return an index that counts the reads of each store."""
         return WatchedIndex(super().index(tree, state), self._read)
 
     def _read(
@@ -343,7 +343,7 @@ class Caching(ShelfLayout):
 
 
 class CachingPlugin:
-    """Offers one layout object."""
+    """A plugin with the layout object ``shelf``."""
 
     def __init__(self) -> None:
         self.layout = Caching()
@@ -356,7 +356,7 @@ class CachingPlugin:
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Path) -> None:
-    """This holds for any number of reads, so that a layout can cache facts. The store is freed with the tree."""
+    """All reads of a tree use one store, so that a layout can cache facts. The store is freed with the tree."""
     plugin = CachingPlugin()
     context = ckptcore.Context(
         plugins=ckptcore.context.PluginOptions(extra=(plugin,)), memory=ckptcore.context.MemoryOptions(load_bytes=1)
@@ -418,11 +418,11 @@ def test_a_save_replaces_a_foreign_composite_only_on_request(shelf: Path, contex
         ckptcore.delete(shelf, context=context)
 
 
-# --- while it is replaced
+# --- concurrent replacement
 
 
 def test_a_concurrent_reader_gets_the_foreign_checkpoint_or_ours(tmp_path: Path) -> None:
-    """It is replaced by a checkpoint of ours before each operation of a load. The result must be one of the two."""
+    """Our checkpoint replaces the foreign one before each operation of a load. The load returns one of the two."""
     counting = FaultPlan()
     location = f"file://{tmp_path}/count"
     put_on_shelf(tmp_path / "count", {"a": PARAMS, "b": PARAMS})

@@ -1,4 +1,4 @@
-"""Symbolic links from a checkpoint to files outside it: no reader, verification or copy follows them."""
+"""Symbolic links from a checkpoint to files outside it. No reader, verification or copy follows them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SAVES: Final[Mapping[str, Callable[[Path], Any]]] = {
 
 
 def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
-    """Everything that reads a checkpoint, by name."""
+    """Return all functions that read a checkpoint, by name."""
     unverified = ckptcore.Context(io=ckptcore.context.IOOptions(verify=False, threads=1))
     there = location.parent / "copy"
     return {
@@ -121,7 +121,7 @@ def test_a_link_to_a_file_next_to_a_composite_is_refused(tmp_path: Path) -> None
 
 
 def _expect_links_refused(location: Path, has_root: bool) -> None:
-    """Turn each file into a link to one with its bytes. Each reader refuses it, or gives the same without the file."""
+    """Replace each file by a link to a copy. Each reader refuses the link, or returns the same as without the file."""
     if not has_root:
         for root in location.rglob("checkpoint.json"):
             root.unlink()
@@ -145,8 +145,8 @@ def _expect_links_refused(location: Path, has_root: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "checkpoint.json", "model.safetensors"])
-def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
-    """Also a link to a checkpoint in the same directory that holds the right save."""
+def test_a_base_that_is_a_link_is_refused(name: str, tmp_path: Path) -> None:
+    """A link is refused even if it leads to the right save in the same directory."""
     runs = tmp_path / "runs"
     ckptcore.save(runs / "base", {"a": np.arange(600.0), "b": np.ones(3)})
     ckptcore.save(runs / "update", {"b": np.zeros(3)}, strategy=ckptcore.Update(runs / "base"))
@@ -162,7 +162,7 @@ def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
 
 
 def test_links_next_to_a_checkpoint_are_ignored(tmp_path: Path) -> None:
-    """Like a run with a link to its last step."""
+    """A run may contain a link to its last step."""
     ckptcore.save(tmp_path / "step_1", {"a": np.ones(3)})
     ckptcore.save(tmp_path / "step_2", {"a": np.ones(3)})
     (tmp_path / "latest").symlink_to("step_2")
@@ -174,7 +174,7 @@ def test_links_next_to_a_checkpoint_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_a_file_that_the_user_names_may_be_a_link(suffix: str, tmp_path: Path) -> None:
+def test_a_file_given_by_its_path_may_be_a_link(suffix: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / f"model.{suffix}"
     if suffix == "pt":
@@ -200,7 +200,7 @@ def test_a_downloaded_directory_with_a_link_to_a_file_next_to_it(target: str, tm
 
 
 def test_a_snapshot_in_the_cache_of_the_hub_loads(tmp_path: Path) -> None:
-    """Whole, by a directory inside it, and by one of its files."""
+    """Load the whole snapshot, a directory in it, and one of its files."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
     (snapshot / "unet").mkdir(parents=True)
