@@ -1,4 +1,4 @@
-"""The entries of the table of comparison in the README, with the installed versions of the libraries."""
+"""The entries of the comparison table in the README, tested with the installed versions of the libraries."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NEW: Final = OLD[::-1].copy()
 
 
 class Library(NamedTuple):
-    """A way to save and load an array.
+    """The functions of a library that save and load an array.
 
     Attributes:
-        save: saves an array to a path, also over an earlier checkpoint.
+        save: saves an array at a path, and overwrites an existing checkpoint.
         load: returns the array at a path.
     """
 
@@ -85,7 +85,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _data_file(path: Path, array: np.ndarray) -> tuple[Path, int]:
-    """Return the file that has the elements of an array, and the offset of some of them."""
+    """Return the file that contains the elements of an array, and the offset of an element."""
     wanted = array[3000:3004].tobytes()
     ((file, offset),) = [(file, at) for file in _files(path) if (at := file.read_bytes().find(wanted)) >= 0]
     return file, offset
@@ -115,7 +115,7 @@ def test_a_changed_bit_is_an_error_of_ckptcore(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["PyTorch DCP", "torch.save"])
 def test_an_overwrite_is_in_place(name: str, tmp_path: Path) -> None:
-    """A second name of the old data file then has the new elements."""
+    """The test makes a hard link to the old data file, which has the new elements after the overwrite."""
     library = LIBRARIES[name]
     library.save(tmp_path / "c", OLD)
     file, _ = _data_file(tmp_path / "c", OLD)
@@ -151,7 +151,7 @@ def test_an_overwrite_of_ckptcore_that_fails_leaves_the_old_checkpoint(tmp_path:
 
 
 class _Code:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -167,7 +167,7 @@ def test_loads_of_dcp_run_code_and_those_of_torch_do_not_by_default(tmp_path: Pa
     with pytest.raises(CheckpointError):
         ckptcore.load(tmp_path / "hostile")
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(BaseException, match="."):  # an error about what the code returned
+    with pytest.raises(BaseException, match="."):  # the result of the code is no valid checkpoint
         _load_dcp(tmp_path / "hostile")
     assert (tmp_path / "ran").is_dir()
 

@@ -1,4 +1,4 @@
-"""An index of safetensors files decides which tensors are loaded. One wrong entry does not close the directory."""
+"""Indexes of safetensors files decide which tensors are loaded. A wrong entry affects only its own tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _values(tree: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def _shards(directory: Path) -> None:
-    """Write two shards that both have `w`, as an overlay over an older shard does; the index names the second."""
+    """Write two shards that both contain `w`, like an overlay over an older shard. The index names the second one."""
     _put(directory / _FIRST, a=1, w=2, old=3)
     _put(directory / _SECOND, b=4, w=5)
     _index(directory, a=_FIRST, b=_SECOND, w=_SECOND)
@@ -153,7 +153,7 @@ def test_a_module_is_filled_from_the_selected_entries(with_a_missing_entry: tupl
     assert {name: one[0].item() for name, one in model.named_parameters()} == {"a": 1, "b": 4, "w": 5}
 
 
-def test_an_index_of_several_files_that_one_file_replaced(tmp_path: Path) -> None:
+def test_a_single_file_is_used_if_the_files_of_the_index_are_missing(tmp_path: Path) -> None:
     _index(tmp_path, a=_FIRST, b=_SECOND)
     _put(tmp_path / "model.safetensors", a=1, b=2)
     assert _values(ckptcore.load(tmp_path)) == {"a": 1, "b": 2}
@@ -164,7 +164,7 @@ def test_an_index_of_several_files_that_one_file_replaced(tmp_path: Path) -> Non
             opened["b"]
 
 
-def test_shards_without_an_index_that_share_a_name(tmp_path: Path) -> None:
+def test_a_name_in_two_shards_without_an_index_is_an_error(tmp_path: Path) -> None:
     _shards(tmp_path)
     (tmp_path / _INDEX).unlink()
     with ckptcore.open(tmp_path) as opened:
@@ -177,7 +177,7 @@ def test_shards_without_an_index_that_share_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["", "F 33", "?", "F32\n"])
-def test_a_dtype_that_is_no_name(dtype: str, tmp_path: Path) -> None:
+def test_an_invalid_name_of_a_dtype_affects_only_its_tensor(dtype: str, tmp_path: Path) -> None:
     # torchtitan wrote an entry with the dtype "" and the shape [] (pytorch/torchtitan pull request 3764).
     header = {
         "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
