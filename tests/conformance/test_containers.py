@@ -1,4 +1,4 @@
-"""The container handlers of the core are what the protocol asks for."""
+"""The container handlers of the core satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Slotted:
 
 
 class Registry(dict[str, Any]):
-    """A dict that carries more than its items."""
+    """A dict with an additional attribute."""
 
     label = "class"
 
@@ -58,7 +58,7 @@ def _registry() -> Registry:
 
 
 class Items(list[Any]):
-    """A list of a type of its own."""
+    """A subclass of list."""
 
 
 def _handler(value: object) -> ContainerHandler:

@@ -1,4 +1,4 @@
-"""The coordinators of the core are what the protocol asks for."""
+"""The coordinators of the core satisfy the protocol."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TestThreadCoordinator(CoordinatorTests):
 
 
 class _Sleepy(CoordinatorTests):
-    """Rank 1 starts after the deadline of the others, as on a busy machine."""
+    """Tests in which rank 1 starts after the deadline of the others, as on a busy machine."""
 
     short_seconds = 0.05
 

@@ -1,4 +1,4 @@
-"""The handler of arrays of which each process holds a part is what the protocol asks for."""
+"""The handler of `ShardedArray` satisfies the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of a checkpoint that is open already: a single attempt, with the whole state of any other."""
+"""Reads of a checkpoint that is already open. They need a single attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_an_open_checkpoint_is_read_in_one_attempt(tmp_path: Path) -> None:
     first = tree_attempts(tmp_path / "c", default_context())
     opened = first.open()
     second = tree_attempts(opened, default_context())
-    assert vars(first).keys() <= vars(second).keys()  # methods of the base class need them
+    assert vars(first).keys() <= vars(second).keys()  # methods of the base class need these attributes
     assert second.open() is opened
     assert second.retry_if_replaced(lambda found: found) is opened
     assert ConsistentRead.is_current(second) and ConsistentRead.is_unchanged(second)

@@ -1,4 +1,4 @@
-"""Open checkpoints that are dropped without `close`."""
+"""Open checkpoints that are deleted without `close`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
-def test_no_file_stays_open_after_the_whole_tree_was_asked_for(tmp_path: Path) -> None:
+def test_no_file_stays_open_after_the_whole_tree_was_used(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.arange(6.0)})
     gc.collect()
-    gc.disable()  # reference counts alone must close them
+    gc.disable()  # reference counts alone must close the files
     try:
         before = descriptors()
         for _ in range(5):
@@ -32,7 +32,7 @@ def test_no_file_stays_open_after_the_whole_tree_was_asked_for(tmp_path: Path) -
         gc.enable()
 
 
-def test_the_whole_tree_is_a_tree_of_its_own(tmp_path: Path) -> None:
+def test_the_whole_tree_is_not_the_open_checkpoint(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"a": np.arange(6.0)})
     with ckptcore.open(tmp_path / "c") as opened:
         whole = opened[()]

@@ -1,4 +1,4 @@
-"""Open checkpoints as mappings: what is at which path."""
+"""Open checkpoints as mappings from paths to arrays, values and trees."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def location(tmp_path: Path) -> Path:
 
 def test_paths_are_keys_or_text(location: Path) -> None:
     with ckptcore.open(location) as opened:
-        assert opened["a/b"].shape == (1,)  # a key of that name comes first
+        assert opened["a/b"].shape == (1,)  # a key with a slash is preferred to a path
         assert opened["a"]["b"].shape == opened["a", "b"].shape == (2,)
         assert opened["a/c/d/e"].shape == opened["a", "c/d", "e"].shape == opened[["a", "c/d/e"]].shape == (3,)
         assert opened["layers/1/w"][0] == opened["layers", 1]["w"][0] == opened["layers"][1]["w"][0] == 1
@@ -71,24 +71,24 @@ def test_trees_are_mappings(location: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["x", "a/x", "a/b/x", ("layers", 3), ("layers", -1), "s/step/x", ("a", "c", "d"), True]
 )
-def test_a_path_where_nothing_is_is_told(location: Path, path: Any) -> None:
+def test_an_unknown_path_is_an_error(location: Path, path: Any) -> None:
     with ckptcore.open(location) as opened, pytest.raises(UnknownPathError, match="is not in"):
         opened[path]
 
 
-def test_the_error_says_what_is_there(location: Path) -> None:
+def test_the_error_lists_existing_keys(location: Path) -> None:
     with ckptcore.open(location) as opened, pytest.raises(KeyError) as caught:
         opened["layer/0"]
     assert str(caught.value).endswith("'empty'; did you mean 'layers'?")
 
 
-def test_a_tree_that_is_a_leaf_is_at_the_empty_path(tmp_path: Path) -> None:
+def test_a_single_leaf_is_at_the_empty_path(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", np.arange(4))
     with ckptcore.open(tmp_path / "c") as opened:
         assert opened[()][1:].tolist() == opened[""][1:].tolist() == [1, 2, 3] and len(opened) == 0
 
 
-def test_tied_arrays_are_both_there(tmp_path: Path) -> None:
+def test_tied_arrays_are_at_all_their_paths(tmp_path: Path) -> None:
     shared = np.arange(6)
     ckptcore.save(tmp_path / "c", {"a": shared, "b": shared})
     with ckptcore.open(tmp_path / "c") as opened:
@@ -104,7 +104,7 @@ def test_a_file_of_other_software_is_opened(tmp_path: Path) -> None:
         assert opened["model.w"].memory_map()[2, 3] == 11
 
 
-def test_what_is_no_tree_is_refused(tmp_path: Path) -> None:
+def test_missing_and_composite_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.open(tmp_path / "nothing")
     ckptcore.save_checkpointables(tmp_path / "c", {"model": {"w": np.zeros(2)}, "data": {"n": 1}})
