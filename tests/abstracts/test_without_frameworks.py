@@ -1,4 +1,4 @@
-"""Programs that have neither JAX nor PyTorch load what these saved, by what `metadata` calls abstract."""
+"""Programs without JAX and PyTorch load checkpoints of these frameworks, with the abstract tree of `metadata`."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def loaded_elsewhere(locations: dict[str, Path], directory: Path) -> dict[str, A
 
 
 def rows(count: int) -> NamedSharding:
-    """The first axis over the devices there are."""
+    """Return a sharding of the first axis over devices."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("x",))
     return NamedSharding(mesh, PartitionSpec("x"))  # type: ignore[no-untyped-call]  # JAX leaves its constructor untyped
 
 
 def jax_state() -> tuple[Any, Any]:
-    """A state, and what it is in Python and NumPy."""
+    """Return a state, and the equivalent values of Python and NumPy."""
     key, keys = jax.random.key(7), jax.random.split(jax.random.key(3, impl="rbg"), 4)
     numbers = np.arange(64, dtype=np.float32).reshape(8, 8)
     state = {
@@ -127,7 +127,7 @@ def jax_state() -> tuple[Any, Any]:
 
 
 def torch_state() -> tuple[Any, Any]:
-    """A state, and what it is in Python and NumPy."""
+    """Return a state, and the equivalent values of Python and NumPy."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -160,7 +160,7 @@ def torch_state() -> tuple[Any, Any]:
 
 
 def in_numpy(state: Any) -> Any:
-    """A state dict with arrays of NumPy."""
+    """Convert the tensors of a state dict to NumPy arrays."""
     if isinstance(state, torch.Tensor):
         return state.detach().numpy()
     if isinstance(state, dict):
@@ -169,7 +169,7 @@ def in_numpy(state: Any) -> Any:
 
 
 def test_framework_checkpoints_load_without_the_framework(tmp_path: Path) -> None:
-    """Through all layouts, one process for all of them."""
+    """One new process loads the checkpoints of all layouts."""
     states = {"jax": jax_state(), "torch": torch_state()}
     locations = {f"{name} {layout}": tmp_path / name / layout for name in states for layout in LAYOUTS}
     for layout in LAYOUTS:
@@ -182,7 +182,7 @@ def test_framework_checkpoints_load_without_the_framework(tmp_path: Path) -> Non
 
 
 def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
-    """By name checkpoints that other software wrote, and what is in each."""
+    """Save checkpoints with other libraries. Return their locations and contents by name."""
     numbers = np.arange(32, dtype=np.float32).reshape(8, 4)
     arrays = {"w": numbers.astype(ml_dtypes.bfloat16), "b": np.arange(3, dtype=np.int32)}
     state = {
@@ -198,7 +198,7 @@ def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
     found["orbax v0"] = directory / "orbax v0", expected
     tensors = {"w": torch.from_numpy(numbers.copy()).bfloat16(), "b": torch.arange(3, dtype=torch.int32)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a save without a process group, which is meant
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group
         dcp.state_dict_saver.save({"model": tensors, "step": 7}, checkpoint_id=str(directory / "dcp"))
     found["dcp"] = directory / "dcp", {"model": arrays, "step": 7}
     torch.save({"model": OrderedDict(tensors), "step": 7, "name": "run"}, directory / "torch.pt")
@@ -217,7 +217,7 @@ def saved_by_others(directory: Path) -> dict[str, tuple[Path, Any]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of event loops that Orbax leaves open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves event loops open
 def test_foreign_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
     saved = saved_by_others(tmp_path)
     found = loaded_elsewhere({name: location for name, (location, _) in saved.items()}, tmp_path / "elsewhere")
@@ -226,7 +226,7 @@ def test_foreign_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
 
 
 def goldens() -> dict[str, Path]:
-    """Load the golden checkpoints of Orbax, AXLearn, Flax, PyTorch, Hugging Face and ckptcore."""
+    """Return the golden checkpoints of Orbax, AXLearn, Flax, PyTorch, Hugging Face and ckptcore, by name."""
     found = {}
     for plugin in ("layout_orbax", "layout_dcp"):
         for told in sorted((ROOT / "plugins" / plugin / "tests" / "golden").glob("*.json")):
@@ -251,7 +251,7 @@ def test_golden_checkpoints_load_without_frameworks(tmp_path: Path) -> None:
 
 
 def sorted_keys(tree: Any) -> Any:
-    """Dicts in the order of their keys: several of these formats have one of their own."""
+    """Sort the keys of all dicts, because several formats store them in another order."""
     if isinstance(tree, dict):
         return type(tree)({key: sorted_keys(tree[key]) for key in sorted(tree)})
     return tree

@@ -15,7 +15,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class UntouchedMemory:
-    """Anonymous memory: a page of it exists once it was read or written."""
+    """Anonymous memory, of which the system allocates a page at its first read or write."""
 
     def __init__(self, pages: int) -> None:
         self.memory = mmap.mmap(-1, pages * _PAGE)
@@ -23,7 +23,7 @@ class UntouchedMemory:
         self._pages = pages
 
     def pages_touched(self) -> int:
-        """Return the number of its pages that exist, as mincore(2) counts them."""
+        """Return the number of allocated pages, as reported by mincore(2)."""
         resident = (ctypes.c_ubyte * self._pages)()
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._pages * _PAGE), resident)
@@ -32,7 +32,7 @@ class UntouchedMemory:
 
 
 def assert_same(found: Any, expected: Any, where: str = "the value") -> None:
-    """Fail unless two values have the same types, structure and placement, and equal leaves, bit for bit."""
+    """Assert that two values have the same types, structure and placement, and that leaves are equal bit for bit."""
     assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found a {type(found)}"
     if isinstance(expected, torch.Tensor):
         _assert_same_tensor(found, expected, where)

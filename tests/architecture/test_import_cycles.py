@@ -1,4 +1,4 @@
-"""No modules of ours import each other in a circle, also not by imports inside functions."""
+"""Our modules have no import cycles, including imports inside functions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from graphlib import CycleError, TopologicalSorter
 from tests.architecture.sources import core_sources, plugin_sources
 
 EXCEPTIONS: Mapping[str, Collection[str]] = {
-    # This distribution is being split into packages that import one way.
+    # This distribution is being split into packages without cycles.
 }
 """Imports that close a circle and are allowed for now: by module, the modules it imports."""
 
 
 def cycles(imports: Mapping[str, Collection[str]]) -> Sequence[Sequence[str]]:
-    """Circles of modules that import each other, each from a module back to itself, until none is left without them."""
+    """Return import cycles, each as modules from the first back to itself.
+
+    Removes an import of each cycle that it finds, until no cycle is left.
+    """
     left = {module: set(imported) for module, imported in imports.items()}
     found: list[Sequence[str]] = []
     while True:

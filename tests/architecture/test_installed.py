@@ -1,4 +1,4 @@
-"""Installed distributions: the same as `importlib.metadata` finds, without importing it."""
+"""Installed distributions, found without importing `importlib.metadata`. The results must be equal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_finds_the_version_of_importlib() -> None:
 
 
 def test_a_copy_without_metadata_saves_and_loads(tmp_path: Path) -> None:
-    """As in a frozen program, or a copy of the sources in another project."""
+    """Examples are a frozen program, and a copy of the sources in another project."""
     for package in (ckptcore, numpy, ml_dtypes, pluggy, xxhash):
         directory = Path(package.__path__[0])
         (tmp_path / directory.name).symlink_to(directory)

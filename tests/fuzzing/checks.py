@@ -48,7 +48,7 @@ _FORBIDDEN: Final = frozenset(
 
 
 class HarmError(AssertionError):
-    """A file did harm without an unexpected error."""
+    """Harm of a file that is not an unexpected error."""
 
 
 class Observer:
@@ -59,7 +59,7 @@ class Observer:
         self._data = b""
         self._seen: list[str] = []
         self._thread = 0
-        version_of("ckptcore")  # look it up now: errors contain it, and it is cached
+        version_of("ckptcore")  # cache the version now, because errors contain it
         sys.addaudithook(self._observe)
 
     @contextlib.contextmanager
@@ -100,8 +100,7 @@ class Observer:
     def _is_allowed(self, path: str) -> bool:
         if ".." in path.split("/"):
             return False
-        # A relative path is within an open directory.
-        # Tracebacks show source files.
+        # Relative paths are allowed, because they are inside an open directory. Source files are read for tracebacks.
         within = (self._inside, "/proc/", "/sys/")
         return not path.startswith("/") or f"{path}/".startswith(within) or path.endswith(".py")
 
@@ -116,10 +115,10 @@ def _is_importing() -> bool:
 
 
 class Checker:
-    """Reads inputs of a target. The first byte of an input is the number of its place.
+    """Checks of the inputs of a target. The first byte of an input is the number of its place.
 
     Attributes:
-        succeeded: how many calls can read the intact files of each place.
+        succeeded: for each place, the number of calls that can read its intact files.
     """
 
     def __init__(self, target: Target, directory: Path, observer: Observer) -> None:
@@ -136,7 +135,7 @@ class Checker:
         self._observer = observer
         for number in range(len(self._places)):
             self._create(number)
-        # Run all calls once without checks, also for a file of no format, because they load libraries at first use.
+        # Run all calls once without checks, because they load libraries at first use, some only for unknown formats.
         for read in target.reads:
             self._read(b"\0x", read)
         self.succeeded = [sum([self._read(data, read) for read in target.reads]) for data in self.samples()]
@@ -153,7 +152,7 @@ class Checker:
         """Read an input by every call, with traced memory.
 
         Raises:
-            HarmError: it did harm.
+            HarmError: the input did harm.
             Exception: an unexpected error.
         """
         for read in self._target.reads if data else ():

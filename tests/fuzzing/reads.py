@@ -140,7 +140,7 @@ def read_step_names(location: Path) -> object:
 
 
 def _document(path: Path) -> Any:
-    """Parse JSON; None if it is none: the caller of these readers parses it."""
+    """Parse JSON, like the callers of the reader under test. Return None for invalid JSON."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -148,7 +148,7 @@ def _document(path: Path) -> Any:
 
 
 def view(location: Path) -> object:
-    """Make each document of a checkpoint."""
+    """Create each document of a checkpoint."""
     viewed = Viewed(str(location), CONTEXT)
     parameters = {"leaf": "0", "index": "0:1"}
     for name in ("checkpoint", "tree", "array", "elements", "statistics"):
@@ -213,7 +213,7 @@ def slice_safetensors(location: Path) -> object:
 
 
 def find_sound(location: Path) -> object:
-    # Imported when it is called, because it imports all of the Trainer.
+    # Imported at the call, because this imports the whole Trainer.
     from ckptcore_integrations.transformers import newest_sound
 
     return newest_sound(location)
