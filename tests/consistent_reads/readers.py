@@ -1,4 +1,4 @@
-"""Everything that reads a checkpoint, each with an outcome that can be compared."""
+"""All functions that read a checkpoint, with outcomes that can be compared."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _numbers = itertools.count()
 
 
 def outcome_of(reader: Reader, location: str, context: ckptcore.Context) -> Outcome:
-    """Return the outcome of one read; for an error, its type.
+    """Return the outcome of one read, or the type of its `CheckpointError`.
 
-    Any error but a `CheckpointError` is raised.
+    Other errors are raised.
     """
     try:
         return _plain(reader(location, context))
     except CheckpointError as error:
         reason: BaseException = error
         if isinstance(error, TargetUndefinedError) and error.__cause__ is not None:
-            reason = error.__cause__  # a target that was filled before, by a try that was overtaken
+            reason = error.__cause__  # an earlier attempt filled the target before the replacement
         return "replaced" if any(text in str(reason) for text in _REPLACED) else type(reason).__name__
 
 
 def _plain(value: object) -> str:
-    """A value as text, types and elements included."""
+    """Return a value as text, including types and elements."""
     if isinstance(value, Mapping):
         return "{" + ", ".join([f"{key}: {_plain(value[key])}" for key in value]) + "}"
     if isinstance(value, list | tuple):
@@ -107,8 +107,8 @@ def _step_states(location: str, context: ckptcore.Context) -> object:
     except CheckpointNotFoundError:
         return []
     found = read_steps(steps, steps.candidates(), context)
-    # A step that was deleted after it was listed has the state "other". An uncommitted one is hidden on file systems.
-    # Sizes are not compared: a checkpoint of several sessions has other files than one of a single save.
+    # A step that was deleted after its listing has the state "other". File systems hide uncommitted steps.
+    # Sizes are not compared, because a checkpoint of several sessions has other files than that of a single save.
     shown = [status for status in found if status.state not in ("other", "uncommitted")]
     return [(status.state, status.nbytes is not None, status.problems) for status in shown]
 
@@ -166,7 +166,7 @@ def _consolidate_subtree(location: str, context: ckptcore.Context) -> object:
 
 
 def _made(make: Callable[[str], object]) -> object:
-    """Return the contents of a new location in memory after a call has written it."""
+    """Return the contents of a new location in memory that a call has written."""
     destination = f"memory://copies-{next(_numbers)}/copy"
     make(destination)
     found = describe_checkpoint(destination, ckptcore.Context())

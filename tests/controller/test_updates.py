@@ -1,4 +1,4 @@
-"""Workers write what is given of an update, and read what is in its bases, wherever these are."""
+"""Updates with workers, which write the changed arrays and read the others from the bases."""
 
 from __future__ import annotations
 

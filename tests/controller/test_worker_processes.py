@@ -1,4 +1,4 @@
-"""The worker processes of the testing kit are an executor as the protocol asks for."""
+"""The executor of `worker_processes` satisfies the protocol."""
 
 from __future__ import annotations
 

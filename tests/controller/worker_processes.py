@@ -40,7 +40,7 @@ class Crossing:
     Attributes:
         worker: the number of the worker.
         request: the name of the request.
-        sent, received: all bytes that passed the boundary.
+        sent, received: numbers of bytes of the request and of the answer.
     """
 
     worker: int
@@ -87,7 +87,7 @@ class WorkerProcesses(StagedExecutor):
 
         Args:
             count: number of processes.
-            timeout_seconds: timeout of an answer.
+            timeout_seconds: the timeout for an answer.
         """
         spawning = multiprocessing.get_context("spawn")
         self.crossings: list[Crossing] = []
@@ -163,7 +163,7 @@ class WorkerProcesses(StagedExecutor):
         return [self.ask(worker, _Digest(array.number or 0)) for worker in range(len(self.workers))]
 
     def elements(self, array: RemoteArray) -> HostArray:
-        """Return all elements of an array, for tests. They pass the boundary and are counted."""
+        """Return all elements of an array, for tests. Their transfer is counted in `crossings`."""
         found = np.zeros(array.spec.shape, array.spec.numpy_dtype)
         for worker in range(len(self.workers)):
             for box, part in self.ask(worker, _Get(array.number or 0)).items():
@@ -314,7 +314,7 @@ class _Read:
 
     def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
         report, read = self.stage()
-        for (number, boxes), found in zip(self.names, read, strict=False):  # fewer if the stage failed
+        for (number, boxes), found in zip(self.names, read, strict=False):  # shorter if the stage failed
             arrays.update({(number, box): array for box, array in zip(boxes, found, strict=True)})
         return report
 

@@ -1,4 +1,4 @@
-"""The built documentation: what its search answers, and that every link has a target. ``make docs`` builds it."""
+"""The built documentation: its search answers questions, and every link has a target. ``make docs`` builds it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SEARCH: Final = "query => Search._performSearch(...Search._parseQuery(query)).re
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    """The directory of the built pages. A build that is older than a page does not count."""
+    """Return the directory of the built pages. Skip if a page is newer than the build."""
     index = BUILT / "searchindex.js"
     sources = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
     if not index.exists() or index.stat().st_mtime < max(path.stat().st_mtime for path in sources):
@@ -58,7 +58,7 @@ def built() -> Path:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    """A page of a headless Chromium."""
+    """Yield a page of a headless Chromium."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("Chromium is not installed: install the Debian package chromium to test the documentation")
@@ -78,7 +78,7 @@ def test_the_search_answers_questions(built: Path, page: Page) -> None:
     } == {}
 
 
-def test_no_text_of_a_picture_is_cut(page: Page) -> None:
+def test_no_text_of_a_picture_is_cut_off(page: Page) -> None:
     cut = {}
     for picture in sorted((ROOT / "docs" / "pictures").glob("*.svg")):
         page.goto(picture.as_uri())
@@ -108,7 +108,7 @@ def test_every_link_has_a_target(built: Path) -> None:
     for page, parsed in found.items():
         for link in parsed.links:
             if re.match(r"[a-z]+:", link):
-                continue  # elsewhere
+                continue  # a link to another site
             path, _, anchor = link.partition("#")
             target = (page.parent / unquote(path)).resolve() if path else page
             known = found[target].anchors if target in found else {""} if target.exists() else set[str]()

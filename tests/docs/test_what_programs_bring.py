@@ -1,4 +1,4 @@
-"""The table of what programs bring has a row for each mark of the tests."""
+"""The table of objects that programs save has a row for each mark `brings` of the tests."""
 
 from __future__ import annotations
 
