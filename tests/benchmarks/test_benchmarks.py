@@ -1,4 +1,4 @@
-"""Every benchmark runs with tiny sizes, and its report can be read."""
+"""Every benchmark runs with tiny sizes and writes a readable report."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_report_has_the_machine_the_versions_and_the_rows(
 
 
 def _contender(name: str, seconds: list[float], calls: list[str], *, target: float | None = None) -> Contender:
-    """Return a contender that takes these seconds, the first of them in the round that does not count."""
+    """Return a contender with these run times. The first one is of the warm-up round, which is not counted."""
     left = iter(seconds)
 
     def run() -> float:
@@ -95,6 +95,6 @@ def test_a_case_that_writes_syncs_before_each_run_and_reports_the_page_cache(mon
         assert "cached" in row.line()
 
 
-def test_a_missed_target_is_in_the_line() -> None:
+def test_the_line_shows_a_missed_target() -> None:
     row = Row("case", "ours", 0.25, ratio=1.5, spread=0.125, nbytes=10**9, target="at least 2.00", reached=False)
     assert " ".join(row.line().split()) == "case ours 250.00 ms 1.5 12% at least 2.00: MISSED; 4.00 GB/s"

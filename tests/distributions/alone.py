@@ -46,7 +46,7 @@ def digest(value: object) -> str:
 
 
 def outcomes(directory: Path) -> Mapping[str, Mapping[str, str]]:
-    """Load each checkpoint in a directory, and return what came of it: a hash, or the type of the error."""
+    """Load each checkpoint in a directory, and return the hash of its value or the type of the error."""
     found: dict[str, Mapping[str, str]] = {}
     for root in sorted(directory.rglob("checkpoint.json")):
         path = root.parent
@@ -67,7 +67,7 @@ def _outcome(load: Callable[[], object]) -> str:
 
 
 def use(directory: str) -> object:
-    """Save, load and train; return the import packages and distributions of this environment that are ours."""
+    """Save, load and train. Return our import packages and our distributions in this environment."""
     scratch = Path(directory)
     state = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "step": 3}
     ckptcore.save(scratch / "state", state)
@@ -92,7 +92,7 @@ def use(directory: str) -> object:
 
 
 def _train(directory: Path, *, until: int) -> int:
-    """Resume a run and save each step; return the step from which it resumed, or 0."""
+    """Resume a run and save each step. Return the step from which it resumed, or 0."""
     with ckptcore.Checkpointer(directory) as checkpointer:
         weights, first = np.zeros(4), 0
         if checkpointer.latest is not None:
@@ -111,7 +111,7 @@ def golden(directory: str) -> object:
 
 
 def missing(directory: str) -> object:
-    """Ask for everything that other distributions add; return the type and the message of each error."""
+    """Use each feature that other distributions add. Return the type and the message of each error."""
     scratch = Path(directory)
     found: dict[str, Mapping[str, str]] = {}
     for distribution in DISTRIBUTIONS:
@@ -139,7 +139,7 @@ def _error(ask: Callable[[], object]) -> str:
 
 
 def added(extra: str, directory: str) -> object:
-    """Use what the distribution of an extra adds; return what failed."""
+    """Use the features that the distribution of an extra adds. Return the failures."""
     scratch = Path(directory)
     (distribution,) = [found for found in DISTRIBUTIONS if found.extra == extra]
     importlib.import_module(distribution.package)
@@ -150,7 +150,7 @@ def added(extra: str, directory: str) -> object:
     for layout in distribution.layouts:
         try:
             ckptcore.save(scratch / layout, state, layout=layout)
-        except UnsupportedLeafError:  # a layout that only reads
+        except UnsupportedLeafError:  # this layout can only read
             continue
         if digest(ckptcore.load(scratch / layout)) != digest(state):
             failed[f"layout {layout}"] = "another value"

@@ -49,7 +49,7 @@ def requirements_of(project: Path, without: Collection[str] = ()) -> list[Requir
 
 
 def lowest_of(requirements: Iterable[Requirement]) -> dict[str, set[Version]]:
-    """Return the lowest versions that other distributions than ours may have."""
+    """Return the lowest allowed versions of distributions of others."""
     accepted: dict[str, set[Version]] = {}
     for requirement in requirements:
         if requirement.name not in OURS:
@@ -119,8 +119,8 @@ def test_distributions_require_each_other_at_their_own_version() -> None:
     assert loose == []
 
 
-def test_an_extra_has_one_meaning() -> None:
-    """A name in two distributions is the same: one forwards to the other. Each has its own extra for its tests."""
+def test_an_extra_has_the_same_meaning_in_all_distributions() -> None:
+    """If two distributions have the same extra, one forwards to the other. Only extras for tests differ."""
     meanings: dict[str, set[str]] = {}
     for project in PROJECTS:
         found = metadata(project)
@@ -145,7 +145,7 @@ def test_the_core_has_the_extra_of_every_replacement_adapter_and_format() -> Non
     assert Requirement(extras["all"][0]).extras == own.keys()
 
 
-def test_the_lowest_versions_are_those_that_are_tested() -> None:
+def test_the_lowest_versions_are_tested() -> None:
     tested = pinned(OLDEST)
     accepted = lowest_of(
         requirement
@@ -155,7 +155,7 @@ def test_the_lowest_versions_are_those_that_are_tested() -> None:
     assert accepted == {name: {tested[name]} if name in tested else set() for name in accepted}
 
 
-def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None:
+def test_the_lowest_versions_of_separate_extras_are_tested() -> None:
     """If two extras differ, the highest of their lowest versions is tested."""
     tested = pinned(OLDEST_ADAPTERS)
     tables = [metadata(project) for project in PROJECTS if metadata(project)["name"] in APART]
@@ -172,7 +172,7 @@ def test_the_lowest_versions_of_extras_apart_are_those_that_are_tested() -> None
     assert UNTESTED_EXTRAS == tuple(sorted(UNTESTED_EXTRAS)) and {*UNTESTED_EXTRAS} < APART["ckptcore-integrations"]
 
 
-def test_the_page_lists_the_versions_that_are_tested() -> None:
+def test_the_page_lists_the_tested_versions() -> None:
     text = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([A-Za-z0-9_-]+) \| ([0-9.]+ \| [0-9.]+) \|$", text, flags=re.MULTILINE))
     oldest, newest = pinned(OLDEST), pinned("constraints.txt")

@@ -1,4 +1,4 @@
-"""The wheels work as users install them: the core alone has everything that it should, and each extra adds the rest."""
+"""Wheels as users install them: the features of the core alone, and the features that each extra adds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_core_alone_loads_every_golden_checkpoint(core: Environment) -> None
     assert {Path(name).parts[0] for name in damaged} <= UNFINISHED | OF_HOSTS
 
 
-def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_path: Path) -> None:
+def test_errors_of_the_core_say_how_to_install_missing_features(core: Environment, tmp_path: Path) -> None:
     found = _program(core, "missing", str(tmp_path))
     expected = {distribution.extra: distribution.hint for distribution in DISTRIBUTIONS}
     assert found.keys() == expected.keys()
@@ -93,14 +93,14 @@ def test_the_core_alone_describes_itself(core: Environment, wheels: Mapping[str,
     assert not {"Final", "TYPE_CHECKING", "importlib", "logging"} & set(names)
 
 
-def test_the_command_line_of_the_core_alone_says_how_to_install_it(core: Environment) -> None:
+def test_the_command_of_the_core_alone_says_how_to_install_the_tools(core: Environment) -> None:
     program = "import subprocess, sys; done = subprocess.run([sys.executable, '-I', '-m', 'ckptcore'], stderr=-1); "
     error = core.run("-c", program + "print(done.returncode, done.stderr.decode())")
     assert not error.startswith("0 ")
     assert "pip install 'ckptcore[tools]'" in error and "Traceback" not in error
 
 
-def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[str, Wheel]) -> None:
+def test_every_distribution_is_in_the_table_or_required_by_one_of_it(wheels: Mapping[str, Wheel]) -> None:
     core = wheels["ckptcore"]
     named = {_of_extra(distribution, wheels).name for distribution in DISTRIBUTIONS}
     required = {requirement.name for name in named for requirement in wheels[name].requires}
@@ -116,9 +116,7 @@ def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[s
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: str(distribution.extra))
-def test_an_extra_adds_what_its_name_says(
-    distribution: Distribution, wheels: Mapping[str, Wheel], tmp_path: Path
-) -> None:
+def test_an_extra_adds_its_features(distribution: Distribution, wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
     environment = Environment(tmp_path / "env", wheels, [f"ckptcore[{distribution.extra}]"])
     (tmp_path / "scratch").mkdir()
     assert _program(environment, "added", distribution.extra, str(tmp_path / "scratch")) == {}
@@ -151,7 +149,7 @@ def test_all_wheels_install_together(wheels: Mapping[str, Wheel], tmp_path: Path
 
 @pytest.mark.parametrize(("page", "runs"), [("README.md", 2), ("PACKAGE.md", 1)])
 def test_the_quick_starts_work_from_wheels(page: str, runs: int, wheels: Mapping[str, Wheel], tmp_path: Path) -> None:
-    """They run without the repository. Those of the README run twice: the second time they resume."""
+    """The examples run without the repository. Those of the README run twice, and resume in the second run."""
     environment = Environment(tmp_path / "env", wheels, ["ckptcore[torch]", "ckptcore[jax]"])
     blocks = code_blocks((ROOT / page).read_text(encoding="utf-8"))
     program = "\n".join(block.code for block in blocks if block.language == "python")

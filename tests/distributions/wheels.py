@@ -1,4 +1,4 @@
-"""Environments in which wheels of some of our distributions are installed, without a network."""
+"""Environments with wheels of some of our distributions, installed without a network."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from tools.release import Wheel
 
 
 class Environment:
-    """A virtual environment with some of our distributions, and with what they require.
+    """A virtual environment with some of our distributions and their requirements.
 
-    Our distributions are installed from wheels. Those of others are links to the ones that run the tests, because the
-    test has no network, and each of them alone, because a path to all of them would hide a missing requirement.
+    Our distributions are installed from wheels. Other distributions are links to the installation that runs the tests,
+    because the test has no network. Each one is linked separately, because a path to all of them would hide a missing
+    requirement.
 
     Args:
-        directory: where it is made.
+        directory: the directory of the environment.
         wheels: all wheels.
-        requirements: what is installed; extras count.
+        requirements: the requirements to install, with extras.
     """
 
     def __init__(self, directory: Path, wheels: Mapping[str, Wheel], requirements: Iterable[str]) -> None:
@@ -47,16 +48,16 @@ class Environment:
                 link.symlink_to(Path(str(found.locate_file(top))).resolve())
 
     def run(self, *arguments: str) -> str:
-        """Run Python in the environment, without that of the tests; return what it prints.
+        """Run Python in the environment, isolated from that of the tests. Return its output.
 
         Raises:
-            AssertionError: it failed.
+            AssertionError: the program failed.
         """
         return _run([str(self._python), "-I", *arguments], [])
 
 
 def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of our and of other distributions that requirements need, directly or not."""
+    """Return the names of our and of other distributions that are directly or indirectly required."""
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in wanted]
     found: dict[str, None] = {}

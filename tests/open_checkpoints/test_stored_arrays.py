@@ -454,9 +454,8 @@ def test_few_files_of_a_checkpoint_are_open_at_once(tmp_path: Path) -> None:
             for _ in range(2):
                 for name, array in state.items():
                     np.testing.assert_array_equal(opened[name][1:3], array[1:3])
-            assert (
-                len(os.listdir("/dev/fd")) <= before + 2 * 150 + 64
-            )  # a storage also keeps some recently read files open
+            # A storage also keeps some recently read files open.
+            assert len(os.listdir("/dev/fd")) <= before + 2 * 150 + 64
 
 
 def test_an_array_saved_in_slices_reads_as_one_array(tmp_path: Path) -> None:

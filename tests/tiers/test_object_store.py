@@ -1,4 +1,4 @@
-"""A far tier on a local S3 server: steps lost near are loaded from it, and network faults lose nothing."""
+"""A far tier on a local S3 server. Steps that the near tier lost are loaded from it, and network faults lose none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LARGE = 7 << 20
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server that this module has to itself."""
+    """Start a server for this module alone."""
     with s3_server(tmp_path_factory.mktemp("s3")) as running:
         yield running
 
@@ -47,7 +47,7 @@ def _context(server: S3Server, **options: Any) -> Context:
     return Context(storage={"s3": {**server.options, "part_bytes": 5 << 20, **options}})
 
 
-def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
+def test_steps_lost_from_the_near_tier_are_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
     far, context = f"s3://{server.create_bucket()}/run", _context(server)
     near = tmp_path / "near"
     with Checkpointer(
@@ -69,8 +69,8 @@ def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -
         assert ckptcore.verify(f"{far}/{step}", context=context).ok
 
 
-class _Weather:
-    """Faults by a seed, and an outage between `begin` and `end`."""
+class _FaultsAndOutage:
+    """Random faults by a seed, and an outage between `begin` and `end`."""
 
     def __init__(self, plan: RequestPlan) -> None:
         self._plan = plan
@@ -99,12 +99,12 @@ def _large(step: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3Server, seed: int) -> None:
+def test_throttling_resets_and_an_outage_lose_no_step(tmp_path: Path, server: S3Server, seed: int) -> None:
     bucket = server.create_bucket()
     far, near = f"s3://{bucket}/run", tmp_path / "near"
-    # What arrives later than its answer is a matter of commits, which have tests of their own.
+    # Requests that are repeated or delivered late affect only commits, which have their own tests.
     plan = SeededFaults(seed, rate=0.15, most=60, spared=(RepeatLater, DeliverLater))
-    weather = _Weather(plan)
+    weather = _FaultsAndOutage(plan)
     with FaultProxy(server.server.url, weather, dialect=DIALECT) as proxy:
         context = _context(server, endpoint=proxy.url, retries=3, first_wait=0.01)
         tier = NearTier(near, preservation_policy=LatestN(2), max_waiting=20)
@@ -113,7 +113,7 @@ def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3
                 run.save(step, _large(step))
                 run.wait()
             weather.begin()
-            for step in range(6, 9):  # no save waits for the far tier
+            for step in range(6, 9):  # saves do not wait for the far tier
                 run.save(step, _large(step))
                 run.wait()
             assert weather.met.wait(60)

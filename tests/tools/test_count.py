@@ -1,4 +1,4 @@
-"""Counts of code are right for small samples, and cover the whole project."""
+"""The tool that counts code: correct counts for samples, and a report about the whole project."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_empty_file_has_no_lines() -> None:
     assert count_source("") == Count(files=1, short=1)
 
 
-def test_a_long_file_is_not_short() -> None:
+def test_a_long_file_is_not_counted_as_short() -> None:
     assert count_source("x = 1\n" * 100) == Count(files=1, lines=100, code=100)
 
 
@@ -88,10 +88,10 @@ def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -
     assert lines["everything"] == ["everything", "2", "1", "250", "1,190", "0", "0"]
 
 
-def test_the_note_has_the_rooms_of_the_core() -> None:
+def test_the_design_note_lists_the_packages_of_the_core() -> None:
     root = Path(__file__).parents[2]
     note = (root / "docs" / "design" / "small-core.md").read_text(encoding="utf-8")
     rows = rooms_table(count_packages(root)).splitlines()
     assert len(rows) == len(ROOMS) + 3
-    for row in rows:  # numbers may be older than the code
+    for row in rows:  # the numbers may be of an older version
         assert row.split("|")[1] in note and row.split("|")[3] in note, "run python -m tools.count --write"

@@ -1,4 +1,4 @@
-"""Results of the tests of replaced libraries: the tables of the page, the reasons of failures, the count of calls."""
+"""Results of the tests of replaced libraries: tables on the page, reasons for failures, and counts of calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_elsewhere():
 """
 
 
-def test_the_tables_of_the_page_are_those_of_the_stored_results() -> None:
+def test_the_page_has_the_tables_of_the_stored_results() -> None:
     page = NOTE.read_text(encoding="utf-8")
     assert set(re.findall(r"<!-- table: (\w+) -->", page)) == RESULTS.keys()
     assert fill_tables(page, RESULTS) == page, "write the tables with python -m tools.foreign_tests"

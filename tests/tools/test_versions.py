@@ -1,4 +1,4 @@
-"""The tool that tests other versions: which interpreter it takes, what it installs, and that its tests exist."""
+"""The tool that tests other versions: its choice of interpreters, its installations and its list of tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_interpreters_are_found_in_order(tmp_path: Path) -> None:
     assert find_interpreter("3.99", nowhere) == str(python)
 
 
-def test_requirements_are_those_of_all_distributions_needed() -> None:
+def test_requirements_include_those_of_all_needed_distributions() -> None:
     ours, others = requirements(["ckptcore[transformers]"])
     assert {"ckptcore", "ckptcore-integrations", "ckptcore-torch"} <= set(ours)
     assert any(text.startswith("transformers>=") for text in others)
@@ -63,7 +63,7 @@ def test_every_distribution_is_installed_and_tested(kind: str) -> None:
 
 @pytest.mark.parametrize("given", [[], ["--"], ["--", "-x", "--workers"]])
 def test_arguments_for_pytest_follow_two_dashes(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make test-versions` passes the dashes also without arguments."""
+    """`make test-versions` passes the two dashes even without arguments."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
