@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -185,17 +186,27 @@ def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what:
     assert recorder.objects == ()
 
 
+def waits_for_condition(thread: int) -> bool:
+    """Return True if a thread is blocked in `threading.Condition.wait`."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is threading.Condition.wait.__code__
+
+
 def test_a_thread_waiting_for_a_checksum_ends_after_a_failure() -> None:
     """One thread sums the first task. It fails while another, which summed the rest, waits to write the checksum."""
-    others = threading.Event()
+    summed_rest = threading.Event()
+    other_threads: list[int] = []
 
     class Failing(Crc32):
         def of(self, data: memoryview) -> int:
             if len(data) < 256:
-                others.set()
+                other_threads.append(threading.get_ident())
+                summed_rest.set()
                 return super().of(data)
-            assert others.wait(60)
-            time.sleep(0.1)  # for the other to begin to wait
+            assert summed_rest.wait(60)
+            deadline = time.monotonic() + 60
+            while not waits_for_condition(other_threads[0]) and time.monotonic() < deadline:
+                time.sleep(0.001)
             raise RuntimeError("the sum failed")
 
     opened = Opened()

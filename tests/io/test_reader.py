@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -304,7 +304,11 @@ def test_no_thread_writes_into_targets_after_the_end(threads: int, end: str) -> 
     for array in arrays:
         array[...] = 7
     calls = stored.storage.read_calls
-    time.sleep(0.02)
+    # Once all threads are at the barrier, none of them has unfinished reads.
+    all_threads = threading.Barrier(threads + 1, timeout=60)
+    for _ in range(threads):
+        stored.threads.submit(all_threads.wait)
+    all_threads.wait()
     assert stored.storage.read_calls == calls < 600
     assert all((array == 7).all() for array in arrays)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -72,8 +74,9 @@ def test_stored_arrays_have_the_attributes_and_elements_of_the_saved_ones(stored
 
 @pytest.fixture
 def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the storage treat new files as old. It does not rely on the times of files written a moment ago."""
-    monkeypatch.setattr("ckptcore.builtin.local_files._TICK_NANOSECONDS", -1)
+    """Set the clock of the storage an hour ahead. It does not rely on the times of files written a moment ago."""
+    later = SimpleNamespace(time_ns=lambda: time.time_ns() + 3_600 * 10**9, monotonic=time.monotonic)
+    monkeypatch.setattr("ckptcore.builtin.local_files.time", later)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

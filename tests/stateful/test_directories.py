@@ -292,7 +292,7 @@ class LeavesTasks:
 
     async def _write(self, path: Any) -> None:
         for _ in range(100):
-            await asyncio.sleep(0.0001)
+            await asyncio.sleep(0)
         (path / "value").write_text("written")
 
     async def load(self, directory: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,12 +69,16 @@ def test_steps_lost_from_the_near_tier_are_loaded_from_s3(tmp_path: Path, server
 
 
 class _FaultsAndOutage:
-    """Random faults by a seed, and an outage between `begin` and `end`."""
+    """Random faults by a seed, and an outage between `begin` and `end`.
+
+    Attributes:
+        refused: released for each request during the outage.
+    """
 
     def __init__(self, plan: RequestPlan) -> None:
         self._plan = plan
         self._away = threading.Event()
-        self.met = threading.Event()
+        self.refused = threading.Semaphore(0)
 
     def begin(self) -> None:
         """Make the service unavailable."""
@@ -88,7 +91,7 @@ class _FaultsAndOutage:
     def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
         """See `RequestPlan`."""
         if self._away.is_set():
-            self.met.set()
+            self.refused.release()
             return (InterruptBefore(lambda: None),)
         return self._plan.faults(request, dialect)
 
@@ -116,8 +119,8 @@ def test_throttling_resets_and_an_outage_lose_no_step(tmp_path: Path, server: S3
             for step in range(6, 9):  # saves do not wait for the far tier
                 run.save(step, _large(step))
                 run.wait()
-            assert weather.met.wait(60)
-            time.sleep(0.5)
+            for _ in range(4):  # a request and its three retries
+                assert weather.refused.acquire(timeout=60)
             assert CheckpointReader(near).latest == 8
             weather.end()
             tiers.wait_for_uploads(300)

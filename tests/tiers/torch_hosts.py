@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -58,10 +58,15 @@ def _load(place: Place) -> list[Any]:
 
 
 def _die_with_a_host(place: Place) -> None:
-    """Save a step, then kill this process. The second host dies first, so that the launcher may kill the others."""
+    """Save a step, then kill this process. The second host dies first, and the others after its death."""
     run = _open(place)
+    pids: list[int] = [0] * place.size
+    dist.all_gather_object(pids, os.getpid())
+    second = os.pidfd_open(pids[1])
+    dist.barrier()
     run.save(3, _state(3, place))
-    time.sleep(0.0 if place.rank == 1 else 0.3)
+    if place.rank != 1:
+        select.select([second], [], [], 60)  # readable once the process has ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
